@@ -1,0 +1,38 @@
+# make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
+# make test    sets up, then runs the tests that need no GPU
+# SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
+
+PYTHON ?= python3
+SETUP ?= 1
+# The version is named in the same pip call as everything else: see constraints.txt for the rest.
+TORCH ?= torch==2.13.0
+
+ifeq ($(SETUP),0)
+RUN := $(PYTHON)
+READY :=
+else
+RUN := .venv/bin/python
+READY := .venv/.ready
+endif
+
+.PHONY: setup train test test-gpu check
+
+setup: $(READY)
+
+.venv/.ready: pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
+	touch $@
+
+train: $(READY)
+	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(READY)
+	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+
+check: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .

@@ -1,0 +1,448 @@
+"""The configuration: typed dataclasses, their defaults (the paper's recipe), and every rule that values must keep.
+
+This is the only file that knows Hydra and OmegaConf. `configs/` holds defaults lists and the few values in which a
+choice differs from the defaults below. An entry point is a function of one `Config`:
+
+    @entry_point
+    def main(config: Config) -> int: ...
+
+Hydra refuses unknown keys and wrong types; everything found after that is collected and reported in one list.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+PACKAGE = Path(__file__).resolve().parent
+# In a checkout the configs stand beside the package; a wheel carries them inside it.
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+
+MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16 (DESIGN §5)
+MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
+
+
+class ConfigError(ValueError):
+    """One or more mistakes in a configuration; `mistakes` lists them, each with its remedy."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {m}" for m in mistakes))
+
+
+class Activation(Enum):
+    relu = "relu"
+    silu = "silu"
+
+
+class L1Normalization(Enum):
+    """What the coefficient multiplies: per token, the `sum` over neurons and layers, or the `mean` over both."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class L1Schedule(Enum):
+    constant = "constant"
+    linear_warmup = "linear_warmup"
+
+
+class Source(Enum):
+    """Where documents come from: the standard library's own documentation, a hub data set, or local files."""
+
+    stdlib_docs = "stdlib_docs"
+    hub = "hub"
+    files = "files"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    """Of matrix products and activations; weights, gradients and optimizer state are float32 in both."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class WandbMode(Enum):
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-style decoder (DESIGN §3). Defaults: the width that all of the paper's sizes share."""
+
+    vocab_size: int = 49_152
+    hidden_size: int = 2_048  # K
+    intermediate_size: int = 5_632  # N; 8,448 gives a non-gated model the parameters of a gated one
+    num_layers: int = 28  # L
+    num_heads: int = 32
+    context_length: int = 2_048  # the longest sequence, in tokens
+    rope_theta: float = 100_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    gated: bool = True
+
+
+@dataclass
+class DataConfig:
+    """A corpus and how it becomes tokens. `path` holds the prepared tokens, outside any run."""
+
+    name: str = "stdlib_docs"
+    source: Source = Source.stdlib_docs
+    dataset: str | None = None  # hub name, for source=hub
+    subset: str | None = None  # the hub data set's config name
+    split: str = "train"
+    files: list[str] = field(default_factory=list)  # parquet, jsonl or text; glob patterns, for source=files
+    text_column: str = "text"
+    tokenizer: str | None = None  # hub name or local folder; stdlib_docs trains its own
+    tokenizer_vocab_size: int = 4_096  # of the tokenizer that stdlib_docs trains
+    path: str | None = None  # default: data/<name>
+    max_tokens: int | None = None  # training tokens to prepare; default: what the experiment needs
+    validation_fraction: float = 0.005  # of the documents, held out by their content
+    streaming: bool = False  # tokenize while training instead of preparing first
+    seed: int = 0  # of the order of the blocks
+    workers: int = 2  # loader processes per rank; 0 reads in the training process
+
+
+@dataclass
+class SparsityConfig:
+    """The feedforward activation and the L1 loss on it (DESIGN §2)."""
+
+    activation: Activation = Activation.relu
+    l1_coefficient: float = 2e-5
+    l1_normalization: L1Normalization = L1Normalization.sum
+    l1_schedule: L1Schedule = L1Schedule.constant
+    l1_warmup_steps: int = 0  # for l1_schedule=linear_warmup: steps from 0 to the full coefficient
+    dead_after_tokens: int = 10_000_000  # a neuron is dead once it has been silent for so many tokens
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with decay on matrices only; linear warm-up, then cosine to a fraction of the peak."""
+
+    learning_rate: float = 1e-3  # the peak
+    final_lr_fraction: float = 0.1
+    warmup_steps: int = 600
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0  # largest L2 norm of the gradient
+
+
+@dataclass
+class TrainingConfig:
+    """How much is learned from: all that decides the mathematics beside model, data, sparsity and optimizer."""
+
+    steps: int = 9_537
+    batch_size: int = 512  # sequences per optimizer step, over all ranks
+    sequence_length: int = 2_048  # T
+    seed: int = 0  # of the initial weights
+
+
+@dataclass
+class RuntimeConfig:
+    """How a step is computed; nothing here changes what is computed beyond rounding."""
+
+    device: Device = Device.auto
+    precision: Precision = Precision.bfloat16
+    compile: bool = True
+    micro_batch_size: int = 16  # sequences per forward pass and rank; the last one of a step may be smaller
+    recompute: bool = False  # recompute each layer in backward instead of keeping its activations
+    deterministic: bool = False  # the same bits on every run of the same ranks and hardware; slower
+    ddp_bucket_mb: int = 64  # gradients are reduced in buckets of this size while backward goes on
+    max_skipped_steps: int = 10  # stop after so many non-finite steps in a row
+
+
+@dataclass
+class LoggingConfig:
+    every: int = 10  # steps between rows of metrics.jsonl
+    validation_every: int = 250  # steps; 0 for never
+    validation_samples: int = 256  # held-out sequences per validation
+    wandb: WandbMode = WandbMode.online  # without a key: offline, and said so
+    wandb_project: str = "sparsellm"
+
+
+@dataclass
+class RunConfig:
+    """The run's folder: its name, its checkpoints, and what starting again does."""
+
+    name: str | None = None  # default: <experiment>-<8 hex of what defines the run>
+    root: str = "runs"
+    restart: bool = False  # start again in a new folder instead of resuming
+    checkpoint_every: int = 500  # steps
+    keep_checkpoints: int = 2
+    hf_dtype: Precision = Precision.float32  # of the exported hf/ weights
+    skip_damaged: bool = False  # resume from the newest whole checkpoint if newer ones are damaged
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+# What may differ between two starts of the same run.
+FREE_GROUPS = ("runtime", "logging", "run")
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def entry_point(main: Callable[[Config], int]) -> Callable[[], None]:
+    """A command line for `main`: composes `configs/train.yaml` with the overrides in sys.argv, calls, exits.
+
+    Exit codes: what `main` returns; 2 when the configuration is refused, 1 when Hydra itself refuses it.
+    """
+
+    def run(composed: DictConfig) -> None:
+        try:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise ConfigError(["--multirun runs every job in every rank: start one command per configuration"])
+            code = main(from_composed(composed, HydraConfig.get().runtime.choices.get("experiment")))
+        except ConfigError as error:
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"sparsellm: {error}", file=sys.stderr)
+            code = 2
+        sys.exit(code)
+
+    return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)
+
+
+def from_composed(composed: DictConfig, experiment: str | None) -> Config:
+    """The typed configuration of a composed one, with `run.name` and `data.path` filled in.
+
+    Raises ConfigError for keys outside the schema (which `+key=value` lets past Hydra) and for missing values.
+    """
+    composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    mistakes = [
+        f"{key} has no value: give it one with {key}=..." for key in sorted(OmegaConf.missing_keys(composed))
+    ]
+    container = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    mistakes += _unknown_keys(Config, container)
+    if mistakes:
+        raise ConfigError(mistakes)
+    config = from_dict(container)
+    if config.data.path is None:
+        config.data.path = f"data/{config.data.name}"
+    if config.run.name is None:
+        config.run.name = f"{experiment or 'run'}-{fingerprint(config)}"
+    return config
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The inverse of `to_dict`. Raises ConfigError for unknown keys."""
+    if unknown := _unknown_keys(Config, values):
+        raise ConfigError(unknown)
+    return _build(Config, values)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, enums as their names: what config.yaml and a checkpoint hold."""
+    return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `config` as YAML to `path`, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    partial.replace(path)
+
+
+def load(path: Path) -> Config:
+    """The configuration that `save` wrote. Raises ConfigError for unknown keys."""
+    return from_dict(OmegaConf.to_container(OmegaConf.load(path)))
+
+
+def definition(config: Config) -> dict[str, Any]:
+    """Flat `group.key` to value of all that defines the run: two starts of one run agree on these."""
+    nested = {group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS}
+    return {f"{group}.{key}": value for group, values in nested.items() for key, value in values.items()}
+
+
+def fingerprint(config: Config) -> str:
+    """8 hex digits of the resolved configuration without the free groups."""
+    return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def l1_per_layer_weight(config: Config) -> float:
+    """The weight of one layer's per-token sum |h|: the coefficient under `sum`, divided by N x L under `mean`."""
+    return l1_coefficient_as(config, L1Normalization.sum)
+
+
+def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
+    """The coefficient that gives the same loss under `normalization` (DESIGN §2: `mean` = `sum` x N x L)."""
+    size = config.model.intermediate_size * config.model.num_layers
+    coefficient = config.sparsity.l1_coefficient
+    if config.sparsity.l1_normalization == normalization:
+        return coefficient
+    return coefficient * size if normalization == L1Normalization.mean else coefficient / size
+
+
+def mistakes(config: Config, world_size: int) -> list[str]:
+    """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
+
+    Looks at values and at the number of GPUs; what `data.path` and `data.files` hold is checked by sparsellm.data.
+    """
+    found: list[str] = []
+
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            found.append(problem)
+
+    model, data, sparsity, optimizer = config.model, config.data, config.sparsity, config.optimizer
+    training, runtime, log, run = config.training, config.runtime, config.logging, config.run
+
+    for group, key, least in (
+        ("model", "vocab_size", 2), ("model", "hidden_size", 8), ("model", "intermediate_size", 8),
+        ("model", "num_layers", 1), ("model", "num_heads", 1), ("model", "context_length", 2),
+        ("training", "steps", 1), ("training", "batch_size", 1), ("training", "sequence_length", 1),
+        ("training", "seed", 0), ("data", "seed", 0), ("data", "workers", 0), ("data", "tokenizer_vocab_size", 300),
+        ("runtime", "micro_batch_size", 1), ("runtime", "ddp_bucket_mb", 1), ("runtime", "max_skipped_steps", 1),
+        ("optimizer", "warmup_steps", 0), ("sparsity", "l1_warmup_steps", 0), ("sparsity", "dead_after_tokens", 1),
+        ("logging", "validation_every", 0), ("logging", "validation_samples", 1),
+        ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
+    ):  # fmt: skip
+        value = getattr(getattr(config, group), key)
+        require(value >= least, f"{group}.{key} is {value}: it must be at least {least}")
+    for key, value in (
+        ("model.rope_theta", model.rope_theta), ("model.norm_eps", model.norm_eps),
+        ("model.init_std", model.init_std), ("optimizer.learning_rate", optimizer.learning_rate),
+        ("optimizer.eps", optimizer.eps), ("optimizer.grad_clip", optimizer.grad_clip),
+    ):  # fmt: skip
+        require(0 < value < math.inf, f"{key} is {value}: it must be a positive number")
+    for key, value in (
+        ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
+    ):  # fmt: skip
+        require(0 <= value < math.inf, f"{key} is {value}: it must be zero or a positive number")
+    for key, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
+        require(0 <= value < 1, f"{key} is {value}: it must be at least 0 and below 1")
+    require(
+        0 <= optimizer.final_lr_fraction <= 1,
+        f"optimizer.final_lr_fraction is {optimizer.final_lr_fraction}: it must be between 0 and 1",
+    )
+    require(
+        0 < data.validation_fraction < 1,
+        f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
+    )
+
+    for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
+        require(value % 8 == 0, f"model.{key} is {value}: the feedforward operators need a multiple of 8")
+        require(value <= MAX_COLUMNS, f"model.{key} is {value}: the feedforward operators hold up to {MAX_COLUMNS:,}")
+    if model.num_heads >= 1:
+        require(
+            model.hidden_size % (2 * model.num_heads) == 0,
+            f"model.hidden_size {model.hidden_size} does not divide into {model.num_heads} heads of even width:"
+            " change model.num_heads",
+        )
+    require(
+        training.sequence_length <= model.context_length,
+        f"training.sequence_length {training.sequence_length} is longer than model.context_length"
+        f" {model.context_length}: shorten the one or raise the other",
+    )
+
+    if sparsity.activation == Activation.silu:
+        require(
+            sparsity.l1_coefficient == 0,
+            f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
+            " exact zeros: set it to 0 (sparsity=dense_silu), or use relu",
+        )
+        require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
+    require(
+        sparsity.l1_schedule == L1Schedule.linear_warmup or sparsity.l1_warmup_steps == 0,
+        f"sparsity.l1_warmup_steps is {sparsity.l1_warmup_steps} with a constant schedule:"
+        " add sparsity.l1_schedule=linear_warmup, or set it to 0",
+    )
+    require(
+        sparsity.l1_warmup_steps <= training.steps,
+        f"sparsity.l1_warmup_steps {sparsity.l1_warmup_steps} exceeds training.steps {training.steps}",
+    )
+    require(
+        optimizer.warmup_steps <= training.steps,
+        f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
+        " shorten the warm-up, or train longer",
+    )
+
+    require(
+        training.batch_size % world_size == 0,
+        f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
+        " change it, or the number of processes",
+    )
+    if runtime.device == Device.cuda:
+        require(torch.cuda.is_available(), "runtime.device=cuda but torch sees no GPU: use runtime.device=auto or cpu")
+    require(
+        1 <= log.every <= MAX_LOG_INTERVAL,
+        f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
+    )
+    require(
+        run.name is not None and re.fullmatch(r"[a-z0-9._-]+", run.name) is not None and run.name not in (".", ".."),
+        f"run.name is {run.name!r}: use only a-z, 0-9, '.', '_' and '-'",
+    )
+
+    if data.source == Source.hub:
+        require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+    if data.source == Source.files:
+        require(bool(data.files), "data.source=files needs data.files=[PATTERN,...]")
+    if data.source == Source.stdlib_docs:
+        require(not data.streaming, "data.streaming=true with data.source=stdlib_docs: there is nothing to stream")
+        require(
+            data.tokenizer is None,
+            f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",
+        )
+    else:
+        require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
+    require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
+    return found
+
+
+def _unknown_keys(schema: type, values: dict[str, Any], prefix: str = "") -> list[str]:
+    known = {f.name: f.type for f in fields(schema)}
+    found = []
+    for key, value in values.items():
+        if key not in known:
+            found.append(f"{prefix}{key} is not a key: {prefix or 'the top level '}has {', '.join(known)}")
+        elif is_dataclass(known[key]):
+            found += _unknown_keys(known[key], value, f"{prefix}{key}.")
+    return found
+
+
+def _build(schema: type, values: dict[str, Any]) -> Any:
+    def convert(kind: Any, value: Any) -> Any:
+        if is_dataclass(kind):
+            return _build(kind, value)
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return kind[value]
+        if value is not None and isinstance(kind, types.UnionType):
+            return convert(next(k for k in typing.get_args(kind) if k is not type(None)), value)
+        return float(value) if kind is float else value
+
+    return schema(**{f.name: convert(f.type, values[f.name]) for f in fields(schema) if f.name in values})

@@ -1,0 +1,84 @@
+"""Ranks, their devices, and the process groups: one of every process, torchrun or not.
+
+A single process forms a group of one, so that no caller distinguishes the two cases. Checkpoints are written by a
+thread while training goes on, so they have a CPU group of their own: collectives of two threads must not share one.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Preparing the embedded corpus, loading 25 GB from a slow disk: rank 0 may work this long while the others wait.
+TIMEOUT = timedelta(minutes=60)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    checkpoint_group: dist.ProcessGroup  # gloo, for the thread that writes checkpoints
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_environment() -> int:
+    """The number of ranks that torchrun announces; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(device_type: str) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started (or form a group of one), and leave them at the end.
+
+    `device_type` is "cpu" or "cuda". Raises RuntimeError if this node has fewer GPUs than ranks.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = world_size_from_environment()
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"rank {rank} wants GPU {local_rank}, and this node has {torch.cuda.device_count()}:"
+                " lower torchrun's --nproc_per_node"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT,
+        device_id=device if device_type == "cuda" else None,
+    )  # fmt: skip
+    try:
+        yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def main_first(ranks: Ranks) -> Iterator[None]:
+    """The main rank runs the block before the others do. An exception of the main rank is raised on all of them."""
+    error: list[str | None] = [None]
+    if ranks.is_main:
+        try:
+            yield
+        except BaseException as exception:
+            error = [f"{type(exception).__name__}: {exception}"]
+            dist.broadcast_object_list(error, src=0)
+            raise
+        dist.broadcast_object_list(error, src=0)
+    else:
+        dist.broadcast_object_list(error, src=0)
+        if error[0] is not None:
+            raise RuntimeError(f"rank 0 failed: {error[0]}")
+        yield
