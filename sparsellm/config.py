@@ -25,16 +25,18 @@ from typing import Any
 
 import hydra
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE
+
 PACKAGE = Path(__file__).resolve().parent
 # In a checkout the configs stand beside the package; a wheel carries them inside it.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 
-MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16 (DESIGN §5)
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -238,15 +240,20 @@ def entry_point(main: Callable[[Config], int]) -> Callable[[], None]:
     return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)
 
 
+def from_overrides(overrides: list[str]) -> Config:
+    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError as `from_composed`."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = compose("train", overrides=overrides, return_hydra_config=True)
+    return from_composed(composed, composed.hydra.runtime.choices.get("experiment"))
+
+
 def from_composed(composed: DictConfig, experiment: str | None) -> Config:
     """The typed configuration of a composed one, with `run.name` and `data.path` filled in.
 
     Raises ConfigError for keys outside the schema (which `+key=value` lets past Hydra) and for missing values.
     """
     composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    mistakes = [
-        f"{key} has no value: give it one with {key}=..." for key in sorted(OmegaConf.missing_keys(composed))
-    ]
+    mistakes = [f"{key} has no value: give it one with {key}=..." for key in sorted(OmegaConf.missing_keys(composed))]
     container = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
     mistakes += _unknown_keys(Config, container)
     if mistakes:
@@ -356,8 +363,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
     )
 
     for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
-        require(value % 8 == 0, f"model.{key} is {value}: the feedforward operators need a multiple of 8")
-        require(value <= MAX_COLUMNS, f"model.{key} is {value}: the feedforward operators hold up to {MAX_COLUMNS:,}")
+        require(value % MULTIPLE == 0, f"model.{key} is {value}: it must be a multiple of {MULTIPLE}")
+        require(value <= MAX_COLUMNS, f"model.{key} is {value}: it must be at most {MAX_COLUMNS}")
     if model.num_heads >= 1:
         require(
             model.hidden_size % (2 * model.num_heads) == 0,

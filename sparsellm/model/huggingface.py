@@ -1,0 +1,109 @@
+"""Between our weights and plain Hugging Face checkpoints, which load anywhere without this package.
+
+Gated models are stock `LlamaForCausalLM` (hidden_act relu or silu); non-gated ones are stock `ArceeForCausalLM` with
+hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the leading "model.".
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsellm.config import Activation, ModelConfig
+
+PREFIX = "model."
+WEIGHTS = "model.safetensors"
+
+
+def export(
+    weights: dict[str, Tensor],
+    config: ModelConfig,
+    activation: Activation,
+    folder: Path,
+    tokenizer_folder: Path,
+    end_of_text_id: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write config.json, the weights in `dtype` and the tokenizer into `folder`, which must not exist."""
+    shutil.copytree(tokenizer_folder, folder)
+    hub_config = _hub_config(config, activation, end_of_text_id, dtype)
+    hub_config.save_pretrained(folder)
+    tensors = {PREFIX + name: weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
+    """The inverse of `export`, for an hf/ folder or a hub name: (config, activation, float32 weights by our names).
+
+    Raises ValueError, naming every property that the decoder does not have, for other architectures.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hub = AutoConfig.from_pretrained(path)
+    wanted = {
+        "model_type": ("llama", "arcee"),
+        "hidden_act": ("relu", "silu") if hub.model_type == "llama" else ("relu",),
+        "num_key_value_heads": (getattr(hub, "num_attention_heads", None),),
+        "head_dim": (getattr(hub, "hidden_size", 0) // getattr(hub, "num_attention_heads", 1),),
+        "tie_word_embeddings": (True,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    }
+    problems = [
+        f"{key} is {getattr(hub, key, None)!r}: it should be {' or '.join(map(repr, allowed))}"
+        for key, allowed in wanted.items()
+        if getattr(hub, key, None) not in allowed
+    ]
+    rope = getattr(hub, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        problems.append(f"rope_type is {rope['rope_type']!r}: it should be 'default'")
+    if problems:
+        raise ValueError(f"{path} is not a model that the decoder can hold: " + "; ".join(problems))
+    config = ModelConfig(
+        vocab_size=hub.vocab_size,
+        hidden_size=hub.hidden_size,
+        intermediate_size=hub.intermediate_size,
+        num_layers=hub.num_hidden_layers,
+        num_heads=hub.num_attention_heads,
+        context_length=hub.max_position_embeddings,
+        rope_theta=rope["rope_theta"],
+        norm_eps=hub.rms_norm_eps,
+        init_std=hub.initializer_range,
+        gated=hub.model_type == "llama",
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    weights = {
+        name.removeprefix(PREFIX): weight
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"  # tied: the same tensor as the embedding
+    }
+    return config, Activation[hub.hidden_act], weights
+
+
+def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype):
+    from transformers import ArceeConfig, LlamaConfig
+
+    kind, architecture = (LlamaConfig, "LlamaForCausalLM") if config.gated else (ArceeConfig, "ArceeForCausalLM")
+    return kind(
+        architectures=[architecture],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        hidden_act=activation.name,
+        max_position_embeddings=config.context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rms_norm_eps=config.norm_eps,
+        initializer_range=config.init_std,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=end_of_text_id,
+        eos_token_id=end_of_text_id,
+        dtype=dtype,
+    )

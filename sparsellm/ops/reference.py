@@ -1,0 +1,68 @@
+"""The feedforward operators in plain PyTorch: the executable specification, and the path where no kernel runs.
+
+Letters: M tokens, K model width, N neurons. Weights as Hugging Face stores them: w_gate, w_up [N, K], w_down [K, N].
+
+    gated      z = x w_gate^T    g = relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
+    non-gated  z = x w_up^T                                     h = relu(z)  y = h w_down^T
+
+Numerics: every product of matrices accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the
+compute dtype, the dtype of x; elementwise arithmetic on its results is done in `accumulator(dtype)` and rounded once.
+Gradients are DESIGN §2's, exactly zero where the neuron is silent. float64 inputs give float64 throughout.
+
+These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of elementwise arithmetic: float32, or float64 for float64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(l1, nnz, fired, overflow) of hidden values h [M, N] whose active entries are marked by bool [M, N].
+
+    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64. fired: bool [N]. overflow: 0-d int64, always zero here:
+    nothing is packed, so nothing can be too full. All come from sums over M alone, so that one pass yields them.
+    """
+    per_neuron = active.sum(0)
+    l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()
+    return l1, per_neuron.sum(), per_neuron > 0, per_neuron.new_zeros(())
+
+
+def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
+    """(y [M, K], l1, nnz, fired, overflow, g [M, N], u [M, N]); the last two are what backward needs beside inputs."""
+    g = torch.relu(x @ w_gate.T)
+    u = x @ w_up.T
+    h = g * u
+    return (h @ w_down.T, *statistics(h, g != 0), g, u)
+
+
+def gated_backward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1 (0-d, the derivative of the loss by l1)."""
+    wide = accumulator(x.dtype)
+    h = g * u
+    dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
+    du = (dh * g).to(x.dtype)
+    dz = torch.where(g != 0, dh * u, 0).to(x.dtype)
+    return torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h
+
+
+def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
+    """(y [M, K], l1, nnz, fired, overflow, h [M, N]); the last one is what backward needs beside inputs."""
+    h = torch.relu(x @ w_up.T)
+    return (h @ w_down.T, *statistics(h, h != 0), h)
+
+
+def nongated_backward(
+    x: Tensor, w_up: Tensor, w_down: Tensor, h: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw_up, dw_down) from dy [M, K] and dl1 (0-d)."""
+    wide = accumulator(x.dtype)
+    dh = (dy @ w_down).to(wide) + dl1.to(wide)  # sign(h) is 1 wherever the next line keeps anything
+    dz = torch.where(h != 0, dh, 0).to(x.dtype)
+    return dz @ w_up, dz.T @ x, dy.T @ h

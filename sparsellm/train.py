@@ -1,0 +1,44 @@
+"""python -m sparsellm.train [experiment=...] [group=choice] [group.key=value] : pretrain a model.
+
+Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration.
+"""
+
+import os
+
+import torch
+
+from sparsellm import data
+from sparsellm.config import Config, ConfigError, Device, RuntimeConfig, entry_point, mistakes
+from sparsellm.distributed import process_group, world_size_from_environment
+from sparsellm.training import run_folder
+from sparsellm.training.loop import Trainer
+
+
+def device_type(runtime: RuntimeConfig) -> str:
+    if runtime.device == Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return runtime.device.name
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Before the first CUDA call: deterministic algorithms everywhere, or torch's faster defaults."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
+
+
+@entry_point
+def main(config: Config) -> int:
+    found = mistakes(config, world_size_from_environment())
+    found += data.mistakes(config) + (run_folder.mistakes(config) if config.run.name else [])
+    if found:
+        raise ConfigError(found)
+    set_determinism(config.runtime.deterministic)
+    with process_group(device_type(config.runtime)) as ranks:
+        config, folder = run_folder.open_folder(config, ranks)
+        return Trainer(config, ranks, data.open_data(config, ranks), folder).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The training loop and what it keeps: optimizer, sparsity policy, metrics, checkpoints."""

@@ -1,0 +1,454 @@
+"""Checkpoints of a run: saved while training goes on, committed atomically, verified before anything is read.
+
+    checkpoints/step_00000400/
+        state/      every tensor, through torch.distributed.checkpoint (DCP); values.json; rank_00003.json of each rank
+        hf/         the model for exchange, written by the caller's `export`
+        COMMITTED   JSON: size and checksum of every file above; written last
+
+What a kill at any instant can leave behind, by the suffix of a folder's name. A folder without one is a checkpoint.
+
+    .partial    being written. It holds COMMITTED and is on disk before it is renamed to step_N.
+    .replaced   the former step_N while a new one takes its place: put back if the new one did not arrive.
+    .deleting   on its way out. Renamed before the first file goes, so that no half of a checkpoint looks like one.
+    .damaged    a checkpoint that failed its checksums and was skipped because the user said so. Never deleted.
+
+Leftovers of the first three kinds are cleared at construction and at each save, so a run has one writer: two runs must
+not hold the same folder. All ranks see the folder, on several nodes through a shared file system, which
+needs room for one checkpoint more than are kept.
+
+`state/` is for one's own runs only: DCP's `.metadata` is a pickle, and reading one runs what its author wrote. The
+checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
+`hf/` is the part to exchange.
+
+All collectives run on `ranks.checkpoint_group`, those of a save in its thread, and every method but `__init__` first
+waits for that thread: so two threads never use the group at once. An exception on one rank becomes a CheckpointError on
+all of them at the end of the phase it happened in; no rank waits for one that gave up.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sparsellm.distributed import Ranks
+
+MODEL_PREFIX = "model."
+RANK_PREFIX = "rank."
+COMMITTED = "COMMITTED"
+HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
+HASH_CHUNK = 1 << 23  # bytes; large enough to read at the disk's speed, and xxhash lets other threads run meanwhile
+NAMED_DIFFERENCES = 8  # a wrong model differs in hundreds of tensors: a message names the first ones
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved, is damaged, or does not fit. Raised alike on every rank."""
+
+
+class Checkpoints:
+    """A run's `checkpoints/` folder. Built, and every method called, on all ranks together."""
+
+    def __init__(
+        self, folder: Path, ranks: Ranks, keep: int, export: Callable[[dict[str, torch.Tensor], Path], None]
+    ) -> None:
+        """Makes `folder` and clears what a killed run left unfinished in it.
+
+        `keep` is the number of checkpoints kept, those with the highest steps. `export(weights, hf_folder)` is called
+        on the main rank, in the writing thread, with CPU copies of the tensors whose names start with "model.", that
+        prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be written.
+        """
+        self.folder, self.ranks, self.keep, self.export = folder, ranks, keep, export
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._verified: int | None = None
+        self._on_main(f"opening {folder}", self._clear_leftovers)
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        values: dict,
+        rank_tensors: dict[str, torch.Tensor],
+        rank_values: dict,
+    ) -> None:
+        """Copy everything to CPU memory and write it in a thread; a step saved before is replaced.
+
+        `tensors` (any shapes, dtypes and devices) are the same on all ranks: each rank copies and writes its share of
+        them, the main rank the model's. `rank_tensors` and `rank_values` are each rank's own, `values` the main
+        rank's. Both are JSON: keys come back as strings and tuples as lists. All of them may change once this returns.
+
+        Waits for the save before, and raises its CheckpointError instead of saving; raises one if the copy fails.
+        """
+        self.wait()
+        snapshot, texts = self._together(
+            f"copying the state of step {step}", lambda: self._snapshot(tensors, values, rank_tensors, rank_values)
+        )
+        self._writing = self._writer.submit(self._write, step, snapshot, texts)
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises CheckpointError, naming the step, if the last save failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def find(self, skip_damaged: bool) -> int | None:
+        """The newest checkpoint's step, after all its checksums were verified; None if there is none.
+
+        A damaged checkpoint newer than the newest whole one is a CheckpointError that names its files and what is
+        wrong with them; with `skip_damaged` it is renamed to step_N.damaged, which the main rank says on stderr.
+        """
+        self.wait()
+        self._verified = self._on_main(f"looking into {self.folder}", lambda: self._find(skip_damaged))
+        return self._verified
+
+    def load(self, step: int, tensors: dict[str, torch.Tensor]) -> tuple[dict, dict, dict[str, torch.Tensor]]:
+        """Fill `tensors` in place, on whatever device; return the values, this rank's values, its tensors (on CPU).
+
+        A rank that did not exist when `step` was saved gets rank 0's: where the data stands is the same on all ranks,
+        and random numbers drawn from there are then the same as rank 0's. Verifies the checksums of a step that `find`
+        did not just return.
+
+        Raises CheckpointError if the checkpoint is damaged, or if it and `tensors` differ in names, shapes or dtypes;
+        `tensors` are then untouched.
+        """
+        self.wait()
+        state = self._path(step) / "state"
+        task = f"loading {state}"
+        if step != self._verified:
+            self._on_main(task, lambda: self._require_whole(step))
+        owner = self.ranks.rank if _rank_values(state, self.ranks.rank).exists() else 0
+        prefix = f"{RANK_PREFIX}{owner:05}."
+        rank_tensors = self._together(task, lambda: _match(state, tensors, prefix))
+
+        def read() -> tuple[dict, dict]:
+            # The collective part comes first: a rank that failed before it would leave the others waiting inside.
+            dcp.load(
+                {**tensors, **rank_tensors},
+                storage_reader=dcp.FileSystemReader(state),
+                process_group=self.ranks.checkpoint_group,
+            )
+            return json.loads((state / "values.json").read_text()), json.loads(_rank_values(state, owner).read_text())
+
+        values, rank_values = self._together(task, read)
+        return values, rank_values, {name.removeprefix(prefix): tensor for name, tensor in rank_tensors.items()}
+
+    # ---- saving
+
+    def _snapshot(
+        self, tensors: dict[str, torch.Tensor], values: dict, rank_tensors: dict[str, torch.Tensor], rank_values: dict
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """CPU copies of what this rank writes, and the text of its JSON files by name."""
+        if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
+            raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
+        copies = {name: _copy(tensors[name]) for name in self._share(tensors)}
+        copies |= {f"{RANK_PREFIX}{self.ranks.rank:05}.{name}": _copy(tensor) for name, tensor in rank_tensors.items()}
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
+        texts = {f"rank_{self.ranks.rank:05}.json": json.dumps(rank_values)}
+        if self.ranks.is_main:
+            texts["values.json"] = json.dumps(values)
+        return copies, texts
+
+    def _share(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+        """The names that this rank copies and writes: every tensor has one writer, and the bytes are balanced.
+
+        DCP would spread the writing too, but only after every rank had copied everything: 8 x 25 GB at 2B.
+        """
+        load = [0] * self.ranks.world_size
+        mine = []
+        by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
+        # The main rank needs the model's weights for the export, so it writes them too; the rest goes around that.
+        for name in sorted(by_size, key=lambda name: not name.startswith(MODEL_PREFIX)):
+            owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))
+            load[owner] += tensors[name].nbytes
+            if owner == self.ranks.rank:
+                mine.append(name)
+        return mine
+
+    def _write(self, step: int, snapshot: dict[str, torch.Tensor], texts: dict[str, str]) -> None:
+        """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures."""
+        final = self._path(step)
+        partial = final.with_name(final.name + ".partial")
+        state = partial / "state"
+        task = f"saving step {step} to {final}"
+
+        def make_folder() -> None:
+            self._clear_leftovers()
+            state.mkdir(parents=True)
+
+        def write_state() -> None:
+            # The collective part comes first: a rank that failed before it would leave the others waiting inside.
+            # Copying ahead is for tensors on a GPU; it would open a context on GPU 0 in every rank's thread.
+            writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
+            dcp.save(snapshot, storage_writer=writer, process_group=self.ranks.checkpoint_group)
+            for name, text in texts.items():
+                (state / name).write_text(text)
+                _fsync(state / name)
+
+        def commit() -> None:
+            hf = partial / "hf"
+            hf.mkdir()
+            weights = {n.removeprefix(MODEL_PREFIX): t for n, t in snapshot.items() if n.startswith(MODEL_PREFIX)}
+            self.export(weights, hf)
+            _seal(partial, step)
+            replaced = final.with_name(final.name + ".replaced")
+            if final.exists():
+                _rename(final, replaced)
+            _rename(partial, final)
+            if replaced.exists():
+                _delete(replaced)
+
+        def prune() -> None:
+            for old in self._steps()[: -self.keep]:
+                _delete(self._path(old))
+
+        self._on_main(task, make_folder)
+        self._together(task, write_state)
+        self._on_main(task, commit)
+        self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
+
+    # ---- the folder (main rank)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08}"
+
+    def _steps(self) -> list[int]:
+        """Steps of all folders that are checkpoints by their names, ascending."""
+        names = (re.fullmatch(r"step_(\d{8,})", path.name) for path in self.folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def _clear_leftovers(self) -> None:
+        """Make the folder hold checkpoints only, whole or damaged, whenever the last writer was killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.folder.iterdir()):
+            if not (name := re.fullmatch(r"(step_\d{8,})\.(partial|replaced|deleting)", path.name)):
+                continue
+            final, suffix = self.folder / name[1], name[2]
+            if suffix == "replaced" and not final.exists():
+                _say(f"{final}: its replacement was interrupted, the former one is back")
+                _rename(path, final)
+            elif suffix == "deleting":
+                shutil.rmtree(path)
+            else:
+                _say(f"{path}: removing what an interrupted save left")
+                _delete(path)
+
+    def _find(self, skip_damaged: bool) -> int | None:
+        damaged: dict[int, str] = {}
+        whole = None
+        for step in reversed(self._steps()):
+            try:
+                self._require_whole(step)
+            except CheckpointError as error:
+                damaged[step] = str(error)
+            else:
+                whole = step
+                break
+        fallback = "starts from the beginning" if whole is None else f"resumes from step {whole} before it"
+        if damaged and not skip_damaged:
+            raise CheckpointError(
+                "\n".join(damaged.values())
+                + f"\nrun.skip_damaged=true {fallback}, and keeps what is damaged as step_N.damaged"
+            )
+        for step, what in damaged.items():
+            kept = _unused(self._path(step).with_name(self._path(step).name + ".damaged"))
+            _rename(self._path(step), kept)
+            _say(f"{what}; kept as {kept.name}: the run {fallback}")
+        return whole
+
+    def _require_whole(self, step: int) -> None:
+        if problems := _problems(self._path(step), step):
+            raise CheckpointError(f"checkpoint {self._path(step)} is damaged: {'; '.join(problems)}")
+
+    # ---- agreement
+
+    def _together(self, task: str, work: Callable[[], T]) -> T:
+        """This rank's `work()`. If it raised on any rank, CheckpointError on all of them, with every rank's reason."""
+        result = cause = error = None
+        try:
+            result = work()
+        except CheckpointError as exception:
+            cause, error = exception, str(exception)
+        except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
+            cause, error = exception, _failed(task, {rank: reason for rank, (reason, _) in exception.failures.items()})
+        except Exception as exception:
+            cause, error = exception, _failed(task, {self.ranks.rank: exception})
+        if found := dict.fromkeys(e for e in self._gather(task, error) if e is not None):
+            raise CheckpointError("\n".join(found)) from cause
+        return result
+
+    def _on_main(self, task: str, work: Callable[[], T]) -> T:
+        """The main rank's `work()`, its result and its CheckpointError on all ranks."""
+        return self._gather(task, self._together(task, work if self.ranks.is_main else lambda: None))[0]
+
+    def _gather(self, task: str, item: T) -> list[T]:
+        """Every rank's `item`. Raises CheckpointError if a rank has died or left the group."""
+        items = [None] * self.ranks.world_size
+        try:
+            dist.all_gather_object(items, item, group=self.ranks.checkpoint_group)
+        except (RuntimeError, ValueError) as exception:
+            note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
+            raise CheckpointError(
+                f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"
+                " checkpoint"
+            ) from exception
+        return items
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+
+
+def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Empty CPU tensors for those in `state` that start with `prefix`, by full name.
+
+    Raises CheckpointError, naming them, if the others in `state` are not `tensors` in names, shapes and dtypes.
+    """
+    saved = {
+        name: (str(entry.properties.dtype), list(entry.size), entry)
+        for name, entry in dcp.FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    shared = {name: entry[:2] for name, entry in saved.items() if not name.startswith(RANK_PREFIX)}
+    asked = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+    differences = []
+    for name in sorted(shared.keys() | asked.keys()):
+        if name not in shared:
+            differences.append(f"{name} is not in it")
+        elif name not in asked:
+            differences.append(f"{name} is in it and has no place here")
+        elif shared[name] != asked[name]:
+            (dtype, shape), (asked_dtype, asked_shape) = shared[name], asked[name]
+            differences.append(f"{name} is {dtype} {shape} in it and {asked_dtype} {asked_shape} here")
+    if differences:
+        more = len(differences) - NAMED_DIFFERENCES
+        raise CheckpointError(
+            f"checkpoint {state.parent} does not fit: {'; '.join(differences[:NAMED_DIFFERENCES])}"
+            + (f"; and {more} more" if more > 0 else "")
+            + ". Resume with the model and optimizer that it was made with, or start anew with run.restart=true"
+        )
+    mine = {name: entry for name, (_, _, entry) in saved.items() if name.startswith(prefix)}
+    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in mine.items()}
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Bring everything in `folder` to disk and write COMMITTED, the size and checksum of each file."""
+    files = _files(folder)
+    for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
+        _fsync(path)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        checksums = pool.map(_checksum, files.values())
+        entries = {
+            name: {"bytes": path.stat().st_size, "xxh3_128": checksum}
+            for (name, path), checksum in zip(files.items(), checksums, strict=True)
+        }
+    (folder / COMMITTED).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    _fsync(folder / COMMITTED)
+    _fsync(folder)
+
+
+def _problems(folder: Path, step: int) -> list[str]:
+    """How the files in `folder` differ from what COMMITTED says; empty when it is whole."""
+    try:
+        commit = json.loads((folder / COMMITTED).read_text())
+        committed_step = commit["step"]
+        recorded = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
+    except FileNotFoundError:
+        return [f"{COMMITTED} is missing"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
+    files = _files(folder)
+    problems = [] if committed_step == step else [f"{COMMITTED} is that of step {committed_step}"]
+    problems += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
+    problems += [f"{name} does not belong to it" for name in sorted(files.keys() - recorded.keys())]
+
+    def compare(name: str) -> list[str]:
+        size, checksum = recorded[name]
+        try:
+            if (found := files[name].stat().st_size) != size:
+                return [f"{name} has {found} bytes instead of {size}"]
+            if (found := _checksum(files[name])) != checksum:
+                return [f"{name} has checksum {found} instead of {checksum}"]
+        except OSError as error:
+            return [f"{name} cannot be read ({error})"]
+        return []
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return sum(pool.map(compare, sorted(recorded.keys() & files.keys())), problems)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file under `folder` but COMMITTED, by its path relative to it."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
+    return {name: path for name, path in paths.items() if name != COMMITTED}
+
+
+def _checksum(path: Path) -> str:
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+    return digest.hexdigest()
+
+
+def _rank_values(state: Path, rank: int) -> Path:
+    return state / f"rank_{rank:05}.json"
+
+
+def _fsync(path: Path) -> None:
+    """Bring a file's contents, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(source: Path, target: Path) -> None:
+    source.rename(target)
+    _fsync(target.parent)
+
+
+def _delete(folder: Path) -> None:
+    deleting = folder.with_name(folder.name.split(".")[0] + ".deleting")
+    if deleting.exists():
+        shutil.rmtree(deleting)
+    _rename(folder, deleting)
+    shutil.rmtree(deleting)
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3 and so on that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _failed(task: str, reasons: dict[int, BaseException]) -> str:
+    each = "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, reason in sorted(reasons.items()))
+    return (
+        f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause and start the same command"
+        " again, it resumes from the newest"
+    )
+
+
+def _say(message: str) -> None:
+    print(f"sparsellm: {message}", file=sys.stderr)

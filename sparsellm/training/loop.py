@@ -1,0 +1,267 @@
+"""The training loop.
+
+One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
+
+    loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
+
+Each micro-batch contributes its sums over M, however many sequences it has, so gradients add up to those of one big
+batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gradients are reduced once per step, in
+buckets, while the last micro-batch's backward goes on.
+
+Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
+(`_read`), at validation, and while a checkpoint is copied to the host.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from sparsellm.config import Config, Precision
+from sparsellm.data import Data
+from sparsellm.distributed import Ranks
+from sparsellm.evaluation.perplexity import cross_entropy
+from sparsellm.model import Decoder, huggingface
+from sparsellm.training import report
+from sparsellm.training.checkpoint import Checkpoints
+from sparsellm.training.metrics import METRICS, MetricsFile, Rows, StepClock, StepReport, StepSums, WandbRun, read
+from sparsellm.training.metrics import report as reduce_step
+from sparsellm.training.optimizer import Optimizer, learning_rate
+from sparsellm.training.sparsity import SilentNeurons, l1_coefficient, l1_denominator
+
+CHECKPOINTS = "checkpoints"
+DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
+SAMPLE_PROMPT = "The"
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many optimizer steps in a row had a non-finite gradient."""
+
+
+class StopRequest:
+    """Remembers SIGTERM or SIGINT instead of dying of it; a second one kills as usual."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = number
+        os.write(2, b"\nstopping at the next logged step, with a checkpoint; once more to stop without\n")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+
+class Trainer:
+    """A run in `folder` on the ranks of one process group: model, optimizer, data position, metrics, checkpoints."""
+
+    def __init__(self, config: Config, ranks: Ranks, data: Data, folder: Path) -> None:
+        self.config, self.ranks, self.data, self.folder = config, ranks, data, folder
+        runtime, device = config.runtime, ranks.device
+        torch.manual_seed(config.training.seed)
+        with device:
+            self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
+        if runtime.compile:
+            self.decoder.compile_parts()
+        self.model = self.decoder
+        if ranks.world_size > 1:
+            torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
+            self.model = DistributedDataParallel(
+                self.decoder, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
+                gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
+            )  # fmt: skip
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
+        self.optimizer = Optimizer(self.decoder, config.optimizer)
+        self.silent = SilentNeurons(config.model, device)
+        self.l1_denominator = l1_denominator(config.sparsity, config.model)
+        self.tokens_per_step = config.training.batch_size * config.training.sequence_length
+        self.step, self.data_state = 0, None
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export)
+
+    def fit(self) -> int:
+        """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
+
+        Raises TrainingDiverged, CheckpointError.
+        """
+        config, total = self.config, self.config.training.steps
+        self._resume()
+        if self.step >= total:
+            self._say(f"{config.run.name} is complete.\n" + self._summary())
+            return 0
+        stop = StopRequest()
+        rows = Rows(config, sum(p.numel() for p in self.decoder.parameters()), self.ranks.world_size, self.ranks.device)
+        self._open_logs()
+        batches = self.data.batches(self.data_state)
+        pending: StepReport | None = None
+        stopping = False
+        while self.step < total and not stopping:
+            sums, norm, clock = self.advance(batches)
+            if pending is not None:  # an earlier step's numbers, surely there by now
+                stopping = self._log(rows, pending)
+                pending = None
+            validating = self._due(config.logging.validation_every)
+            if validating or self.step == 1 or self._due(config.logging.every):
+                pending = self._reduce(sums, norm, clock, stop.signal is not None)
+            if validating:
+                stopping |= self._log(rows, pending, self._validate())
+                pending = None
+            if self._due(config.run.checkpoint_every) or stopping:
+                if pending is not None:  # a checkpoint's rows are written before it
+                    stopping |= self._log(rows, pending)
+                    pending = None
+                self._save()
+            self.progress.update()
+        self.checkpoints.wait()
+        finished = self.step >= total
+        if self.ranks.is_main:
+            self._finish(finished, 0 if finished else 128 + stop_signal(stop))
+        return 0 if finished else 128 + stop_signal(stop)
+
+    def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
+        """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""
+        clock = StepClock(self.ranks.device)
+        tokens, self.data_state = next(batches)
+        clock.data_is_here()
+        self.step += 1
+        sums, norm = self.train_step(tokens)
+        clock.stop()
+        return sums, norm, clock
+
+    def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
+        """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
+        sums, sparsity = StepSums(), self.config.sparsity
+        l1_weight = l1_coefficient(self.step, sparsity) / self.l1_denominator
+        scale = self.ranks.world_size / self.tokens_per_step
+        micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(self.config.runtime.micro_batch_size)
+        for i, micro_batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with nullcontext() if last or self.model is self.decoder else self.model.no_sync():
+                with self.autocast:
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
+                loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
+                (loss * scale).backward()
+            sums.add(out)
+        norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
+        if sums.fired is not None:
+            self.silent.update(sums.fired, self.tokens_per_step)
+        return sums, norm
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.training.steps)
+
+    def _reduce(self, sums: StepSums, norm: Tensor, clock: StepClock, stop: bool) -> StepReport:
+        known = {
+            "step": self.step,
+            "tokens": self.step * self.tokens_per_step,
+            "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
+            "l1_coefficient": l1_coefficient(self.step, self.config.sparsity),
+        }
+        return reduce_step(
+            sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
+            (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
+        )  # fmt: skip
+
+    def _log(self, rows: Rows, pending: StepReport, val_ce: float | None = None) -> bool:
+        """Read a step's numbers and write its row; True if some rank wants to stop. Waits for that step."""
+        values = pending.read()
+        if self.ranks.is_main:
+            row = rows.row(values, self.l1_denominator, val_ce)
+            self.metrics.write(row)
+            self.wandb.write(row)
+            self.progress.set_postfix(
+                {k: f"{row[k]:,.4g}" for k in ("loss", "nnz_mean", "tokens_per_s") if row[k] is not None}
+            )
+        if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, had a non-finite gradient"
+                f" and were skipped: lower optimizer.learning_rate and choose another run.name. The last checkpoint in"
+                f" {self.folder / CHECKPOINTS} is from before"
+            )
+        return values.stop
+
+    def _validate(self) -> float:
+        return cross_entropy(
+            self.decoder, self.data.validation, self.config.runtime.micro_batch_size, self.autocast, self.ranks
+        )
+
+    # The run's state: what a checkpoint holds.
+
+    def _tensors(self, silent_tokens: Tensor) -> dict[str, Tensor]:
+        return (
+            {f"model.{name}": p.detach() for name, p in self.decoder.named_parameters()}
+            | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+            | {"sparsity.silent_tokens": silent_tokens}
+        )
+
+    def _save(self) -> None:
+        rng = {"cpu": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        self.checkpoints.save(
+            self.step, self._tensors(self.silent.reduced()), {"step": self.step}, rng, {"data": self.data_state}
+        )
+
+    def _resume(self) -> None:
+        step = self.checkpoints.find(self.config.run.skip_damaged)
+        if step is None:
+            return
+        values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
+        self.step, self.data_state = values["step"], rank_values["data"]
+        torch.set_rng_state(rng["cpu"])
+        if self.ranks.device.type == "cuda" and "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
+        if self.step < self.config.training.steps:
+            self._say(f"{self.config.run.name}: resuming after step {self.step:,}")
+
+    def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
+        huggingface.export(
+            weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
+            self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype],
+        )  # fmt: skip
+
+    # What people see.
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+    def _open_logs(self) -> None:
+        on_terminal = sys.stderr.isatty()
+        self.progress = tqdm(
+            total=self.config.training.steps, initial=self.step, disable=not self.ranks.is_main, unit="step",
+            desc=self.config.run.name, dynamic_ncols=on_terminal, mininterval=0.2 if on_terminal else 10,
+        )  # fmt: skip
+        if self.ranks.is_main:
+            self.metrics = MetricsFile(self.folder / METRICS, self.step)
+            self.wandb = WandbRun(self.config, self.config.logging, self.folder)
+
+    def _finish(self, finished: bool, exit_code: int) -> None:
+        self.progress.close()
+        self.metrics.close()
+        self.wandb.close(exit_code)
+        report.plot(read(self.folder / METRICS), self.folder / report.PLOTS)
+        if not finished:
+            print(f"{self.config.run.name}: stopped after step {self.step:,}; the same command goes on from there")
+            return
+        print("\n" + self._summary())
+        print(f"  sample              {report.sample(self._checkpoint() / 'hf', SAMPLE_PROMPT, 48)!r}")
+
+    def _checkpoint(self) -> Path:
+        return self.folder / CHECKPOINTS / f"step_{self.step:08d}"
+
+    def _summary(self) -> str:
+        return report.summary(self.config, read(self.folder / METRICS), self.folder, self._checkpoint())
+
+
+def stop_signal(stop: StopRequest) -> int:
+    """The signal to answer with; a rank that was not itself signalled stops for another's SIGTERM."""
+    return stop.signal or signal.SIGTERM

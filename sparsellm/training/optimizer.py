@@ -1,0 +1,80 @@
+"""AdamW as the recipe has it (DESIGN §3), and steps that a non-finite gradient cannot spoil.
+
+Everything stays on the device: clipping and skipping are factors that the fused kernel reads, so no step waits for the
+host. A skipped step leaves weights, moments and Adam's own step count as they were; the schedule goes on.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.config import OptimizerConfig
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The rate of step 1..steps: linear from 0 over the warm-up, then cosine from the peak to its final fraction."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
+
+
+class Optimizer:
+    """Fused AdamW over a model's parameters, with weight decay on matrices (the embedding included) only.
+
+    Moments are float32 like the weights, and exist from the start: a checkpoint has the same tensors at every step.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self.config = config
+        self.parameters = dict(model.named_parameters())
+        device = next(iter(self.parameters.values())).device
+        matrices = [p for p in self.parameters.values() if p.dim() >= 2]
+        vectors = [p for p in self.parameters.values() if p.dim() < 2]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        for p in self.parameters.values():
+            self.adamw.state[p] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def step(self, rate: float) -> Tensor:
+        """Clip, update unless the gradient is not finite, and clear the gradients. Returns the norm before clipping.
+
+        The norm is 0-d float32 on the device; it is the same on all ranks once gradients have been reduced.
+        """
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values()])
+        not_finite = ~norm.isfinite()
+        # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
+        self.adamw.grad_scale = (norm / self.config.grad_clip).clamp(min=1)
+        self.adamw.found_inf = not_finite.to(torch.float32)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.skipped += not_finite
+        self.skipped_in_row.add_(1).mul_(not_finite)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the next step depends on, by name; load by writing into them."""
+        moments = {
+            f"{name}.{key}": tensor
+            for name, p in self.parameters.items()
+            for key, tensor in self.adamw.state[p].items()
+        }
+        return moments | {"skipped": self.skipped, "skipped_in_row": self.skipped_in_row}

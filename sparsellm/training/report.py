@@ -1,0 +1,106 @@
+"""What a finished run leaves for people: curves as PNG, a summary in words, and a sample of its text."""
+
+from pathlib import Path
+from typing import Any
+
+from sparsellm.config import Config, L1Normalization, l1_coefficient_as
+
+PLOTS = "plots"
+
+
+def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw loss.png and, where there are statistics, nonzeros.png and dead_neurons.png into `folder`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [row["step"] for row in rows]
+    drawn = []
+
+    def finish(figure, axes, name: str, ylabel: str) -> None:
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=2)
+        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
+        plt.close(figure)
+        drawn.append(folder / name)
+
+    def per_layer(key: str, name: str, ylabel: str, scale: str) -> None:
+        layers = next((len(row[key]) for row in rows if row[key] is not None), 0)
+        if not layers:
+            return
+        figure, axes = plt.subplots(figsize=(7, 4.2))
+        colors = plt.get_cmap("viridis")
+        for layer in range(layers):
+            # Zero has no place on a logarithmic axis; a gap says so.
+            values = [None if row[key] is None else row[key][layer] or None for row in rows]
+            if scale == "linear":
+                values = [0 if v is None else v for v in values]
+            color = colors(layer / max(1, layers - 1))
+            axes.plot(steps, [float("nan") if v is None else v for v in values], color=color, label=f"layer {layer}")
+        axes.set_yscale(scale)
+        finish(figure, axes, name, ylabel)
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for key, label in (("ce", "training cross entropy"), ("loss", "with the L1 term")):
+        if key == "ce" or any(row["l1_coefficient"] for row in rows):
+            axes.plot(steps, [float("nan") if row[key] is None else row[key] for row in rows], label=label)
+    validated = [(row["step"], row["val_ce"]) for row in rows if row["val_ce"] is not None]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", markersize=4, label="held-out cross entropy")
+    finish(figure, axes, "loss.png", "nats per token")
+    per_layer("nnz_per_layer", "nonzeros.png", "nonzero activations per token", "log")
+    per_layer("dead_per_layer", "dead_neurons.png", "dead neurons", "linear")
+    return drawn
+
+
+def summary(config: Config, rows: list[dict[str, Any]], folder: Path, checkpoint: Path) -> str:
+    """A few lines: losses, nonzeros, throughput, coefficient, and where everything is."""
+    first, last = rows[0], rows[-1]
+    speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
+
+    def change(key: str) -> str:
+        return " -> ".join("not finite" if row[key] is None else f"{row[key]:,.3f}" for row in (first, last))
+
+    lines = [
+        f"{config.run.name}: {last['step']:,} steps, {last['tokens']:,} tokens",
+        f"  loss                {change('loss')}  (first -> last step)",
+        f"  cross entropy       {change('ce')}",
+    ]
+    validated = [row["val_ce"] for row in rows if row["val_ce"] is not None]
+    if validated:
+        lines.append(f"  held-out            {validated[-1]:,.3f}")
+    if last["nnz_mean"] is not None:
+        width = config.model.intermediate_size
+        lines.append(
+            f"  nonzeros per token  {change('nnz_mean')}  of {width:,} per layer"
+            f" ({100 * (1 - last['nnz_mean'] / width):.2f}% zeros)"
+        )
+        by = {n: f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization}
+        lines.append(f"  L1 coefficient      {by[L1Normalization.sum]}, the same as {by[L1Normalization.mean]}")
+    lines.append(f"  throughput          {speed:,.0f} tokens/s (median of logged steps)")
+    if last["skipped_steps"]:
+        lines.append(f"  skipped             {last['skipped_steps']} non-finite steps")
+    lines.append(f"  checkpoint          {checkpoint}")
+    lines.append(f"  plots               {folder / PLOTS}")
+    return "\n".join(lines)
+
+
+def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
+    """Text that transformers alone generates from the exported checkpoint, greedily softened (top-k 50), on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
+    model = AutoModelForCausalLM.from_pretrained(hf_folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens, do_sample=True,
+            top_k=50, temperature=0.8, pad_token_id=model.config.eos_token_id,
+        )  # fmt: skip
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -1,0 +1,145 @@
+"""The decoder against transformers' own models, and its Hugging Face form there and back."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from sparsellm.config import Activation, ModelConfig
+from sparsellm.model import Decoder, huggingface
+
+CONFIG = ModelConfig(
+    vocab_size=96, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=4, context_length=32, rope_theta=5e3
+)
+KINDS = [(True, Activation.relu), (True, Activation.silu), (False, Activation.relu)]
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    words = {"<|endoftext|>": 0, "a": 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>")), eos_token="<|endoftext|>"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def decoder(gated=True, activation=Activation.relu, **changes):
+    torch.manual_seed(0)
+    config = ModelConfig(**{**vars(CONFIG), "gated": gated, "init_std": 0.2, **changes})
+    return Decoder(config, activation)
+
+
+def batch(config, sequences=2):
+    shape, generator = (sequences, config.context_length + 1), torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, shape, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize(("gated", "activation"), KINDS)
+def test_export_loads_in_transformers_with_equal_logits_and_loss(gated, activation, tmp_path, tokenizer_folder):
+    model = decoder(gated, activation)
+    huggingface.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
+    stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert type(stock).__name__ == ("LlamaForCausalLM" if gated else "ArceeForCausalLM")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert stock.config.hidden_act == activation.name
+    tokens, targets = batch(model.config)
+    with torch.no_grad():
+        expected = stock(tokens).logits
+        torch.testing.assert_close(model.logits(tokens), expected, rtol=2e-5, atol=2e-5)
+        ce = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.testing.assert_close(model(tokens, targets).ce, ce)
+
+
+@pytest.mark.parametrize(("gated", "activation"), KINDS)
+def test_import_is_the_inverse_of_export(gated, activation, tmp_path, tokenizer_folder):
+    model = decoder(gated, activation)
+    huggingface.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
+    config, read_activation, weights = huggingface.load(tmp_path / "hf")
+    assert (config, read_activation) == (model.config, activation)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_bfloat16_export_is_the_rounded_weights(tmp_path, tokenizer_folder):
+    model = decoder()
+    huggingface.export(
+        model.state_dict(), model.config, Activation.relu, tmp_path / "hf", tokenizer_folder, 0, torch.bfloat16
+    )
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert stock.dtype == torch.bfloat16
+    assert torch.equal(stock.model.norm.weight, model.norm.weight.bfloat16())
+    assert torch.equal(stock.model.layers[1].mlp.up_proj.weight, model.layers[1].mlp.up_proj.weight.bfloat16())
+
+
+def test_other_architectures_are_refused_with_every_reason(tmp_path):
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, hidden_act="gelu",
+        tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*num_key_value_heads is 2.*embeddings is False"):
+        huggingface.load(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("gated", "activation"), [KINDS[0], KINDS[2]])
+def test_statistics_are_per_layer_and_counted_once(gated, activation, recompute):
+    model = decoder(gated, activation)
+    model.recompute = recompute
+    tokens, targets = batch(model.config)
+    hidden = []
+    for layer in model.layers:
+        layer.post_attention_layernorm.register_forward_hook(lambda _m, _i, out: hidden.append(out.detach()))
+    out = model(tokens, targets)
+    seen = len(hidden)
+    (out.ce + out.l1.sum()).backward()
+    assert (len(hidden) > seen) == recompute  # recomputed, and still counted once:
+    for i, layer in enumerate(model.layers):
+        x = hidden[i].flatten(0, 1)
+        first = torch.relu(x @ (layer.mlp.gate_proj if gated else layer.mlp.up_proj).weight.T)
+        h = first * (x @ layer.mlp.up_proj.weight.T) if gated else first
+        assert out.nnz[i] == (first != 0).sum()
+        assert torch.equal(out.fired[i], (first != 0).any(0))
+        torch.testing.assert_close(out.l1[i], h.abs().sum())
+    assert out.overflow.tolist() == [0] * len(model.layers)
+
+
+def test_recomputation_changes_no_gradient():
+    grads = []
+    for recompute in (False, True):
+        model = decoder()
+        model.recompute = recompute
+        out = model(*batch(model.config))
+        (out.ce + 1e-2 * out.l1.sum()).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_silu_has_no_statistics():
+    model = decoder(activation=Activation.silu)
+    out = model(*batch(model.config))
+    assert (out.l1, out.nnz, out.fired, out.overflow) == (None, None, None, None)
+
+
+def test_a_longer_sequence_than_the_context_is_refused():
+    model = decoder()
+    with pytest.raises(ValueError, match="tokens has 33 positions: the model's context is 32"):
+        model.logits(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_compiled_parts_equal_eager_and_compile_once_for_all_layers():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = decoder()
+    tokens, targets = batch(model.config)
+    eager = model(tokens, targets)
+    model.compile_parts()
+    compiled = model(tokens, targets)
+    torch.testing.assert_close(compiled.ce, eager.ce)
+    assert torch.equal(compiled.nnz, eager.nnz)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one layer, one loss

@@ -1,0 +1,193 @@
+"""The operators against the formulas of DESIGN §2, written out here once more and differentiated by autograd."""
+
+import pytest
+import torch
+
+from sparsellm.ops import dense_plan, gated_ffn, nongated_ffn
+
+SHAPES = [(1, 8, 8), (5, 16, 24), (127, 48, 264), (0, 16, 8)]
+
+
+def weights(k, n, gated, dtype=torch.float64, seed=0, requires_grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(n, k), (n, k), (k, n)] if gated else [(n, k), (k, n)]
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) / s[1] ** 0.5 for s in shapes]
+    return [w.to(dtype).requires_grad_(requires_grad) for w in made]
+
+
+def tokens(m, k, dtype=torch.float64, seed=1):
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def operator(gated):
+    return gated_ffn if gated else nongated_ffn
+
+
+def specification(x, *ws):
+    """(y, h, gate values) by autograd's own formulas."""
+    if len(ws) == 3:
+        g = torch.relu(x @ ws[0].T)
+        h = g * (x @ ws[1].T)
+    else:
+        g = h = torch.relu(x @ ws[0].T)
+    return h @ ws[-1].T, h, g
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_values_and_gradients_are_those_of_the_formulas(m, k, n, gated, plan):
+    x, ws = tokens(m, k).requires_grad_(), weights(k, n, gated)
+    dy = tokens(m, k, seed=2)
+    out = operator(gated)(x, *ws, plan)
+    grads = torch.autograd.grad((out.y * dy).sum() + 0.37 * out.l1, [x, *ws])
+    y, h, g = specification(x, *ws)
+    expected = torch.autograd.grad((y * dy).sum() + 0.37 * h.abs().sum(), [x, *ws])
+    torch.testing.assert_close(out.y, y)
+    torch.testing.assert_close(out.l1, h.abs().sum())
+    assert out.nnz.dtype == torch.int64
+    assert out.nnz == (g != 0).sum()
+    assert torch.equal(out.fired, (g != 0).any(0))
+    assert out.overflow == 0
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_gradcheck(gated, plan):
+    ws = weights(8, 16, gated)
+    x = tokens(6, 8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: tuple(operator(gated)(*a, plan))[:2], (x, *ws))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_opcheck(gated, dtype):
+    op = torch.ops.sparsellm.gated_ffn if gated else torch.ops.sparsellm.nongated_ffn
+    x = tokens(5, 16, dtype).requires_grad_()
+    torch.library.opcheck(op, (x, *weights(16, 24, gated, dtype), dense_plan()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_bfloat16_is_as_accurate_as_dense_pytorch(gated, plan):
+    ws64 = [w.detach().bfloat16().double().requires_grad_() for w in weights(64, 256, gated)]
+    x64 = tokens(96, 64).bfloat16().double().requires_grad_()
+    dy = tokens(96, 64, seed=2).bfloat16()
+
+    def run(function, dtype):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (x64, *ws64)]
+        y, l1 = function(*inputs)
+        return [y, *torch.autograd.grad([y, l1], inputs, [dy.to(dtype), torch.tensor(0.1, dtype=l1.dtype)])]
+
+    def ours(*inputs):
+        out = operator(gated)(*inputs, plan)
+        return out.y, out.l1
+
+    def dense(*inputs):
+        y, h, _ = specification(*inputs)
+        return y, h.float().abs().sum() if h.dtype == torch.bfloat16 else h.abs().sum()
+
+    exact = run(dense, torch.float64)
+    names = ["y", "dx", *(f"dw{i}" for i in range(len(ws64)))]
+    runs = exact, run(ours, torch.bfloat16), run(dense, torch.bfloat16)
+    for name, e, o, d in zip(names, *runs, strict=True):
+        error, allowed = ((t.double() - e).norm() / e.norm() for t in (o, d))
+        assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense bfloat16 {allowed:.2e}"
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_silent_neurons_have_zero_gradients(gated):
+    """Nothing flows where the gate is zero, not even the L1 term."""
+    ws = weights(16, 24, gated)
+    x = tokens(7, 16).abs().requires_grad_()
+    with torch.no_grad():
+        ws[0][:12] = -ws[0][:12].abs()  # negative on every positive token
+    out = operator(gated)(x, *ws, None)
+    (out.y.sum() + out.l1).backward()
+    assert not out.fired[:12].any()
+    assert out.fired[12:].any()
+    assert not any(w.grad[:12].any() for w in ws[:-1])
+    assert not ws[-1].grad[:, :12].any()
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_saves_only_inputs_and_packed_activations(gated):
+    m, k, n = 32, 16, 64
+    saved: dict[int, int] = {}
+
+    def keep(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x, ws = tokens(m, k, torch.float32).requires_grad_(), weights(k, n, gated, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        operator(gated)(x, *ws, None)
+    inputs = sum(t.numel() * 4 for t in (x, *ws))
+    assert sum(saved.values()) == inputs + (2 if gated else 1) * m * n * 4
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_compiles_without_graph_breaks_under_autocast(gated, plan):
+    """And autocast casts: float32 weights, bfloat16 compute, float32 gradients."""
+
+    def step(x, *ws):
+        out = operator(gated)(x, *ws, plan)
+        return out.y, out.l1, out.nnz, out.fired
+
+    torch._dynamo.reset()
+    x, ws = tokens(9, 16, torch.float32).requires_grad_(), weights(16, 24, gated, torch.float32)
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y, l1, nnz, fired = function(x, *ws)
+        assert y.dtype == torch.bfloat16
+        assert l1.dtype == torch.float32
+        grads = torch.autograd.grad(y.float().sum() + l1, [x, *ws])
+        assert all(g.dtype == torch.float32 for g in grads)
+        results.append([y, l1, nnz, fired, *grads])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled)
+
+
+def test_a_new_plan_does_not_recompile():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(gated_ffn, fullgraph=True, backend=counter)
+    x, ws = tokens(9, 16, torch.float32), weights(16, 24, True, torch.float32, requires_grad=False)
+    function(x, *ws, dense_plan())
+    with pytest.raises(ValueError, match=r"plan\[0\], the engine, is 9"):
+        function(x, *ws, torch.tensor([9], dtype=torch.int32))
+    function(x, *ws, dense_plan())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(3, 12)}, "K, the width of x, is 12|w_down is"),
+        ({"x": torch.ones(2, 3, 16)}, "x is 3-dimensional"),
+        ({"x": torch.ones(3, 16, dtype=torch.float16)}, "x.dtype is torch.float16"),
+        ({"w_gate": torch.ones(8, 16)}, r"w_gate is \[8, 16\]: it should be \[N, K\] = \[24, 16\]"),
+        ({"w_up": torch.ones(24, 16, dtype=torch.float64)}, "w_up.dtype is torch.float64"),
+        ({"w_down": torch.ones(16, 23)}, "N, the columns of w_down, is 23"),
+        ({"w_down": torch.ones(24, 16)}, r"w_down is \[24, 16\]"),
+        ({"w_down": torch.ones(16, 65_544)}, "N, the columns of w_down, is 65544"),
+    ],
+)
+def test_other_inputs_are_refused_by_name(change, message, plan):
+    inputs = {
+        "x": torch.ones(3, 16), "w_gate": torch.ones(24, 16), "w_up": torch.ones(24, 16),
+        "w_down": torch.ones(16, 24), "plan": plan,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        gated_ffn(**(inputs | change))
+
+
+def test_other_plans_are_refused():
+    inputs = [torch.ones(3, 16), torch.ones(24, 16), torch.ones(24, 16), torch.ones(16, 24)]
+    with pytest.raises(ValueError, match=r"plan is torch.int64"):
+        gated_ffn(*inputs, torch.tensor([0]))
