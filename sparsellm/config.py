@@ -436,7 +436,7 @@ def _unknown_keys(schema: type, values: dict[str, Any], prefix: str = "") -> lis
     found = []
     for key, value in values.items():
         if key not in known:
-            found.append(f"{prefix}{key} is not a key: {prefix or 'the top level '}has {', '.join(known)}")
+            found.append(f"{prefix}{key} is not a key: {prefix[:-1] or 'the top level'} has {', '.join(known)}")
         elif is_dataclass(known[key]):
             found += _unknown_keys(known[key], value, f"{prefix}{key}.")
     return found

@@ -26,8 +26,8 @@ def export(
     end_of_text_id: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write config.json, the weights in `dtype` and the tokenizer into `folder`, which must not exist."""
-    shutil.copytree(tokenizer_folder, folder)
+    """Write config.json, the weights in `dtype` and the tokenizer into `folder`."""
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     hub_config = _hub_config(config, activation, end_of_text_id, dtype)
     hub_config.save_pretrained(folder)
     tensors = {PREFIX + name: weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}

@@ -13,8 +13,8 @@ What a kill at any instant can leave behind, by the suffix of a folder's name. A
     .damaged    a checkpoint that failed its checksums and was skipped because the user said so. Never deleted.
 
 Leftovers of the first three kinds are cleared at construction and at each save, so a run has one writer: two runs must
-not hold the same folder. All ranks see the folder, on several nodes through a shared file system, which
-needs room for one checkpoint more than are kept.
+not share a folder. All ranks see it, on several nodes through a shared file system, with room for one checkpoint more
+than are kept.
 
 `state/` is for one's own runs only: DCP's `.metadata` is a pickle, and reading one runs what its author wrote. The
 checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
@@ -309,7 +309,10 @@ class Checkpoints:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading."""
+    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading.
+
+    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch keeps it, and the next ones take 0.1 s.
+    """
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)

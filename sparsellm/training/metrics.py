@@ -97,7 +97,7 @@ class StepReport:
         if self.copied is not None:
             self.copied.synchronize()
         ce, stop, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
-        per_layer = [rest[i : i + self.layers] for i in range(0, len(rest), self.layers)] or [None] * 4
+        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(4)]
         return StepValues(
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,

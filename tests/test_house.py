@@ -1,0 +1,71 @@
+"""The house keeps its order: who may import whom (DESIGN §4), and what never appears in it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "sparsellm"
+# A room imports only from rooms of an earlier floor, or from itself.
+FLOORS = [{"ops"}, {"config", "distributed"}, {"data", "model"}, {"evaluation"}, {"training"}]
+ENTRY_POINTS = len(FLOORS)
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def floor(name: str) -> int:
+    return next((i for i, rooms in enumerate(FLOORS) if name in rooms), ENTRY_POINTS)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            pytest.fail(f"{path} has a relative import")
+        if isinstance(node, ast.ImportFrom) and node.module == "sparsellm":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sparsellm."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sparsellm.")}
+    return found
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_imports_only_from_lower_floors(path):
+    own = room(path)
+    for other in imported_rooms(path) - {own}:
+        assert floor(other) < floor(own), f"{path.name} ({own}) imports {other}"
+
+
+def test_the_order_has_something_to_hold():
+    assert "config" in imported_rooms(PACKAGE / "training" / "loop.py")
+
+
+def test_only_config_knows_omegaconf_and_hydra():
+    knowing = {p.relative_to(PACKAGE).as_posix() for p in FILES if {"omegaconf", "hydra"} & top_level_imports(p)}
+    assert knowing == {"config.py"}
+
+
+def top_level_imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_nothing_untrusted_is_executed():
+    for path in FILES:
+        text = path.read_text()
+        assert not {"pickle", "dill"} & top_level_imports(path), path
+        assert "trust_remote_code=True" not in text, path
+        assert "weights_only=False" not in text, path

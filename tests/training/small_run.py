@@ -1,0 +1,85 @@
+"""A trainer small enough for tests, on random tokens; run by torchrun it saves one step's gradients to a file.
+
+    torchrun --nproc_per_node 2 small_run.py gradients.pt OVERRIDE...
+"""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from sparsellm.config import Config, from_overrides
+from sparsellm.distributed import process_group
+from sparsellm.training.loop import Trainer
+
+OVERRIDES = [
+    "model.vocab_size=96", "model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2",
+    "model.num_heads=2", "model.context_length=16", "model.init_std=0.2", "training.steps=12",
+    "training.batch_size=8", "training.sequence_length=16", "sparsity.l1_coefficient=1e-2",
+    "optimizer.warmup_steps=2", "logging=disabled", "logging.every=3", "logging.validation_every=4",
+    "run.checkpoint_every=100", "runtime.device=cpu", "runtime.micro_batch_size=8",
+]  # fmt: skip
+
+
+def small_config(*overrides: str) -> Config:
+    return from_overrides([*OVERRIDES, *overrides])
+
+
+class RandomTokens:
+    """What sparsellm.data.Data offers the trainer: sample n is drawn from a generator seeded with n."""
+
+    end_of_text_id = 0
+
+    def __init__(self, config: Config, rank: int, world_size: int, folder: Path) -> None:
+        self.vocabulary, self.length = config.model.vocab_size, config.training.sequence_length
+        self.batch_size, self.rank, self.world_size = config.training.batch_size, rank, world_size
+        self.tokenizer_folder = folder / "tokenizer"
+        self.validation = self.samples(range(1000, 1005))
+        if rank == 0:
+            words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "The": 1}, unk_token="<|endoftext|>"))
+            PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(
+                self.tokenizer_folder
+            )
+
+    def samples(self, numbers) -> torch.Tensor:
+        draw = [torch.randint(self.vocabulary, (self.length + 1,), generator=torch.Generator().manual_seed(n)) for n in numbers]  # fmt: skip
+        return torch.stack(draw)
+
+    def batches(self, state):
+        first, share = (state or {"samples": 0})["samples"], self.batch_size // self.world_size
+        while True:
+            begin = first + self.rank * share
+            first += self.batch_size
+            yield self.samples(range(begin, begin + share)), {"samples": first}
+
+
+@contextmanager
+def small_trainer(folder: Path, *overrides: str):
+    config = small_config(*overrides)
+    with process_group("cpu") as ranks:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield Trainer(config, ranks, RandomTokens(config, ranks.rank, ranks.world_size, folder), folder)
+
+
+def first_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The gradients that the first step hands to the optimizer."""
+    kept = {}
+
+    def keep(_rate):
+        kept.update({name: p.grad.clone() for name, p in trainer.decoder.named_parameters()})
+        return torch.zeros(())
+
+    trainer.optimizer.step = keep
+    trainer.advance(trainer.data.batches(None))
+    return kept
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    with small_trainer(path.parent / "run", *sys.argv[2:]) as trainer:
+        gradients = first_gradients(trainer)
+        if trainer.ranks.is_main:
+            torch.save(gradients, path)

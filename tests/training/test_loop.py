@@ -1,0 +1,292 @@
+"""The trainer against the formulas of DESIGN §2, computed by transformers' stock model; its metrics; its resume."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import first_gradients, small_config, small_trainer
+from transformers import AutoModelForCausalLM
+
+from sparsellm.training.checkpoint import CheckpointError
+from sparsellm.training.loop import TrainingDiverged
+from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.optimizer import learning_rate
+
+HERE = Path(__file__).parent
+ROWS = (
+    "step tokens loss ce l1 nnz_mean nnz_per_layer dead_per_layer lr l1_coefficient grad_norm tokens_per_s mfu"
+    " peak_memory_bytes data_wait_fraction overflow plan_per_layer val_ce"
+).split()
+TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
+
+
+def stock(trainer, folder):
+    """transformers' model of the trainer's weights, and a list that receives each layer's h [B, T, N]."""
+    trainer._export(trainer.decoder.state_dict(), folder / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    hidden = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _module, inputs: hidden.append(inputs[0]))
+    return model, hidden
+
+
+def specified(trainer, folder, coefficient, mean):
+    """(loss, ce, l1, hidden, gradients) of the first global batch as DESIGN §2 writes them."""
+    model, hidden = stock(trainer, folder)
+    tokens = trainer.data.samples(range(trainer.config.training.batch_size))
+    logits = model(tokens[:, :-1]).logits
+    ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    l1 = sum((h.abs().mean(-1) if mean else h.abs().sum(-1)).mean() for h in hidden)
+    l1 = l1 / len(hidden) if mean else l1
+    loss = ce + coefficient * l1
+    loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
+    return loss, ce, l1, hidden, gradients
+
+
+def assert_equal_gradients(ours, theirs, rtol=1e-4):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("normalization", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["runtime.micro_batch_size=2"],
+        ["runtime.micro_batch_size=3"],  # 3 + 3 + 2
+        ["runtime.recompute=true", "runtime.micro_batch_size=4"],
+        ["model.gated=false", "runtime.micro_batch_size=3"],
+    ],
+    ids=["whole", "equal", "unequal", "recompute", "nongated"],
+)
+def test_the_gradient_is_that_of_one_big_batch(overrides, normalization, tmp_path):
+    coefficient = 1e-2 if normalization == "sum" else 1.0
+    overrides = [*overrides, f"sparsity.l1_normalization={normalization}", f"sparsity.l1_coefficient={coefficient}"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        expected = specified(trainer, tmp_path, coefficient, normalization == "mean")[-1]
+        without = specified(trainer, tmp_path / "0", 0, False)[-1]
+        assert_equal_gradients(first_gradients(trainer), expected)
+    # The L1 term is large enough that losing or miscounting it would show.
+    key = "layers.0.mlp.up_proj.weight"
+    assert (expected[key] - without[key]).norm() > 0.01 * expected[key].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch_size", [4, 3])
+def test_two_ranks_have_the_gradient_of_one_big_batch(micro_batch_size, tmp_path):
+    overrides = [f"runtime.micro_batch_size={micro_batch_size}"]
+    torchrun(2, HERE / "small_run.py", tmp_path / "gradients.pt", *overrides)
+    with small_trainer(tmp_path / "one") as trainer:
+        assert_equal_gradients(torch.load(tmp_path / "gradients.pt", weights_only=True), first_gradients(trainer))
+
+
+def torchrun(ranks, *command):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *command]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
+    with small_trainer(tmp_path / "run", "runtime.micro_batch_size=3") as trainer:
+        loss, ce, l1, hidden, gradients = specified(trainer, tmp_path, 1e-2, False)
+        assert trainer.fit() == 0
+    rows = read(tmp_path / "run" / METRICS)
+    assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 12]
+    assert all(set(ROWS) <= row.keys() == rows[0].keys() for row in rows)
+    first = rows[0]
+    assert first["tokens"] == 128
+    for key, value in {"loss": loss, "ce": ce, "l1": l1}.items():
+        assert first[key] == pytest.approx(value.item(), rel=1e-5)
+    counts = [(h != 0).sum().item() / 128 for h in hidden]
+    assert first["nnz_per_layer"] == counts
+    assert first["nnz_mean"] == sum(counts) / 2
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert first["overflow"] == 0
+    assert [row["step"] for row in rows if row["val_ce"] is not None] == [4, 8, 12]
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["ce"] + row["l1_coefficient"] * row["l1"])
+        assert row["tokens_per_s"] > 0
+        assert 0 <= row["data_wait_fraction"] < 1
+
+
+def test_validation_is_the_stock_models_loss(tmp_path):
+    with small_trainer(tmp_path / "run", "runtime.micro_batch_size=2") as trainer:
+        model, _ = stock(trainer, tmp_path)
+        blocks = trainer.data.validation
+        with torch.no_grad():
+            logits = model(blocks[:, :-1]).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
+        assert trainer._validate() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_values_that_do_not_exist_are_null(tmp_path):
+    with small_trainer(tmp_path / "run", "sparsity=dense_silu", "sparsity.l1_coefficient=0") as trainer:
+        assert trainer.fit() == 0
+    text = (tmp_path / "run" / METRICS).read_text()
+    assert "NaN" not in text
+    for row in map(json.loads, text.splitlines()):
+        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "overflow", "mfu", "peak_memory_bytes")
+        assert all(row[key] is None for key in nothing)
+        assert row["loss"] == row["ce"]
+
+
+def test_dead_neurons_are_those_silent_for_long_enough(tmp_path):
+    """Over the global batch, from firing patterns that the test counts itself."""
+    with small_trainer(tmp_path / "run", "sparsity.dead_after_tokens=300", "logging.every=1") as trainer:
+        with torch.no_grad():
+            trainer.decoder.layers[1].mlp.gate_proj.weight[:5] = 0  # relu(0) never fires, and gets no gradient
+        assert trainer.fit() == 0
+    dead = [row["dead_per_layer"][1] for row in read(tmp_path / "run" / METRICS)]
+    assert dead[:2] == [0, 0]  # 128 and 256 tokens
+    assert all(count >= 5 for count in dead[2:])
+
+
+def fail_from(trainer, steps):
+    """Make the loss of the given steps infinite."""
+    forward = trainer.decoder.forward
+
+    def broken(tokens, targets):
+        out = forward(tokens, targets)
+        if trainer.step in steps:
+            out.ce = out.ce * math.inf
+        return out
+
+    trainer.decoder.forward = broken
+
+
+def test_a_non_finite_step_is_skipped_and_counted(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        fail_from(trainer, {2})
+        batches = trainer.data.batches(None)
+        trainer.advance(batches)
+        before = {name: t.clone() for name, t in trainer.optimizer.state().items()}
+        weights = {name: p.detach().clone() for name, p in trainer.decoder.named_parameters()}
+        trainer.advance(batches)
+        state = trainer.optimizer.state()
+        assert all(torch.equal(weights[name], p) for name, p in trainer.decoder.named_parameters())
+        assert all(torch.equal(before[name], state[name]) for name in before if not name.startswith("skipped"))
+        assert (state["skipped"], state["skipped_in_row"], trainer.step) == (1, 1, 2)
+        trainer.advance(batches)
+        state = trainer.optimizer.state()
+        assert (state["skipped"], state["skipped_in_row"], state["norm.weight.step"]) == (1, 0, 2)
+        assert not torch.equal(weights["norm.weight"], trainer.decoder.norm.weight)
+        assert trainer.data_state == {"samples": 24}
+
+
+def test_several_non_finite_steps_in_a_row_stop_the_run(tmp_path):
+    with small_trainer(tmp_path / "run", "runtime.max_skipped_steps=4") as trainer:
+        fail_from(trainer, range(3, 100))
+        with pytest.raises(TrainingDiverged, match="4 steps in a row, up to step 6, had a non-finite gradient"):
+            trainer.fit()
+    assert read(tmp_path / "run" / METRICS)[1]["loss"] is None
+
+
+def test_clipping_and_decay_are_torchs(tmp_path):
+    """One step of ours equals clip_grad_norm_ and a plain AdamW with decay on matrices only."""
+    with small_trainer(tmp_path / "run", "optimizer.grad_clip=0.1") as trainer:
+        weights = {name: p.detach().clone().requires_grad_() for name, p in trainer.decoder.named_parameters()}
+        config, step = trainer.config.optimizer, trainer.optimizer.step
+
+        def keep_gradients(rate):
+            for name, p in trainer.decoder.named_parameters():
+                weights[name].grad = p.grad.clone()
+            return step(rate)
+
+        trainer.optimizer.step = keep_gradients
+        trainer.advance(trainer.data.batches(None))
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.1)
+        groups = [
+            {"params": [w for w in weights.values() if w.dim() == 2], "weight_decay": config.weight_decay},
+            {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
+        ]
+        rate = learning_rate(1, 12, config)
+        torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps).step()
+        for name, p in trainer.decoder.named_parameters():
+            torch.testing.assert_close(p, weights[name], rtol=1e-6, atol=1e-7)
+
+
+def tensors(trainer):
+    return {name: t.clone() for name, t in trainer._tensors(trainer.silent.reduced()).items()}
+
+
+def without_timing(path):
+    return [{k: v for k, v in row.items() if k not in TIMING} for row in read(path)]
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.gated=false", "runtime.recompute=true"]])
+def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
+    overrides = [*overrides, "runtime.deterministic=true"]
+    with small_trainer(tmp_path / "straight", *overrides) as trainer:
+        assert trainer.fit() == 0
+        straight = tensors(trainer)
+    with small_trainer(tmp_path / "stopped", *overrides) as trainer:
+        advance = trainer.advance
+
+        def signalled(batches):
+            if trainer.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return advance(batches)
+
+        trainer.advance = signalled
+        assert trainer.fit() == 128 + signal.SIGTERM
+        assert 4 < trainer.step < 12
+    assert "the same command goes on from there" in capsys.readouterr().out
+    with (tmp_path / "stopped" / METRICS).open("a") as file:
+        file.write('{"step": 11, "of a step that": "was lost"}\n{"cut short')
+    with small_trainer(tmp_path / "stopped", *overrides) as trainer:
+        torch.manual_seed(12345)
+        assert trainer.fit() == 0
+        resumed = tensors(trainer)
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert without_timing(tmp_path / "straight" / METRICS) == without_timing(tmp_path / "stopped" / METRICS)
+
+
+def test_resume_restores_the_random_state_and_a_finished_run_only_reports(tmp_path, capsys):
+    with small_trainer(tmp_path / "run") as trainer:
+        torch.manual_seed(7)
+        trainer.fit()
+        state = torch.get_rng_state()
+    written = (tmp_path / "run" / METRICS).read_bytes()
+    capsys.readouterr()
+    with small_trainer(tmp_path / "run") as trainer:
+        assert trainer.fit() == 0
+        assert torch.equal(torch.get_rng_state(), state)
+    assert "is complete" in capsys.readouterr().out
+    assert (tmp_path / "run" / METRICS).read_bytes() == written
+
+
+def test_a_damaged_checkpoint_is_named_and_replaced_only_on_request(tmp_path):
+    with small_trainer(tmp_path / "run", "run.checkpoint_every=6") as trainer:
+        trainer.fit()
+    victim = max((tmp_path / "run/checkpoints/step_00000012/state").glob("*.distcp"))
+    damaged = bytearray(victim.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    victim.write_bytes(damaged)
+    with small_trainer(tmp_path / "run") as trainer, pytest.raises(CheckpointError, match=victim.name):
+        trainer.fit()
+    with small_trainer(tmp_path / "run", "run.skip_damaged=true") as trainer:
+        assert trainer.fit() == 0
+        assert trainer.step == 12
+
+
+def test_learning_rate():
+    config = small_config("optimizer.learning_rate=1", "optimizer.warmup_steps=4").optimizer
+    rates = [learning_rate(step, 12, config) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1]
+    assert rates[7] == pytest.approx(0.55)  # half-way through the cosine
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[3:], rates[4:], strict=False))
