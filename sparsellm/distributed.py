@@ -17,6 +17,10 @@ import torch.distributed as dist
 TIMEOUT = timedelta(minutes=60)
 
 
+class MainRankFailed(RuntimeError):
+    """Raised on the other ranks when the main rank cannot go on; the main rank says why."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     rank: int
@@ -67,7 +71,7 @@ def process_group(device_type: str) -> Iterator[Ranks]:
 
 @contextmanager
 def main_first(ranks: Ranks) -> Iterator[None]:
-    """The main rank runs the block before the others do. An exception of the main rank is raised on all of them."""
+    """The main rank runs the block before the others do, which raise MainRankFailed if it raises."""
     error: list[str | None] = [None]
     if ranks.is_main:
         try:
@@ -80,5 +84,5 @@ def main_first(ranks: Ranks) -> Iterator[None]:
     else:
         dist.broadcast_object_list(error, src=0)
         if error[0] is not None:
-            raise RuntimeError(f"rank 0 failed: {error[0]}")
+            raise MainRankFailed(f"rank 0 failed: {error[0]}")
         yield

@@ -1,17 +1,20 @@
 """python -m sparsellm.train [experiment=...] [group=choice] [group.key=value] : pretrain a model.
 
-Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration.
+Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration, 1 for a run
+that cannot go on (damaged data or checkpoint, divergence).
 """
 
 import os
+import sys
 
 import torch
 
 from sparsellm import data
 from sparsellm.config import Config, ConfigError, Device, RuntimeConfig, entry_point, mistakes
-from sparsellm.distributed import process_group, world_size_from_environment
+from sparsellm.distributed import MainRankFailed, process_group, world_size_from_environment
 from sparsellm.training import run_folder
-from sparsellm.training.loop import Trainer
+from sparsellm.training.checkpoint import CheckpointError
+from sparsellm.training.loop import Trainer, TrainingDiverged
 
 
 def device_type(runtime: RuntimeConfig) -> str:
@@ -36,8 +39,13 @@ def main(config: Config) -> int:
         raise ConfigError(found)
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
-        config, folder = run_folder.open_folder(config, ranks)
-        return Trainer(config, ranks, data.open_data(config, ranks), folder).fit()
+        try:
+            config, folder = run_folder.open_folder(config, ranks)
+            return Trainer(config, ranks, data.open_data(config, ranks), folder).fit()
+        except (data.DataError, MainRankFailed, CheckpointError, TrainingDiverged) as error:
+            if ranks.is_main:
+                print(f"sparsellm: {error}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

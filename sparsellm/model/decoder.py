@@ -40,10 +40,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D] float32 of rotary embedding, halves repeated (Llama's layout, not interleaved)."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     angles = torch.cat([angles, angles], -1)
     return angles.cos(), angles.sin()
 
@@ -142,9 +142,6 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, activation) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        cos, sin = rotary_tables(config.context_length, config.hidden_size // config.num_heads, config.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=config.init_std)
@@ -160,7 +157,9 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         if length > self.config.context_length:
             raise ValueError(f"tokens has {length} positions: the model's context is {self.config.context_length}")
-        x, cos, sin = self.embed_tokens(tokens), self.cos[:length], self.sin[:length]
+        x = self.embed_tokens(tokens)
+        head_dim = self.config.hidden_size // self.config.num_heads
+        cos, sin = rotary_tables(length, head_dim, self.config.rope_theta, tokens.device)
         statistics = []
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():

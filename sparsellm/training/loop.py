@@ -14,7 +14,6 @@ Nothing in a step waits for the device. The host waits where it says so: when th
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +22,6 @@ from types import FrameType
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from sparsellm.config import Config, Precision
 from sparsellm.data import Data
@@ -76,7 +74,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
             self.model = DistributedDataParallel(
-                self.decoder, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
+                self.decoder, device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
             )  # fmt: skip
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
@@ -85,6 +83,7 @@ class Trainer:
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
         self.tokens_per_step = config.training.batch_size * config.training.sequence_length
         self.step, self.data_state = 0, None
+        self.reported: StepReport | None = None
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export)
 
     def fit(self) -> int:
@@ -98,28 +97,22 @@ class Trainer:
             self._say(f"{config.run.name} is complete.\n" + self._summary())
             return 0
         stop = StopRequest()
-        rows = Rows(config, sum(p.numel() for p in self.decoder.parameters()), self.ranks.world_size, self.ranks.device)
         self._open_logs()
         batches = self.data.batches(self.data_state)
-        pending: StepReport | None = None
         stopping = False
         while self.step < total and not stopping:
             sums, norm, clock = self.advance(batches)
-            if pending is not None:  # an earlier step's numbers, surely there by now
-                stopping = self._log(rows, pending)
-                pending = None
+            stopping = self._read()  # an earlier step's numbers, surely there by now
             validating = self._due(config.logging.validation_every)
             if validating or self.step == 1 or self._due(config.logging.every):
-                pending = self._reduce(sums, norm, clock, stop.signal is not None)
+                self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
             if validating:
-                stopping |= self._log(rows, pending, self._validate())
-                pending = None
-            if self._due(config.run.checkpoint_every) or stopping:
-                if pending is not None:  # a checkpoint's rows are written before it
-                    stopping |= self._log(rows, pending)
-                    pending = None
+                stopping |= self._read(self._validate())
+            if stopping or self._due(config.run.checkpoint_every):
+                stopping |= self._read()  # a checkpoint's rows are written before it
                 self._save()
-            self.progress.update()
+            if self.ranks.is_main:
+                self.progress.step()
         self.checkpoints.wait()
         finished = self.step >= total
         if self.ranks.is_main:
@@ -170,16 +163,16 @@ class Trainer:
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
         )  # fmt: skip
 
-    def _log(self, rows: Rows, pending: StepReport, val_ce: float | None = None) -> bool:
-        """Read a step's numbers and write its row; True if some rank wants to stop. Waits for that step."""
-        values = pending.read()
+    def _read(self, val_ce: float | None = None) -> bool:
+        """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
+        if self.reported is None:
+            return False
+        values, self.reported = self.reported.read(), None
         if self.ranks.is_main:
-            row = rows.row(values, self.l1_denominator, val_ce)
+            row = self.rows.row(values, self.l1_denominator, val_ce)
             self.metrics.write(row)
             self.wandb.write(row)
-            self.progress.set_postfix(
-                {k: f"{row[k]:,.4g}" for k in ("loss", "nnz_mean", "tokens_per_s") if row[k] is not None}
-            )
+            self.progress.row(row)
         if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
             raise TrainingDiverged(
                 f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, had a non-finite gradient"
@@ -235,12 +228,10 @@ class Trainer:
             print(text, flush=True)
 
     def _open_logs(self) -> None:
-        on_terminal = sys.stderr.isatty()
-        self.progress = tqdm(
-            total=self.config.training.steps, initial=self.step, disable=not self.ranks.is_main, unit="step",
-            desc=self.config.run.name, dynamic_ncols=on_terminal, mininterval=0.2 if on_terminal else 10,
-        )  # fmt: skip
         if self.ranks.is_main:
+            self.progress = report.Progress(self.config.run.name, self.step, self.config.training.steps)
+            parameters = sum(p.numel() for p in self.decoder.parameters())
+            self.rows = Rows(self.config, parameters, self.ranks.world_size, self.ranks.device)
             self.metrics = MetricsFile(self.folder / METRICS, self.step)
             self.wandb = WandbRun(self.config, self.config.logging, self.folder)
 

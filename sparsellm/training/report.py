@@ -1,11 +1,44 @@
-"""What a finished run leaves for people: curves as PNG, a summary in words, and a sample of its text."""
+"""What a run shows people: its progress; at the end curves as PNG, a summary in words, and a sample of its text."""
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from sparsellm.config import Config, L1Normalization, l1_coefficient_as
 
 PLOTS = "plots"
+LINE_EVERY = 10  # seconds, where there is no terminal
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable."""
+
+    def __init__(self, name: str, first: int, steps: int) -> None:
+        self.name, self.steps = name, steps
+        self.bar = tqdm(total=steps, initial=first, unit="step", desc=name) if sys.stderr.isatty() else None
+        self.last_line = 0.0
+
+    def step(self) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show a logged step."""
+        words = {"loss": "loss", "nnz_mean": "nonzeros", "tokens_per_s": "tokens/s", "val_ce": "held-out"}
+        shown = {word: f"{row[key]:,.4g}" for key, word in words.items() if row[key] is not None}
+        if self.bar is not None:
+            self.bar.set_postfix(shown)
+        elif time.monotonic() - self.last_line >= LINE_EVERY or row["step"] == self.steps:
+            self.last_line = time.monotonic()
+            values = "  ".join(f"{word} {value}" for word, value in shown.items())
+            print(f"{self.name}  step {row['step']:,}/{self.steps:,}  {values}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -90,10 +123,12 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path, checkpoint
 
 
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
-    """Text that transformers alone generates from the exported checkpoint, greedily softened (top-k 50), on the CPU."""
+    """Text that transformers alone generates on the CPU from an exported checkpoint: top-k 50, temperature 0.8."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
     model = AutoModelForCausalLM.from_pretrained(hf_folder)
     inputs = tokenizer(prompt, return_tensors="pt")

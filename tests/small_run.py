@@ -1,6 +1,6 @@
 """A trainer small enough for tests, on random tokens; run by torchrun it saves one step's gradients to a file.
 
-    torchrun --nproc_per_node 2 small_run.py gradients.pt OVERRIDE...
+torchrun --nproc_per_node 2 small_run.py gradients.pt OVERRIDE...
 """
 
 import sys
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsellm.config import Config, from_overrides
 from sparsellm.distributed import process_group
+from sparsellm.train import device_type
 from sparsellm.training.loop import Trainer
 
 OVERRIDES = [
@@ -45,21 +46,22 @@ class RandomTokens:
             )
 
     def samples(self, numbers) -> torch.Tensor:
-        draw = [torch.randint(self.vocabulary, (self.length + 1,), generator=torch.Generator().manual_seed(n)) for n in numbers]  # fmt: skip
-        return torch.stack(draw)
+        seeded = [torch.Generator().manual_seed(n) for n in numbers]
+        return torch.stack([torch.randint(self.vocabulary, (self.length + 1,), generator=g) for g in seeded])
 
     def batches(self, state):
         first, share = (state or {"samples": 0})["samples"], self.batch_size // self.world_size
         while True:
             begin = first + self.rank * share
             first += self.batch_size
-            yield self.samples(range(begin, begin + share)), {"samples": first}
+            tokens = self.samples(range(begin, begin + share))
+            yield tokens.pin_memory() if torch.cuda.is_available() else tokens, {"samples": first}
 
 
 @contextmanager
 def small_trainer(folder: Path, *overrides: str):
     config = small_config(*overrides)
-    with process_group("cpu") as ranks:
+    with process_group(device_type(config.runtime)) as ranks:
         folder.mkdir(parents=True, exist_ok=True)
         yield Trainer(config, ranks, RandomTokens(config, ranks.rank, ranks.world_size, folder), folder)
 

@@ -1,0 +1,203 @@
+"""`python -m sparsellm.train` as its users start, kill and restart it, alone and under torchrun."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from sparsellm.training.metrics import METRICS, read
+
+TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
+# The smoke experiment, smaller; every run of this module shares one prepared corpus.
+SMALL = [
+    "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
+    "training.steps=40", "logging=disabled", "logging.validation_every=20", "run.checkpoint_every=10",
+    "runtime.device=cpu", "data.tokenizer_vocab_size=1000", "model.vocab_size=1000",
+]  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tmp_path_factory.mktemp("corpus") / "data"
+
+
+@pytest.fixture
+def train(corpus, tmp_path):
+    """train(*overrides, ranks=1, wait=True): a finished process with its output, or a running one."""
+    running = []
+
+    def start(*overrides, ranks=1, wait=True):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if wait:
+            return subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            )
+        running.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
+        return running[-1]
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            kill(process)
+
+
+def kill(process: subprocess.Popen):
+    """kill -9, of torchrun's workers too: each has a session of its own and would outlive it."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family)
+    process.wait()
+
+
+def wait_for(path: Path, process: subprocess.Popen, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, f"the run ended before {path} appeared"
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def steps(folder: Path):
+    return [{k: v for k, v in row.items() if k not in TIMING} for row in read(folder / METRICS)]
+
+
+def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path):
+    straight = train("run.name=straight")
+    assert straight.returncode == 0, straight.stderr
+    for after in ("checkpoints/step_00000010", "checkpoints/step_00000020.partial"):
+        process = train("run.name=killed", wait=False)
+        wait_for(tmp_path / "runs/killed" / after, process)
+        kill(process)
+    resumed = train("run.name=killed")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step" in resumed.stdout
+    assert steps(tmp_path / "runs/killed") == steps(tmp_path / "runs/straight")
+    weights = "checkpoints/step_00000040/hf/model.safetensors"
+    assert (tmp_path / "runs/killed" / weights).read_bytes() == (tmp_path / "runs/straight" / weights).read_bytes()
+
+    # A finished run reports and leaves everything as it is.
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "runs/killed/checkpoints").rglob("*"))
+    again = train("run.name=killed")
+    assert again.returncode == 0
+    assert "killed is complete." in again.stdout
+    assert "nonzeros per token" in again.stdout
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "runs/killed/checkpoints").rglob("*")) == before
+
+    # Another mathematics under the same name is refused by key; run.restart=true starts beside it.
+    other = train("run.name=killed", "optimizer.learning_rate=1e-4", "training.seed=3")
+    assert other.returncode == 2
+    assert "optimizer.learning_rate is 0.0001, and run killed was begun with 0.003" in other.stderr
+    assert "training.seed is 3" in other.stderr
+    anew = train("run.name=killed", "training.seed=3", "run.restart=true", "training.steps=40")
+    assert anew.returncode == 0, anew.stderr
+    assert yaml.safe_load((tmp_path / "runs/killed-2/config.yaml").read_text())["training"]["seed"] == 3
+
+
+def test_a_run_leaves_curves_a_summary_and_a_checkpoint(train, tmp_path):
+    done = train()
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("smoke-")
+    assert sorted(p.name for p in (folder / "plots").iterdir()) == ["dead_neurons.png", "loss.png", "nonzeros.png"]
+    assert all((folder / "plots" / p).read_bytes().startswith(b"\x89PNG") for p in ("loss.png", "nonzeros.png"))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000030", "step_00000040"]
+    for words in ("loss", "nonzeros per token", "tokens/s", "under `sum`, the same as", "sample"):
+        assert words in done.stdout
+    rows = read(folder / METRICS)
+    assert rows[0]["step"] == 1
+    assert rows[-1]["step"] == 40
+    assert rows[-1]["ce"] < rows[0]["ce"] - 0.5
+    assert rows[-1]["nnz_mean"] < rows[0]["nnz_mean"]
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(train, tmp_path):
+    process = train("run.name=stopped", "training.steps=2000", wait=False)
+    wait_for(tmp_path / "runs/stopped" / METRICS, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    (checkpoint,) = (tmp_path / "runs/stopped/checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step_"))
+    again = train("run.name=stopped", "training.steps=2000", wait=False)
+    wait_for(tmp_path / f"runs/stopped/checkpoints/step_{step // 10 * 10 + 10:08d}", again)
+    assert {row["step"] for row in read(tmp_path / "runs/stopped" / METRICS)} >= {1, step // 10 * 10 + 10}
+
+
+def test_two_ranks_train_like_one_and_resume_on_one(train, tmp_path):
+    one = train("run.name=one")
+    two = train("run.name=two", "runtime.micro_batch_size=2", ranks=2)
+    assert one.returncode == two.returncode == 0, two.stderr
+    rows = [read(tmp_path / "runs" / name / METRICS) for name in ("one", "two")]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
+    for a, b in zip(*rows, strict=True):
+        for key in ("loss", "ce", "l1", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=2e-2), (a["step"], key)
+    for key in ("ce", "nnz_per_layer"):  # before rounding has grown
+        assert rows[0][0][key] == pytest.approx(rows[1][0][key], rel=1e-5)
+
+    process = train("run.name=moved", "training.steps=41", ranks=2, wait=False)
+    wait_for(tmp_path / "runs/moved/checkpoints/step_00000010", process)
+    kill(process)
+    moved = train("run.name=moved", "training.steps=41")
+    assert moved.returncode == 0, moved.stderr
+    assert "resuming after step" in moved.stdout
+
+
+def test_two_ranks_repeat_bit_for_bit(train, tmp_path):
+    for name in ("a", "b"):
+        done = train(f"run.name={name}", ranks=2)
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "runs/a") == steps(tmp_path / "runs/b")
+
+
+def test_every_mistake_at_once_and_nothing_left_behind(train, tmp_path):
+    refused = train("training.batch_size=3", "sparsity.l1_coefficient=-1", "run.name=A", "logging.every=0")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "3 mistakes in the configuration" in refused.stderr  # a batch of 3 divides over one rank
+    for override in ("+sparsity.l1_coeficient=3", "sparsity.l1_coeficient=3", "training.steps=many", "model=giant"):
+        refused = train(override)
+        assert refused.returncode in (1, 2)
+        assert "Traceback" not in refused.stderr
+        assert override.split("=")[0].lstrip("+") in refused.stderr or "giant" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_is_refused_with_the_command_to_run(train, tmp_path):
+    refused = train("data=fineweb_edu", f"data.path={tmp_path}/missing", "model.vocab_size=49152")
+    assert refused.returncode == 2
+    assert "python -m sparsellm.prepare_data" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_corrupt_data_is_refused_by_name(train, corpus, tmp_path):
+    train("training.steps=40")  # prepares the corpus, if this test runs first
+    damaged = tmp_path / "damaged"
+    shutil.copytree(corpus, damaged)
+    tokens = bytearray((damaged / "train.tokens").read_bytes())
+    tokens[len(tokens) // 2] ^= 1
+    (damaged / "train.tokens").write_bytes(tokens)
+    refused = train("run.name=x", f"data.path={damaged}")
+    assert refused.returncode == 1
+    assert "train.tokens" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_wandb_offline_gets_the_rows(train, tmp_path):
+    done = train("run.name=watched", "logging.wandb=online", "training.steps=41")
+    assert done.returncode == 0, done.stderr
+    assert "offline, for there is no key" in done.stderr
+    (record,) = (tmp_path / "runs/watched/wandb").glob("offline-run-*")
+    assert list(record.glob("*.wandb"))
