@@ -1,0 +1,8 @@
+"""Corpus -> tokens -> blocks -> batches."""
+
+from sparsellm.data.errors import DataError
+from sparsellm.data.manifest import Manifest
+from sparsellm.data.open import Data, mistakes, open_data
+from sparsellm.data.preparation import prepare
+
+__all__ = ["Data", "DataError", "Manifest", "mistakes", "open_data", "prepare"]

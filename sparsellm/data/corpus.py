@@ -1,0 +1,235 @@
+"""Documents: the files that hold them, reading them one after the other, and which ones are held out.
+
+Files of the hub and local files are read alike, as streams: nothing is downloaded before it is reached. A hub file's
+address names its commit. In parquet and jsonl a row is a document; a text file is one document.
+
+A position is `{"file", "document"}`, counted from 0 among the files and in the file. Reading goes on from it exactly,
+at the cost of passing over the file's earlier documents. (The library's own `state_dict` costs as much, and after a
+resume it describes the same place in other words.)
+
+The embedded corpus is the documentation of Python's standard library: `pydoc_data.topics` and the docstrings of its
+modules, parsed and never imported.
+"""
+
+import ast
+import glob
+import hashlib
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from datasets import IterableDataset, load_dataset_builder
+from huggingface_hub import DatasetCard
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+from sparsellm.config import DataConfig, Source
+from sparsellm.data.errors import DataError
+
+Position = dict[str, int]
+Files = dict[str, int | None]  # path or address -> bytes; None for the hub, where the address already names the content
+
+# A chunk of documents is tokenized at once: about a million tokens keep every core busy in some 150 MB.
+CHUNK_CHARACTERS = 4_000_000
+READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+LICENCE_COLUMNS = ("license", "licence")
+NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+START: Position = {"file": 0, "document": 0}
+
+
+class Document(NamedTuple):
+    text: str | None
+    licence: str | None
+    file: int
+    number: int
+
+    def position(self) -> Position:
+        return {"file": self.file, "document": self.number}
+
+    def position_after(self) -> Position:
+        return {"file": self.file, "document": self.number + 1}
+
+
+def local_files(patterns: Sequence[str]) -> tuple[Files, list[str]]:
+    """The files that `patterns` match, sorted, with their sizes; and what is wrong with the patterns."""
+    files: Files = {}
+    mistakes = []
+    for pattern in patterns:
+        found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        if not found:
+            mistakes.append(f"data.files: nothing matches {pattern!r}: check the path, or quote the pattern")
+        for path in found:
+            if Path(path).is_dir():
+                mistakes.append(f"data.files: {path} is a folder: give its files, as in {path}/*.parquet")
+            else:
+                files[path] = Path(path).stat().st_size
+    files = dict(sorted(files.items()))
+    try:
+        if not mistakes:
+            _reader(list(files))
+    except DataError as error:
+        mistakes.append(str(error))
+    return files, mistakes
+
+
+def find_files(data: DataConfig) -> Files:
+    """The files of `data`, in the order in which they are read. Asks the hub for source=hub. Raises DataError."""
+    if data.source == Source.files:
+        files, mistakes = local_files(data.files)
+        if mistakes:
+            raise DataError("; ".join(mistakes))
+        return files
+    name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
+    try:
+        splits = load_dataset_builder(data.dataset, data.subset).config.data_files
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the data set {name} cannot be opened: {error}. Check data.dataset, data.subset and the network;"
+            " without one, download its files elsewhere and use data=files"
+        ) from error
+    if data.split not in splits:
+        raise DataError(
+            f"the data set {name} has no split {data.split!r}: set data.split to one of {', '.join(splits)}"
+        )
+    return dict.fromkeys(splits[data.split])
+
+
+def card_licence(dataset: str) -> str | None:
+    """The licence that the card of a hub data set, or of a local copy of one, names; None without a card."""
+    local_card = Path(dataset) / "README.md"
+    try:
+        licence = DatasetCard.load(local_card if local_card.is_file() else dataset).data.get("license")
+    except (EntryNotFoundError, HFValidationError):
+        return None
+    return ", ".join(licence) if isinstance(licence, list) else licence
+
+
+def open_file(file: str, text_column: str) -> IterableDataset:
+    """A stream of the rows of `file`: the text column, and the licence column if there is one.
+
+    Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
+    """
+    reader = _reader([file])
+    # The library would take a "[" in a local name for a pattern.
+    path = file if "://" in file else glob.escape(file)
+    try:
+        # Not through load_dataset("parquet", ...), which reports each call to a server and waits for it.
+        dataset = {
+            "parquet": IterableDataset.from_parquet,
+            "json": IterableDataset.from_json,
+            "text": partial(IterableDataset.from_text, sample_by="document"),
+        }[reader](path)
+        columns = dataset.column_names or list(next(iter(dataset), {text_column: None}))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as {reader}: {error}") from error
+    if text_column not in columns:
+        raise DataError(f"{file} has no column {text_column!r}: set data.text_column to one of {', '.join(columns)}")
+    return dataset.select_columns([text_column, *(c for c in LICENCE_COLUMNS if c in columns and c != text_column)])
+
+
+def read(files: Sequence[str], text_column: str, position: Position = START) -> Iterator[Document]:
+    """The documents of `files` from `position` on. Raises DataError when reading fails or a text is not a string."""
+    for index in range(position["file"], len(files)):
+        skipped = position["document"] if index == position["file"] else 0
+        rows = enumerate(open_file(files[index], text_column))
+        while True:
+            try:
+                number, row = next(rows, (None, None))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{files[index]} cannot be read to its end: {error}") from error
+            if row is None:
+                break
+            text = row[text_column]
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"data.text_column {text_column!r} of {files[index]} holds {type(text).__name__}: it must hold text"
+                )
+            if number >= skipped:
+                licence = next((row[c] for c in LICENCE_COLUMNS if row.get(c) is not None), None)
+                yield Document(text, None if licence is None else str(licence), index, number)
+
+
+def from_texts(texts: Sequence[str], position: Position = START) -> Iterator[Document]:
+    """The same for documents in memory."""
+    for number in range(position["document"], len(texts)):
+        yield Document(texts[number], None, 0, number)
+
+
+def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """`documents` in lists of at least CHUNK_CHARACTERS characters, the last one perhaps less."""
+    chunk: list[Document] = []
+    characters = 0
+    for document in documents:
+        chunk.append(document)
+        characters += len(document.text or "")
+        if characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: decided by its content alone, so that every copy of it,
+    on every machine and in every order, is on the same side."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def stdlib_docs() -> tuple[list[str], int]:
+    """The embedded corpus without duplicates, in a fixed order; and how many modules could not be parsed.
+
+    Raises DataError if this Python came without its documentation.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    topics = root / "pydoc_data" / "topics.py"
+    if not topics.is_file():
+        raise DataError(
+            f"{topics} is missing, so this Python has no documentation to train on:"
+            " install the whole standard library, or use data=files"
+        )
+    texts = [text for _, text in sorted(_topics(topics).items())]
+    unparsable = 0
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        if NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
+            try:
+                texts += _docstrings(path)
+            except (SyntaxError, ValueError):  # lib2to3 keeps Python 2; a few files are broken on purpose
+                unparsable += 1
+    return list(dict.fromkeys(texts)), unparsable
+
+
+def _reader(files: Sequence[str]) -> str:
+    # By the end of the name: "x.jsonl", and "x.jsonl.gz", which the library unpacks.
+    kinds = {Path(file.removesuffix(".gz")).suffix.lower() for file in files}
+    if unknown := kinds - READERS.keys():
+        raise DataError(
+            f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read:"
+            f" the ends of names must be one of {', '.join(READERS)}, or these with .gz"
+        )
+    readers = {READERS[kind] for kind in kinds}
+    if len(readers) != 1:
+        raise DataError(f"the files are of several kinds ({', '.join(sorted(kinds))}): give one kind at a time")
+    return readers.pop()
+
+
+def _parse(path: Path) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in other people's strings
+        return ast.parse(path.read_bytes())
+
+
+def _topics(path: Path) -> dict[str, str]:
+    for statement in _parse(path).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            return ast.literal_eval(statement.value)
+    raise DataError(f"{path} holds no dictionary of topics: this Python's documentation has an unknown form")
+
+
+def _docstrings(path: Path) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(_parse(path)) if isinstance(node, kinds)]
+    return [text for text in found if text]

@@ -1,0 +1,177 @@
+"""Opening the data of a run: what is wrong with it, and the batches of this rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparsellm.config import Config, Source
+from sparsellm.data import corpus, manifest, tokenizer
+from sparsellm.data.errors import DataError
+from sparsellm.data.packed import PackedTokens
+from sparsellm.data.preparation import prepare, source_mistakes
+from sparsellm.data.stream import TokenStream
+from sparsellm.distributed import Ranks, main_first
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and validates on."""
+
+    tokenizer_folder: Path  # loads with AutoTokenizer
+    tokenizer_hash: str  # sha256 of its tokenizer.json
+    end_of_text_id: int
+    validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
+    tokens: PackedTokens | TokenStream
+
+    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """This rank's share of one step after the other, without end, and the JSON-able state after each.
+
+        A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is one that came with an
+        earlier share: what follows is what followed then, however far workers had read ahead. None is the start.
+        """
+        return self.tokens.batches(state)
+
+
+def mistakes(config: Config) -> list[str]:
+    """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy."""
+    data, folder = config.data, Path(config.data.path)
+    if data.streaming:
+        found = source_mistakes(config)
+        return found or _local_tokenizer_mistakes(config, None)
+    try:
+        ready = manifest.read(folder)
+        started = ready or manifest.read(folder, "progress.json")
+    except DataError as error:
+        return [str(error)]
+    found = manifest.recipe_mistakes(started, config) if started else []
+    if ready is None:
+        if data.source == Source.stdlib_docs:
+            return found + manifest.vocabulary_mistakes(data.tokenizer_vocab_size, config)
+        if found:
+            return found
+        how = "its preparation has not finished" if started else "there are no prepared tokens"
+        return [
+            f"data.path={folder} (data.name={data.name}): {how}; run {manifest.preparation_command(config)}",
+            *source_mistakes(config),
+        ]
+    limit = manifest.token_limit(config)
+    if data.source != Source.stdlib_docs and not manifest.is_enough(ready, limit):
+        found.append(
+            f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} training tokens asked for;"
+            f" add the others with {manifest.preparation_command(config)}"
+            f" or train on these again and again with data.max_tokens={ready.train.tokens}"
+        )
+    found += manifest.size_mistakes(ready, folder)
+    found += manifest.block_mistakes(ready, folder, config.training.sequence_length)
+    found += manifest.vocabulary_mistakes(ready.vocab_size, config)
+    return found + _local_tokenizer_mistakes(config, ready)
+
+
+def open_data(config: Config, ranks: Ranks) -> Data:
+    """The data of `config` for this rank of a process group; all ranks call it together.
+
+    Rank 0 prepares the embedded corpus if it is not there yet, and reads prepared files once to verify their checksums.
+    Raises DataError on rank 0, and RuntimeError with its message on the others.
+    """
+    return _open_stream(config, ranks) if config.data.streaming else _open_packed(config, ranks)
+
+
+def _open_packed(config: Config, ranks: Ranks) -> Data:
+    folder = Path(config.data.path)
+    with main_first(ranks):
+        if ranks.is_main:
+            if config.data.source == Source.stdlib_docs:
+                prepare(config)
+            if found := mistakes(config):
+                raise DataError("; ".join(found))
+        ready = manifest.read(folder)
+        if ready is None:
+            raise DataError(f"rank {ranks.rank} finds no manifest in {folder}, and rank 0 does: share it between nodes")
+        if ranks.is_main:
+            manifest.verify(ready, folder)
+    tokens = PackedTokens(
+        folder=folder,
+        manifest=ready,
+        batch_size=config.training.batch_size,
+        **_common(config, ranks),
+    )
+    return Data(
+        tokenizer_folder=folder / "tokenizer",
+        tokenizer_hash=ready.tokenizer_hash,
+        end_of_text_id=ready.end_of_text_id,
+        validation=tokens.validation(config.logging.validation_samples),
+        tokens=tokens,
+    )
+
+
+def _open_stream(config: Config, ranks: Ranks) -> Data:
+    data = config.data
+    # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
+    opened: list[Any] = [None]
+    with main_first(ranks):
+        if ranks.is_main:
+            vocabulary = tokenizer.load(data.tokenizer)
+            if found := manifest.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config):
+                raise DataError("; ".join(found))
+            digest = tokenizer.digest(vocabulary)
+            # Named by its content, so that it never takes the place of one that other tokens were made with.
+            folder = Path(data.path) / f"tokenizer-{digest[:8]}"
+            tokenizer.save(vocabulary, folder)
+            tokens = _stream(config, ranks, corpus.find_files(data), folder)
+            validation = tokens.validation(config.logging.validation_samples)
+            end = vocabulary.token_to_id(tokenizer.END_OF_TEXT)
+            opened = [(tokens.files, folder, digest, end, validation)]
+    dist.broadcast_object_list(opened, src=0)
+    files, folder, digest, end, validation = opened[0]
+    return Data(
+        tokenizer_folder=folder,
+        tokenizer_hash=digest,
+        end_of_text_id=end,
+        validation=validation,
+        tokens=_stream(config, ranks, files, folder),
+    )
+
+
+def _stream(config: Config, ranks: Ranks, files: corpus.Files, folder: Path) -> TokenStream:
+    return TokenStream(
+        files=files,
+        text_column=config.data.text_column,
+        tokenizer_folder=folder,
+        validation_fraction=config.data.validation_fraction,
+        share=config.training.batch_size // ranks.world_size,
+        **_common(config, ranks),
+    )
+
+
+def _common(config: Config, ranks: Ranks) -> dict[str, Any]:
+    return {
+        "sequence_length": config.training.sequence_length,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "seed": config.data.seed,
+        "workers": config.data.workers,
+        "pin_memory": ranks.device.type == "cuda",
+    }
+
+
+def _local_tokenizer_mistakes(config: Config, ready: manifest.Manifest | None) -> list[str]:
+    """Whether a local tokenizer is too large for the model, or not the one that the tokens were made with."""
+    name = config.data.tokenizer
+    if name is None or not Path(name).expanduser().exists():
+        return []
+    try:
+        vocabulary = tokenizer.load(name)
+    except DataError as error:
+        return [str(error)]
+    if ready is None:
+        return manifest.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config)
+    if tokenizer.digest(vocabulary) == ready.tokenizer_hash:
+        return []
+    return [
+        f"data.tokenizer {name!r} has changed since {config.data.path} was prepared: bring it back, or choose another"
+        " data.path and prepare again"
+    ]

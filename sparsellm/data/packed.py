@@ -1,0 +1,90 @@
+"""Prepared tokens as blocks, and the order in which they are trained on.
+
+Sample n is entry n mod B of epoch n div B, and each epoch is its own permutation of the B blocks. Step s trains on
+samples [s batch, (s + 1) batch), of which rank r takes the r-th contiguous share: the order depends neither on the
+number of ranks nor on how a rank cuts its share. The position is therefore one number, `samples`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from sparsellm.data.errors import DataError
+from sparsellm.data.manifest import Manifest, blocks
+
+
+@lru_cache(maxsize=2)
+def permutation(size: int, *key: int) -> np.ndarray:
+    """A permutation of range(size), int64, decided by `key` alone: RandomState is the one generator whose numbers
+    NumPy promises never to change, so a run may resume after an upgrade."""
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).permutation(size)
+
+
+@dataclass(frozen=True)
+class PackedTokens(Dataset):
+    """The blocks of a finished folder. `dataset[n]` is this rank's share of the step that begins with sample n."""
+
+    folder: Path
+    manifest: Manifest
+    sequence_length: int  # T
+    batch_size: int  # over all ranks
+    rank: int
+    world_size: int
+    seed: int
+    workers: int
+    pin_memory: bool
+
+    def validation(self, samples: int) -> torch.Tensor:
+        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]."""
+        found = blocks(self.manifest.validation.tokens, self.sequence_length)
+        return self._read("validation", np.arange(min(samples, found)))
+
+    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """Endless (int64 [batch / ranks, T + 1], state after it), from the start or from `state`.
+
+        Raises DataError if `state` belongs to other tokens.
+        """
+        tokens = self.manifest.files["train.tokens"]["xxh3"]
+        state = state or {"samples": 0, "tokens": tokens}
+        if state.get("tokens") != tokens:
+            raise DataError(
+                f"this run has trained on other tokens than {self.folder} holds now (xxh3 {state.get('tokens')} against"
+                f" {tokens}): bring them back, or begin a new run with run.restart=true"
+            )
+        samples = state["samples"]
+        loader = DataLoader(
+            self,
+            batch_size=None,  # an item is a whole share
+            sampler=count(samples, self.batch_size),
+            num_workers=self.workers,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
+        )
+        # Counted here, where batches are handed out, and not where workers read ahead.
+        for batch in loader:
+            samples += self.batch_size
+            yield batch, {"samples": samples, "tokens": tokens}
+
+    def __getitem__(self, first_sample: int) -> torch.Tensor:
+        share = self.batch_size // self.world_size
+        size = blocks(self.manifest.train.tokens, self.sequence_length)
+        samples = first_sample + self.rank * share + np.arange(share)
+        epochs, entries = np.divmod(samples, size)
+        chosen = [
+            permutation(size, self.seed, epoch)[entry] for epoch, entry in zip(epochs.tolist(), entries, strict=True)
+        ]
+        return self._read("train", np.array(chosen))
+
+    def _read(self, split: str, chosen: np.ndarray) -> torch.Tensor:
+        # Mapped anew for each batch: that takes microseconds, and a worker inherits no open file.
+        tokens = np.memmap(self.folder / f"{split}.tokens", self.manifest.token_dtype, mode="r")
+        length = self.sequence_length
+        rows = [tokens[start : start + length + 1] for start in (chosen * length).tolist()]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))

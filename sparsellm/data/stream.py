@@ -1,0 +1,181 @@
+"""Training on documents while they are read and tokenized, for those without the disk.
+
+Each epoch permutes the files and deals them out to the ranks, so that none reads what another needs; a rank goes on to
+its next epoch when its own files end. Documents are packed into blocks as in manifest.py, held-out and empty ones left
+out. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose its
+buffer on a resume.)
+
+The position is that of the group's first token and how many blocks of the group were handed out: a resume reads the
+group again and passes over those. It belongs to one rank of a fixed number of ranks, and to the same files.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset
+
+from sparsellm.data import corpus, tokenizer
+from sparsellm.data.errors import DataError
+from sparsellm.data.packed import permutation
+
+GROUP_BLOCKS = 1024
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The endless stream of one rank."""
+
+    files: corpus.Files
+    text_column: str
+    tokenizer_folder: Path
+    validation_fraction: float
+    sequence_length: int  # T
+    share: int  # blocks per step of this rank
+    rank: int
+    world_size: int
+    seed: int
+    workers: int
+    pin_memory: bool
+    group_blocks: int = GROUP_BLOCKS
+
+    def __post_init__(self) -> None:
+        if len(self.files) < self.world_size:
+            raise DataError(
+                f"data.streaming=true deals out whole files, and there are {len(self.files)} for {self.world_size}"
+                " ranks: split them into more, use fewer ranks, or prepare the data and set data.streaming=false"
+            )
+
+    def validation(self, samples: int) -> torch.Tensor:
+        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Reads the files in their
+        own order, so it is the same on every rank and at every start. Raises DataError if there is none."""
+        length, found = self.sequence_length, 0
+        pieces: list[np.ndarray] = []
+        for _, tokens in self._tokens(list(self.files), corpus.START, held_out=True):
+            pieces.append(tokens)
+            found += len(tokens)
+            if found > samples * length:
+                break
+        if found <= length:
+            raise DataError(
+                f"the stream holds {found:,} validation tokens, less than one block of {length + 1:,}:"
+                " raise data.validation_fraction, or give more documents"
+            )
+        return torch.from_numpy(_blocks(np.concatenate(pieces), length)[:samples].copy())
+
+    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
+
+        Raises DataError if `state` belongs to another number of ranks, another rank or other files.
+        """
+        identity = {"world_size": self.world_size, "rank": self.rank, "files": self._files_digest()}
+        for key, now in identity.items():
+            if state is not None and state.get(key) != now:
+                raise DataError(
+                    f"the data position was saved with {key} {state.get(key)} and {key} is {now} now: a stream goes on"
+                    " only on the same ranks and files; bring them back, or begin a new run with run.restart=true"
+                )
+        position = state or {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
+        # One worker: more would need positions of their own. It reads ahead up to a group, to have the next one ready.
+        ahead = max(2, self.group_blocks // self.share)
+        worker = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread} if self.workers else {}
+        loader = DataLoader(
+            _Shares(self, position),
+            batch_size=None,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
+            **worker,
+        )
+        for batch, after in loader:
+            yield batch, {**identity, **after}
+
+    def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """`batches` without its checks, read in this process."""
+        rows: list[np.ndarray] = []
+        given = position["given"]
+        for start, group in self._groups(position):
+            order = permutation(len(group), self.seed, self.rank, start["group"])
+            for number, block in enumerate(order[given:], start=given + 1):
+                rows.append(group[block])
+                if len(rows) == self.share:
+                    yield torch.from_numpy(np.stack(rows)), {**start, "given": number}
+                    rows = []
+            given = 0
+
+    def _groups(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+        """Groups of blocks, int64 [group_blocks, T + 1], each with the position of its first token."""
+        step = self.group_blocks * self.sequence_length
+        skip, number = position["skip_tokens"], position["group"]
+        buffer = np.empty(0, np.int64)
+        # Where in the buffer each chunk starts; negative once its first tokens are used up.
+        starts: deque[tuple[int, dict[str, Any]]] = deque()
+        for where, tokens in self._epochs(position):
+            starts.append((len(buffer) - skip, where))
+            buffer = np.concatenate([buffer, tokens[skip:]])
+            skip = 0
+            while len(buffer) > step:
+                while len(starts) > 1 and starts[1][0] <= 0:
+                    starts.popleft()
+                first, where = starts[0]
+                yield (
+                    {**where, "skip_tokens": -first, "group": number},
+                    _blocks(buffer[: step + 1], self.sequence_length),
+                )
+                buffer = buffer[step:]
+                starts = deque((start - step, where) for start, where in starts)
+                number += 1
+
+    def _epochs(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, int], np.ndarray]]:
+        """This rank's training tokens, chunk by chunk, each with the position of its first document."""
+        names, start = list(self.files), {key: position[key] for key in corpus.START}
+        for epoch in count(position["epoch"]):
+            order = permutation(len(names), self.seed, epoch)[self.rank :: self.world_size]
+            total = 0
+            for where, tokens in self._tokens([names[i] for i in order], start, held_out=False):
+                total += len(tokens)
+                yield {"epoch": epoch, **where}, tokens
+            if total == 0 and start == corpus.START:
+                raise DataError(
+                    f"the files of rank {self.rank} in epoch {epoch} hold no document to train on:"
+                    " remove empty files, or lower data.validation_fraction"
+                )
+            start = corpus.START
+
+    def _tokens(
+        self, files: list[str], position: corpus.Position, held_out: bool
+    ) -> Iterator[tuple[corpus.Position, np.ndarray]]:
+        vocabulary = tokenizer.load(str(self.tokenizer_folder))
+        for chunk in corpus.chunks(corpus.read(files, self.text_column, position)):
+            texts = [document.text for document in chunk if document.text]
+            texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
+            tokens = [ids for document in tokenizer.encode(vocabulary, texts) for ids in document]
+            yield chunk[0].position(), np.array(tokens, np.int64)
+
+    def _files_digest(self) -> str:
+        return xxhash.xxh3_64(repr(sorted(self.files.items())).encode()).hexdigest()
+
+
+@dataclass
+class _Shares(IterableDataset):
+    stream: TokenStream
+    position: dict[str, Any]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        return self.stream.shares(self.position)
+
+
+def _one_thread(_: int) -> None:
+    # A forked process has lost the tokenizer's threads; one core still tokenizes faster than a GPU trains.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _blocks(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Every whole block of `tokens`, [B, T + 1], one starting every T: a view."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]

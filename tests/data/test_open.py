@@ -1,0 +1,122 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsellm import config as configuration
+from sparsellm.config import Config, DataConfig, ModelConfig, TrainingConfig
+from sparsellm.data import DataError, mistakes, open_data, prepare
+from sparsellm.data.manifest import read
+from sparsellm.distributed import process_group
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_embedded_corpus_prepares_itself(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(vocab_size=1_024),
+        data=DataConfig(path=str(tmp_path / "docs"), tokenizer_vocab_size=1_024, validation_fraction=0.02, workers=0),
+        training=TrainingConfig(steps=10, batch_size=8, sequence_length=64),
+    )
+    assert mistakes(config) == []
+    with process_group("cpu") as ranks:
+        data = open_data(config, ranks)
+        batch, state = next(data.batches(None))
+    assert batch.shape == (8, 65)
+    assert state["samples"] == 8
+    assert data.validation.shape == (config.logging.validation_samples, 65)
+    assert data.end_of_text_id == 0
+    assert (data.tokenizer_folder / "tokenizer_config.json").is_file()
+    manifest = read(tmp_path / "docs")
+    assert manifest.exhausted  # however few steps: the next run may want more
+    assert manifest.train.tokens > 500_000
+    assert manifest.vocab_size == 1_024
+    assert manifest.tokenizer_hash == data.tokenizer_hash
+    config.data.tokenizer_vocab_size = 512
+    (found,) = mistakes(config)
+    assert "data.tokenizer_vocab_size was 1024 and is 512 now" in found
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(vocab_size=1_024), data=DataConfig(path=str(tmp_path / "docs")))
+    (found,) = mistakes(config)
+    assert "has 4,096 ids and model.vocab_size is 1,024" in found
+
+
+def test_what_is_not_prepared_or_corrupt_is_refused(make_config: MakeConfig, parquet: list[str]) -> None:
+    config = make_config(parquet)
+    with process_group("cpu") as ranks:
+        with pytest.raises(DataError, match=r"there are no prepared tokens; run python -m sparsellm\.prepare_data"):
+            open_data(config, ranks)
+        assert not Path(config.data.path).exists()
+        prepare(config)
+        assert len(open_data(config, ranks).validation) > 0
+        with (Path(config.data.path) / "train.tokens").open("r+b") as file:
+            file.write(b"\xff\x00")
+        with pytest.raises(DataError, match=r"train\.tokens is corrupt"):
+            open_data(config, ranks)
+
+
+def test_streaming_mistakes_come_before_anything_is_written(make_config: MakeConfig, parquet: list[str]) -> None:
+    config = make_config([*parquet, "missing.parquet"], streaming=True)
+    config.model.vocab_size = 100
+    assert [m for m in mistakes(config) if "nothing matches" in m]
+    config = make_config(parquet, streaming=True)
+    assert mistakes(config) == []
+    config.model.vocab_size = 100
+    (found,) = mistakes(config)
+    assert "has 400 ids and model.vocab_size is 100" in found
+    with process_group("cpu") as ranks, pytest.raises(DataError, match="400 ids"):
+        open_data(config, ranks)
+    assert not Path(config.data.path).exists()
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+from sparsellm import config as configuration
+from sparsellm.data import open_data
+from sparsellm.data.manifest import read
+from sparsellm.distributed import process_group
+with process_group("cpu") as ranks:
+    data = open_data(configuration.load(Path(sys.argv[1])), ranks)
+    batch, state = next(data.batches(None))
+    torch.save({"validation": data.validation, "batch": batch}, f"{sys.argv[2]}/{ranks.rank}.pt")
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_ranks_share_validation_and_divide_a_step(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, streaming: bool
+) -> None:
+    config = make_config(parquet, streaming=streaming)
+    if not streaming:
+        prepare(config)
+    configuration.save(config, tmp_path / "config.yaml")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
+    command = [sys.executable, *torchrun, str(tmp_path / "two_ranks.py"), str(tmp_path / "config.yaml"), str(tmp_path)]
+    root = str(Path(__file__).parents[2])
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"})
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert torch.equal(found[0]["validation"], found[1]["validation"])
+    assert all(rank["batch"].shape == (4, 33) for rank in found)
+    assert not torch.equal(found[0]["batch"], found[1]["batch"])
+    with process_group("cpu") as ranks:
+        data = open_data(config, ranks)
+        assert torch.equal(data.validation, found[0]["validation"])
+        if not streaming:
+            ((batch, _),) = islice(data.batches(None), 1)
+            assert torch.equal(batch, torch.cat([rank["batch"] for rank in found]))

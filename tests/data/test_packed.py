@@ -1,0 +1,114 @@
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsellm.config import Config
+from sparsellm.data import DataError, prepare
+from sparsellm.data.packed import PackedTokens, permutation
+
+
+@pytest.fixture
+def packed(make_config: Callable[..., Config], parquet: list[str]) -> PackedTokens:
+    """Blocks of 32 + 1 tokens; about 13 steps of 64 make an epoch."""
+    config = make_config(parquet)
+    return PackedTokens(
+        folder=Path(config.data.path),
+        manifest=prepare(config),
+        sequence_length=32,
+        batch_size=64,
+        rank=0,
+        world_size=1,
+        seed=7,
+        workers=0,
+        pin_memory=False,
+    )
+
+
+def all_blocks(packed: PackedTokens) -> torch.Tensor:
+    tokens = torch.from_numpy(np.fromfile(packed.folder / "train.tokens", "<u2").astype(np.int64))
+    return tokens.unfold(0, 33, 32)
+
+
+def as_set(blocks: torch.Tensor) -> set[tuple[int, ...]]:
+    return {tuple(block) for block in blocks.tolist()}
+
+
+def steps(packed: PackedTokens, count: int, state: dict | None = None) -> torch.Tensor:
+    return torch.stack([batch for batch, _ in islice(packed.batches(state), count)])
+
+
+def test_blocks_overlap_by_one_token_and_cover_the_stream(packed: PackedTokens) -> None:
+    blocks = packed._read("train", np.arange(packed.manifest.train.blocks))
+    assert blocks.dtype == torch.int64
+    assert torch.equal(blocks, all_blocks(packed))
+    assert torch.equal(blocks[1:, 0], blocks[:-1, -1])
+
+
+def test_every_epoch_is_a_permutation_of_its_own(packed: PackedTokens) -> None:
+    size = packed.manifest.train.blocks
+    samples = steps(packed, 3 * size // 64 + 1).flatten(0, 1)
+    epochs = [samples[i * size : (i + 1) * size] for i in range(3)]
+    for epoch in epochs:
+        assert len(epoch) == size
+        assert sorted(epoch.tolist()) == sorted(all_blocks(packed).tolist())
+    assert not torch.equal(epochs[0], epochs[1])
+    assert not torch.equal(epochs[0], all_blocks(packed))
+    assert not torch.equal(steps(replace(packed, seed=8), 1), steps(packed, 1))
+
+
+def test_the_order_does_not_depend_on_the_number_of_ranks(packed: PackedTokens) -> None:
+    expected = steps(packed, 20)
+    assert expected.shape == (20, 64, 33)
+    for world_size in (2, 4):
+        shares = [steps(replace(packed, rank=r, world_size=world_size), 20) for r in range(world_size)]
+        assert torch.equal(torch.cat(shares, dim=1), expected)
+
+
+def test_a_batch_may_span_several_epochs(packed: PackedTokens) -> None:
+    size = packed.manifest.train.blocks
+    (batch,) = steps(replace(packed, batch_size=2 * size + 5), 1)
+    assert as_set(batch[:size]) == as_set(batch[size : 2 * size]) == as_set(all_blocks(packed))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_gives_what_followed(packed: PackedTokens, workers: int) -> None:
+    packed = replace(packed, workers=workers)
+    expected = steps(replace(packed, workers=0), 30)
+    handed_out = list(islice(packed.batches(None), 9))
+    state = handed_out[-1][1]
+    assert state["samples"] == 9 * 64  # workers have read further
+    assert torch.equal(torch.stack([batch for batch, _ in handed_out]), expected[:9])
+    assert torch.equal(steps(packed, 21, state), expected[9:])
+    # On another number of ranks, too.
+    shares = [steps(replace(packed, rank=r, world_size=2), 21, state) for r in range(2)]
+    assert torch.equal(torch.cat(shares, dim=1), expected[9:])
+
+
+def test_a_start_draws_nothing_from_the_global_generator(packed: PackedTokens) -> None:
+    before = torch.get_rng_state()
+    steps(replace(packed, workers=1), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_position_in_other_tokens_is_refused(packed: PackedTokens) -> None:
+    with pytest.raises(DataError, match="trained on other tokens"):
+        next(packed.batches({"samples": 64, "tokens": "0123456789abcdef"}))
+
+
+def test_validation_is_the_held_out_blocks_and_no_training_block(packed: PackedTokens) -> None:
+    validation = packed.validation(10)
+    assert validation.shape == (10, 33)
+    assert validation.dtype == torch.int64
+    assert len(packed.validation(10**6)) == packed.manifest.validation.blocks < 10**6
+    assert torch.equal(packed.validation(10**6)[:10], validation)
+    assert as_set(validation).isdisjoint(as_set(all_blocks(packed)))
+
+
+def test_permutations_never_change_between_versions() -> None:
+    assert permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
+    assert permutation(8, 2**40, 1).tolist() != permutation(8, 2**40, 2).tolist()
