@@ -13,6 +13,7 @@ import gc
 import shutil
 import statistics
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -29,8 +30,8 @@ def measure(config, ranks, warmup: int, steps: int) -> dict:
     """One trainer's steps: seconds of each after the warm-up, peak bytes, data wait, parameters."""
     folder = Path(tempfile.mkdtemp())
     trainer = Trainer(config, ranks, data.open_data(config, ranks), folder)
-    batches = trainer.data.batches(None)
-    clocks = [trainer.advance(batches)[2] for _ in range(warmup + steps)][warmup:]
+    with closing(trainer.data.batches(None)) as batches:
+        clocks = [trainer.advance(batches)[2] for _ in range(warmup + steps)][warmup:]
     seconds = [clock.seconds() for clock in clocks]
     result = {
         "seconds": seconds,
@@ -39,7 +40,7 @@ def measure(config, ranks, warmup: int, steps: int) -> dict:
         "parameters": sum(p.numel() for p in trainer.decoder.parameters()),
     }
     shutil.rmtree(folder, ignore_errors=True)
-    del trainer, batches, clocks
+    del trainer, clocks
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -127,7 +127,6 @@ class DataConfig:
     validation_fraction: float = 0.005  # of the documents, held out by their content
     streaming: bool = False  # tokenize while training instead of preparing first
     seed: int = 0  # of the order of the blocks
-    workers: int = 2  # loader processes per rank; 0 reads in the training process
 
 
 @dataclass
@@ -176,6 +175,7 @@ class RuntimeConfig:
     micro_batch_size: int = 16  # sequences per forward pass and rank; the last one of a step may be smaller
     recompute: bool = False  # recompute each layer in backward instead of keeping its activations
     deterministic: bool = False  # the same bits on every run of the same ranks and hardware; slower
+    data_workers: int = 2  # processes per rank that read ahead (a stream has at most one); 0 reads between steps
     ddp_bucket_mb: int = 64  # gradients are reduced in buckets of this size while backward goes on
     max_skipped_steps: int = 10  # stop after so many non-finite steps in a row
 
@@ -333,8 +333,9 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         ("model", "vocab_size", 2), ("model", "hidden_size", 8), ("model", "intermediate_size", 8),
         ("model", "num_layers", 1), ("model", "num_heads", 1), ("model", "context_length", 2),
         ("training", "steps", 1), ("training", "batch_size", 1), ("training", "sequence_length", 1),
-        ("training", "seed", 0), ("data", "seed", 0), ("data", "workers", 0), ("data", "tokenizer_vocab_size", 300),
-        ("runtime", "micro_batch_size", 1), ("runtime", "ddp_bucket_mb", 1), ("runtime", "max_skipped_steps", 1),
+        ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
+        ("runtime", "micro_batch_size", 1), ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
+        ("runtime", "max_skipped_steps", 1),
         ("optimizer", "warmup_steps", 0), ("sparsity", "l1_warmup_steps", 0), ("sparsity", "dead_after_tokens", 1),
         ("logging", "validation_every", 0), ("logging", "validation_samples", 1),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),

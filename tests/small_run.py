@@ -1,6 +1,6 @@
-"""A trainer small enough for tests, on random tokens; run by torchrun it saves one step's gradients to a file.
+"""A trainer small enough for tests, on random tokens; run by torchrun it saves what one step gave to a file.
 
-torchrun --nproc_per_node 2 small_run.py gradients.pt OVERRIDE...
+torchrun --nproc_per_node 2 small_run.py step.pt OVERRIDE...
 """
 
 import sys
@@ -82,6 +82,6 @@ def first_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     with small_trainer(path.parent / "run", *sys.argv[2:]) as trainer:
-        gradients = first_gradients(trainer)
+        gradients, silent_tokens = first_gradients(trainer), trainer.silent.reduced()
         if trainer.ranks.is_main:
-            torch.save(gradients, path)
+            torch.save({"gradients": gradients, "silent_tokens": silent_tokens}, path)

@@ -123,11 +123,15 @@ def test_a_run_leaves_curves_a_summary_and_a_checkpoint(train, tmp_path):
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(train, tmp_path):
-    process = train("run.name=stopped", "training.steps=2000", wait=False)
-    wait_for(tmp_path / "runs/stopped" / METRICS, process)
-    process.send_signal(signal.SIGTERM)
+    """Sent to the whole group, as a scheduler or a terminal does: the loader's processes must not die of it."""
+    process = train("run.name=stopped", "training.steps=2000", "runtime.data_workers=2", wait=False)
+    wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
+    family = [*psutil.Process(process.pid).children(recursive=True), process]
+    assert len(family) >= 3
+    for member in family:
+        member.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    (checkpoint,) = (tmp_path / "runs/stopped/checkpoints").iterdir()
+    checkpoint = max((tmp_path / "runs/stopped/checkpoints").iterdir())
     step = int(checkpoint.name.removeprefix("step_"))
     again = train("run.name=stopped", "training.steps=2000", wait=False)
     wait_for(tmp_path / f"runs/stopped/checkpoints/step_{step // 10 * 10 + 10:08d}", again)
@@ -152,6 +156,17 @@ def test_two_ranks_train_like_one_and_resume_on_one(train, tmp_path):
     moved = train("run.name=moved", "training.steps=41")
     assert moved.returncode == 0, moved.stderr
     assert "resuming after step" in moved.stdout
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, tmp_path):
+    process = train("run.name=stopped", "training.steps=2000", ranks=2, wait=False)
+    wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
+    ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGTERM)
+    assert process.wait(60) != 0
+    assert (max((tmp_path / "runs/stopped/checkpoints").iterdir()) / "COMMITTED").exists()
+    assert (tmp_path / "runs/stopped/plots/loss.png").exists()
 
 
 def test_two_ranks_repeat_bit_for_bit(train, tmp_path):

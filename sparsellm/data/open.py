@@ -32,6 +32,7 @@ class Data:
 
         A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is one that came with an
         earlier share: what follows is what followed then, however far workers had read ahead. None is the start.
+        Close the iterator when done with it: its worker processes ignore stop signals.
         """
         return self.tokens.batches(state)
 
@@ -153,7 +154,7 @@ def _common(config: Config, ranks: Ranks) -> dict[str, Any]:
         "rank": ranks.rank,
         "world_size": ranks.world_size,
         "seed": config.data.seed,
-        "workers": config.data.workers,
+        "workers": config.runtime.data_workers,
         "pin_memory": ranks.device.type == "cuda",
     }
 

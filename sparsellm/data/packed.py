@@ -5,6 +5,7 @@ samples [s batch, (s + 1) batch), of which rank r takes the r-th contiguous shar
 number of ranks nor on how a rank cuts its share. The position is therefore one number, `samples`.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,15 @@ def permutation(size: int, *key: int) -> np.ndarray:
     """A permutation of range(size), int64, decided by `key` alone: RandomState is the one generator whose numbers
     NumPy promises never to change, so a run may resume after an upgrade."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).permutation(size)
+
+
+def outlive_stop_signals(_worker: int) -> None:
+    """For loader processes: a stop signal that goes to the whole group is the trainer's to answer, with a checkpoint.
+
+    A worker still ends when the iterator over batches is closed (close it: multiprocessing's own end is a SIGTERM) and
+    when its parent dies of whatever cause."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class PackedTokens(Dataset):
             batch_size=None,  # an item is a whole share
             sampler=count(samples, self.batch_size),
             num_workers=self.workers,
+            worker_init_fn=outlive_stop_signals,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
         )

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.packed import permutation
+from sparsellm.data.packed import outlive_stop_signals, permutation
 
 GROUP_BLOCKS = 1024
 
@@ -171,7 +171,8 @@ class _Shares(IterableDataset):
         return self.stream.shares(self.position)
 
 
-def _one_thread(_: int) -> None:
+def _one_thread(worker: int) -> None:
+    outlive_stop_signals(worker)
     # A forked process has lost the tokenizer's threads; one core still tokenizes faster than a GPU trains.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -15,11 +15,12 @@ Nothing in a step waits for the device. The host waits where it says so: when th
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,26 +99,27 @@ class Trainer:
             return 0
         stop = StopRequest()
         self._open_logs()
-        batches = self.data.batches(self.data_state)
         stopping = False
-        while self.step < total and not stopping:
-            sums, norm, clock = self.advance(batches)
-            stopping = self._read()  # an earlier step's numbers, surely there by now
-            validating = self._due(config.logging.validation_every)
-            if validating or self.step == 1 or self._due(config.logging.every):
-                self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
-            if validating:
-                stopping |= self._read(self._validate())
-            if stopping or self._due(config.run.checkpoint_every):
-                stopping |= self._read()  # a checkpoint's rows are written before it
-                self._save()
-            if self.ranks.is_main:
-                self.progress.step()
+        with closing(self.data.batches(self.data_state)) as batches:
+            while self.step < total and not stopping:
+                sums, norm, clock = self.advance(batches)
+                stopping = self._read()  # an earlier step's numbers, surely there by now
+                validating = self._due(config.logging.validation_every)
+                if validating or self.step == 1 or self._due(config.logging.every):
+                    self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
+                if validating:
+                    stopping |= self._read(self._validate())
+                if stopping or self._due(config.run.checkpoint_every):
+                    stopping |= self._read()  # a checkpoint's rows are written before it
+                    self._save()
+                if self.ranks.is_main:
+                    self.progress.step()
         self.checkpoints.wait()
-        finished = self.step >= total
+        exit_code = 0 if self.step >= total else 128 + (stop.signal or signal.SIGTERM)  # or another rank's signal
         if self.ranks.is_main:
-            self._finish(finished, 0 if finished else 128 + stop_signal(stop))
-        return 0 if finished else 128 + stop_signal(stop)
+            self._finish(exit_code)
+        dist.barrier()  # a rank that left early would have torchrun end the main one in the middle of a picture
+        return exit_code
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
         """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""
@@ -235,12 +237,12 @@ class Trainer:
             self.metrics = MetricsFile(self.folder / METRICS, self.step)
             self.wandb = WandbRun(self.config, self.config.logging, self.folder)
 
-    def _finish(self, finished: bool, exit_code: int) -> None:
+    def _finish(self, exit_code: int) -> None:
         self.progress.close()
         self.metrics.close()
         self.wandb.close(exit_code)
         report.plot(read(self.folder / METRICS), self.folder / report.PLOTS)
-        if not finished:
+        if exit_code:
             print(f"{self.config.run.name}: stopped after step {self.step:,}; the same command goes on from there")
             return
         print("\n" + self._summary())
@@ -251,8 +253,3 @@ class Trainer:
 
     def _summary(self) -> str:
         return report.summary(self.config, read(self.folder / METRICS), self.folder, self._checkpoint())
-
-
-def stop_signal(stop: StopRequest) -> int:
-    """The signal to answer with; a rank that was not itself signalled stops for another's SIGTERM."""
-    return stop.signal or signal.SIGTERM

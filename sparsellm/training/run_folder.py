@@ -20,6 +20,7 @@ def mistakes(config: Config) -> list[str]:
         before, now = definition(load(path)), definition(config)
     except ConfigError as error:
         return [f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}; choose another run.name"]
+    before["data.path"] = now["data.path"]  # data may move; other tokens are refused by their checksum
     return [
         f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}:"
         " choose another run.name, or add run.restart=true"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
+from sparsellm.config import Config, DataConfig, ModelConfig, RuntimeConfig, Source, TrainingConfig
 from sparsellm.data import tokenizer
 
 VOCABULARY = 400
@@ -64,11 +64,11 @@ def make_config(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Config]
             "tokenizer": str(tokenizer_folder),
             "path": str(tmp_path / "prepared"),
             "validation_fraction": 0.1,
-            "workers": 0,
             "max_tokens": 1_000_000,
         }
         return Config(
             model=ModelConfig(vocab_size=VOCABULARY),
+            runtime=RuntimeConfig(data_workers=0),
             data=DataConfig(**{**values, **data}),
             training=TrainingConfig(steps=10, batch_size=8, sequence_length=32),
         )

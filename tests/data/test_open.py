@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsellm import config as configuration
-from sparsellm.config import Config, DataConfig, ModelConfig, TrainingConfig
+from sparsellm.config import Config, DataConfig, ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.data import DataError, mistakes, open_data, prepare
 from sparsellm.data.manifest import read
 from sparsellm.distributed import process_group
@@ -26,8 +26,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_embedded_corpus_prepares_itself(tmp_path: Path) -> None:
     config = Config(
         model=ModelConfig(vocab_size=1_024),
-        data=DataConfig(path=str(tmp_path / "docs"), tokenizer_vocab_size=1_024, validation_fraction=0.02, workers=0),
+        data=DataConfig(path=str(tmp_path / "docs"), tokenizer_vocab_size=1_024, validation_fraction=0.02),
         training=TrainingConfig(steps=10, batch_size=8, sequence_length=64),
+        runtime=RuntimeConfig(data_workers=0),
     )
     assert mistakes(config) == []
     with process_group("cpu") as ranks:

@@ -28,6 +28,10 @@ ROWS = {
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
 
+# So few that some neurons fire for one rank only, and some for none.
+FEW_TOKENS = ["training.sequence_length=1", "training.batch_size=4"]
+
+
 def stock(trainer, folder):
     """transformers' model of the trainer's weights, and a list that receives each layer's h [B, T, N]."""
     trainer._export(trainer.decoder.state_dict(), folder / "hf")
@@ -83,12 +87,14 @@ def test_the_gradient_is_that_of_one_big_batch(overrides, normalization, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batch_size", [4, 3])
-def test_two_ranks_have_the_gradient_of_one_big_batch(micro_batch_size, tmp_path):
-    overrides = [f"runtime.micro_batch_size={micro_batch_size}"]
-    torchrun(2, SMALL_RUN, tmp_path / "gradients.pt", *overrides)
-    with small_trainer(tmp_path / "one") as trainer:
-        assert_equal_gradients(torch.load(tmp_path / "gradients.pt", weights_only=True), first_gradients(trainer))
+@pytest.mark.parametrize("overrides", [[], FEW_TOKENS], ids=["unequal", "few_tokens"])
+def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(overrides, tmp_path):
+    torchrun(2, SMALL_RUN, tmp_path / "step.pt", "runtime.micro_batch_size=3", *overrides)
+    two = torch.load(tmp_path / "step.pt", weights_only=True)
+    with small_trainer(tmp_path / "one", *overrides) as trainer:
+        assert_equal_gradients(two["gradients"], first_gradients(trainer))
+        assert torch.equal(two["silent_tokens"], trainer.silent.tokens)
+    assert set(two["silent_tokens"].unique().tolist()) == ({0, 4} if overrides else {0})
 
 
 def torchrun(ranks, *command):
