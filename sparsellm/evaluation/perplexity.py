@@ -17,8 +17,9 @@ def cross_entropy(
     The ranks share the blocks between them. Synchronises with the host once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for block in blocks[ranks.rank :: ranks.world_size].split(micro_batch_size):
-        block = block.to(ranks.device)
+    mine = blocks[ranks.rank :: ranks.world_size]  # none, if there are fewer blocks than ranks
+    for first in range(0, len(mine), micro_batch_size):
+        block = mine[first : first + micro_batch_size].to(ranks.device)
         with autocast:
             total += model(block[:, :-1], block[:, 1:]).ce
     dist.all_reduce(total)

@@ -46,12 +46,16 @@ class TrainingDiverged(RuntimeError):
 
 
 class StopRequest:
-    """Remembers SIGTERM or SIGINT instead of dying of it; a second one kills as usual."""
+    """While entered, remembers SIGTERM or SIGINT instead of dying of it; a second one kills as usual."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> "StopRequest":
         self.signal: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
+        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
@@ -92,16 +96,26 @@ class Trainer:
 
         Raises TrainingDiverged, CheckpointError.
         """
-        config, total = self.config, self.config.training.steps
         self._resume()
-        if self.step >= total:
-            self._say(f"{config.run.name} is complete.\n" + self._summary())
+        if self.step >= self.config.training.steps:
+            self._say(f"{self.config.run.name} is complete.\n" + self._summary())
             return 0
-        stop = StopRequest()
         self._open_logs()
-        stopping = False
+        with StopRequest() as stop:
+            self._train(stop)
+            self.checkpoints.wait()
+            finished = self.step >= self.config.training.steps
+            exit_code = 0 if finished else 128 + (stop.signal or signal.SIGTERM)  # or the signal of another rank
+            if self.ranks.is_main:
+                self._finish(exit_code)
+            dist.barrier()  # a rank that left early would have torchrun end the main one in the middle of a picture
+        return exit_code
+
+    def _train(self, stop: StopRequest) -> None:
+        """Steps, rows, validations and checkpoints, to the end or until some rank is asked to stop."""
+        config, stopping = self.config, False
         with closing(self.data.batches(self.data_state)) as batches:
-            while self.step < total and not stopping:
+            while self.step < config.training.steps and not stopping:
                 sums, norm, clock = self.advance(batches)
                 stopping = self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
@@ -114,12 +128,6 @@ class Trainer:
                     self._save()
                 if self.ranks.is_main:
                     self.progress.step()
-        self.checkpoints.wait()
-        exit_code = 0 if self.step >= total else 128 + (stop.signal or signal.SIGTERM)  # or another rank's signal
-        if self.ranks.is_main:
-            self._finish(exit_code)
-        dist.barrier()  # a rank that left early would have torchrun end the main one in the middle of a picture
-        return exit_code
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
         """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from small_run import first_gradients, small_config, small_trainer
 from transformers import AutoModelForCausalLM
 
+from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import TrainingDiverged
 from sparsellm.training.metrics import METRICS, read
@@ -298,3 +300,14 @@ def test_learning_rate():
     assert rates[7] == pytest.approx(0.55)  # half-way through the cosine
     assert rates[-1] == pytest.approx(0.1)
     assert all(a > b for a, b in pairwise(rates[3:]))
+
+
+def test_ranks_without_a_validation_block_add_nothing(tmp_path):
+    """Five blocks over eight ranks: the shares of all ranks add up to the whole."""
+    with small_trainer(tmp_path / "run") as trainer:
+        whole = trainer._validate()
+        ranks = [replace(trainer.ranks, rank=rank, world_size=8) for rank in range(8)]
+        model, blocks, autocast = trainer.decoder, trainer.data.validation, trainer.autocast
+        shares = [cross_entropy(model, blocks, 2, autocast, rank) for rank in ranks]
+    assert shares[5:] == [0, 0, 0]
+    assert sum(shares) == pytest.approx(whole)
