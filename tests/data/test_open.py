@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsellm import config as configuration
-from sparsellm.config import Config, DataConfig, ModelConfig, RuntimeConfig, TrainingConfig
+from sparsellm.config import Config, DataConfig, LoggingConfig, ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.data import DataError, mistakes, open_data, prepare
 from sparsellm.data.manifest import read
 from sparsellm.distributed import process_group
@@ -29,6 +29,7 @@ def test_the_embedded_corpus_prepares_itself(tmp_path: Path) -> None:
         data=DataConfig(path=str(tmp_path / "docs"), tokenizer_vocab_size=1_024, validation_fraction=0.02),
         training=TrainingConfig(steps=10, batch_size=8, sequence_length=64),
         runtime=RuntimeConfig(data_workers=0),
+        logging=LoggingConfig(validation_samples=16),
     )
     assert mistakes(config) == []
     with process_group("cpu") as ranks:
@@ -109,8 +110,7 @@ def test_two_ranks_share_validation_and_divide_a_step(
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
     command = [sys.executable, *torchrun, str(tmp_path / "two_ranks.py"), str(tmp_path / "config.yaml"), str(tmp_path)]
-    root = str(Path(__file__).parents[2])
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert torch.equal(found[0]["validation"], found[1]["validation"])
     assert all(rank["batch"].shape == (4, 33) for rank in found)
