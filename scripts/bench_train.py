@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from sparsellm import data
-from sparsellm.config import ConfigError, from_overrides, mistakes
-from sparsellm.distributed import process_group, world_size_from_environment
-from sparsellm.train import device_type, set_determinism
+from sparsellm.config import ConfigError, from_overrides
+from sparsellm.distributed import process_group
+from sparsellm.train import check, device_type, set_determinism
 from sparsellm.training.loop import Trainer
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
 
@@ -58,7 +58,7 @@ def main() -> None:
     variants = args.variant or [""]
     configs = [from_overrides([*args.overrides, *variant.split()]) for variant in variants]
     for config in configs:
-        if found := mistakes(config, world_size_from_environment()) + data.mistakes(config):
+        if found := check(config):
             raise SystemExit(str(ConfigError(found)))
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:

@@ -3,7 +3,7 @@
 This is the only file that knows Hydra and OmegaConf. `configs/` holds defaults lists and the few values in which a
 choice differs from the defaults below. An entry point is a function of one `Config`:
 
-    @entry_point
+    @entry_point(check)
     def main(config: Config) -> int: ...
 
 Hydra refuses unknown keys and wrong types; everything found after that is collected and reported in one list.
@@ -220,50 +220,55 @@ FREE_GROUPS = ("runtime", "logging", "run")
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-def entry_point(main: Callable[[Config], int]) -> Callable[[], None]:
-    """A command line for `main`: composes `configs/train.yaml` with the overrides in sys.argv, calls, exits.
+def entry_point(check: Callable[[Config], list[str]]) -> Callable[[Callable[[Config], int]], Callable[[], None]]:
+    """Make `main(config)` a command line: composes `configs/train.yaml` with sys.argv, checks, calls, exits.
 
-    Exit codes: what `main` returns; 2 when the configuration is refused, 1 when Hydra itself refuses it.
+    `check` lists what is wrong with a configuration. Exit codes: what `main` returns; 2 for a refused configuration,
+    with every mistake listed; 1 where Hydra itself refuses.
     """
 
-    def run(composed: DictConfig) -> None:
-        try:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise ConfigError(["--multirun runs every job in every rank: start one command per configuration"])
-            code = main(from_composed(composed, HydraConfig.get().runtime.choices.get("experiment")))
-        except ConfigError as error:
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(f"sparsellm: {error}", file=sys.stderr)
-            code = 2
-        sys.exit(code)
+    def decorate(main: Callable[[Config], int]) -> Callable[[], None]:
+        def run(composed: DictConfig) -> None:
+            hydra_config = HydraConfig.get()
+            try:
+                if hydra_config.mode == RunMode.MULTIRUN:
+                    raise ConfigError(["--multirun runs all jobs in every rank: start a command per configuration"])
+                config, found = from_composed(composed, hydra_config.runtime.choices.get("experiment"))
+                if found := found + check(config):
+                    raise ConfigError(found)
+                code = main(config)
+            except ConfigError as error:
+                if int(os.environ.get("RANK", "0")) == 0:
+                    print(f"sparsellm: {error}", file=sys.stderr)
+                code = 2
+            sys.exit(code)
 
-    return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)
+        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)
+
+    return decorate
 
 
 def from_overrides(overrides: list[str]) -> Config:
-    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError as `from_composed`."""
+    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError for unknown keys."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = compose("train", overrides=overrides, return_hydra_config=True)
-    return from_composed(composed, composed.hydra.runtime.choices.get("experiment"))
+    config, found = from_composed(composed, composed.hydra.runtime.choices.get("experiment"))
+    if found:
+        raise ConfigError(found)
+    return config
 
 
-def from_composed(composed: DictConfig, experiment: str | None) -> Config:
-    """The typed configuration of a composed one, with `run.name` and `data.path` filled in.
-
-    Raises ConfigError for keys outside the schema (which `+key=value` lets past Hydra) and for missing values.
-    """
+def from_composed(composed: DictConfig, experiment: str | None) -> tuple[Config, list[str]]:
+    """The typed configuration of a composed one, with `run.name` and `data.path` filled in; and the keys in it that
+    the schema does not have, which `+key=value` lets past Hydra, as mistakes."""
     composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    mistakes = [f"{key} has no value: give it one with {key}=..." for key in sorted(OmegaConf.missing_keys(composed))]
-    container = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    mistakes += _unknown_keys(Config, container)
-    if mistakes:
-        raise ConfigError(mistakes)
-    config = from_dict(container)
+    values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    config = _build(Config, values)
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
     if config.run.name is None:
         config.run.name = f"{experiment or 'run'}-{fingerprint(config)}"
-    return config
+    return config, _unknown_keys(Config, values)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -299,11 +304,6 @@ def definition(config: Config) -> dict[str, Any]:
 def fingerprint(config: Config) -> str:
     """8 hex digits of the resolved configuration without the free groups."""
     return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
-
-
-def l1_per_layer_weight(config: Config) -> float:
-    """The weight of one layer's per-token sum |h|: the coefficient under `sum`, divided by N x L under `mean`."""
-    return l1_coefficient_as(config, L1Normalization.sum)
 
 
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:

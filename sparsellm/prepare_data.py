@@ -12,12 +12,15 @@ from sparsellm.data.manifest import block_mistakes, token_limit
 from sparsellm.data.preparation import preparation_mistakes
 
 
-@entry_point
-def main(config: Config) -> int:
+def check(config: Config) -> list[str]:
+    """What keeps `config` from being prepared."""
     # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
     mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith("data.")]
-    if mistakes := mistakes or preparation_mistakes(config):
-        raise ConfigError(mistakes)
+    return mistakes or preparation_mistakes(config)
+
+
+@entry_point(check)
+def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:
         manifest = prepare(config)

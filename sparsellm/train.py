@@ -10,7 +10,7 @@ import sys
 import torch
 
 from sparsellm import data
-from sparsellm.config import Config, ConfigError, Device, RuntimeConfig, entry_point, mistakes
+from sparsellm.config import Config, Device, RuntimeConfig, entry_point, mistakes
 from sparsellm.distributed import MainRankFailed, process_group, world_size_from_environment
 from sparsellm.training import run_folder
 from sparsellm.training.checkpoint import CheckpointError
@@ -31,12 +31,13 @@ def set_determinism(deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
 
 
-@entry_point
+def check(config: Config) -> list[str]:
+    """Everything that keeps `config` from being trained: its values, its data, and the run of the same name."""
+    return mistakes(config, world_size_from_environment()) + data.mistakes(config) + run_folder.mistakes(config)
+
+
+@entry_point(check)
 def main(config: Config) -> int:
-    found = mistakes(config, world_size_from_environment())
-    found += data.mistakes(config) + (run_folder.mistakes(config) if config.run.name else [])
-    if found:
-        raise ConfigError(found)
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
         try:

@@ -177,7 +177,7 @@ def test_two_ranks_repeat_bit_for_bit(train, tmp_path):
 
 
 def test_every_mistake_at_once_and_nothing_left_behind(train, tmp_path):
-    refused = train("training.batch_size=3", "sparsity.l1_coefficient=-1", "run.name=A", "logging.every=0")
+    refused = train("training.batch_size=3", "sparsity.l1_coefficient=-1", "run.name=A", "+logging.evry=0")
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "3 mistakes in the configuration" in refused.stderr  # a batch of 3 divides over one rank

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from sparsellm import prepare_data
-from sparsellm.config import CONFIGS, Config, from_composed
+from sparsellm.config import from_overrides
 from sparsellm.data import mistakes
 from sparsellm.data.manifest import preparation_command, read, recipe, token_limit
 
@@ -54,13 +53,9 @@ def test_the_command_in_a_refusal_prepares_what_was_missing(
 
 @pytest.mark.parametrize("choice", ["fineweb_edu", "files"])
 def test_the_command_says_all_that_decides_the_tokens(choice: str) -> None:
-    def composed(overrides: list[str]) -> Config:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return from_composed(compose("train", overrides), None)
-
     extra = ["data.files=[x.parquet]", "data.tokenizer=gpt2"] if choice == "files" else ["experiment=1b"]
-    config = composed([f"data={choice}", "data.text_column=content", "data.validation_fraction=0.01", *extra])
-    again = composed(shlex.split(preparation_command(config))[3:])
+    config = from_overrides([f"data={choice}", "data.text_column=content", "data.validation_fraction=0.01", *extra])
+    again = from_overrides(shlex.split(preparation_command(config))[3:])
     assert recipe(again.data) == recipe(config.data)
     assert (again.data.path, again.data.name) == (config.data.path, config.data.name)
     assert token_limit(again) == token_limit(config) > 500_000
