@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsellm import prepare_data
-from sparsellm.config import from_overrides
+from sparsellm.config import Config, from_overrides
 from sparsellm.data import mistakes
 from sparsellm.data.manifest import preparation_command, read, recipe, token_limit
 
