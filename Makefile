@@ -20,7 +20,7 @@ endif
 setup: $(READY)
 
 .venv/.ready: pyproject.toml constraints.txt
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
 	touch $@
 

@@ -28,8 +28,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE
 
@@ -214,8 +214,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
-# What may differ between two starts of the same run.
+# What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "run")
+FREE_KEYS = ("data.path",)
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -229,21 +230,26 @@ def entry_point(check: Callable[[Config], list[str]]) -> Callable[[Callable[[Con
 
     def decorate(main: Callable[[Config], int]) -> Callable[[], None]:
         def run(composed: DictConfig) -> None:
-            hydra_config = HydraConfig.get()
             try:
-                if hydra_config.mode == RunMode.MULTIRUN:
-                    raise ConfigError(["--multirun runs all jobs in every rank: start a command per configuration"])
-                config, found = from_composed(composed, hydra_config.runtime.choices.get("experiment"))
+                config, found = from_composed(composed, HydraConfig.get().runtime.choices.get("experiment"))
                 if found := found + check(config):
                     raise ConfigError(found)
                 code = main(config)
             except ConfigError as error:
-                if int(os.environ.get("RANK", "0")) == 0:
-                    print(f"sparsellm: {error}", file=sys.stderr)
-                code = 2
+                code = refuse(error)
             sys.exit(code)
 
-        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)
+        def command() -> None:
+            if {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra would leave a file before any of our code runs
+                sys.exit(refuse(ConfigError(["--multirun runs all jobs in every rank: start a command for each"])))
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)()
+
+        return command
+
+    def refuse(error: ConfigError) -> int:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"sparsellm: {error}", file=sys.stderr)
+        return 2
 
     return decorate
 
@@ -259,16 +265,26 @@ def from_overrides(overrides: list[str]) -> Config:
 
 
 def from_composed(composed: DictConfig, experiment: str | None) -> tuple[Config, list[str]]:
-    """The typed configuration of a composed one, with `run.name` and `data.path` filled in; and the keys in it that
-    the schema does not have, which `+key=value` lets past Hydra, as mistakes."""
+    """The typed configuration of a composed one, with `run.name` and `data.path` filled in; and as mistakes the keys
+    that the schema does not have, which `+key=value` lets past Hydra, and those without a value.
+
+    Raises ConfigError for an interpolation that leads nowhere.
+    """
     composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    found = []
+    try:
+        for key in sorted(OmegaConf.missing_keys(composed)):
+            found.append(f"{key} has no value: give it one with {key}=...")
+            OmegaConf.update(composed, key, OmegaConf.select(OmegaConf.structured(Config), key))
+        values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*found, str(error).replace("\n", " ")]) from error
     config = _build(Config, values)
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
     if config.run.name is None:
         config.run.name = f"{experiment or 'run'}-{fingerprint(config)}"
-    return config, _unknown_keys(Config, values)
+    return config, found + _unknown_keys(Config, values)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -298,11 +314,12 @@ def load(path: Path) -> Config:
 def definition(config: Config) -> dict[str, Any]:
     """Flat `group.key` to value of all that defines the run: two starts of one run agree on these."""
     nested = {group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS}
-    return {f"{group}.{key}": value for group, values in nested.items() for key, value in values.items()}
+    flat = {f"{group}.{key}": value for group, values in nested.items() for key, value in values.items()}
+    return {key: value for key, value in flat.items() if key not in FREE_KEYS}
 
 
 def fingerprint(config: Config) -> str:
-    """8 hex digits of the resolved configuration without the free groups."""
+    """8 hex digits of `definition`: of the resolved configuration without the free groups and keys."""
     return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -352,6 +369,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
     ):  # fmt: skip
         require(0 <= value < math.inf, f"{key} is {value}: it must be zero or a positive number")
+    for key, value in (("training.seed", training.seed), ("data.seed", data.seed)):
+        require(value < 2**63, f"{key} is {value}: it must be below 2^63")
     for key, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
         require(0 <= value < 1, f"{key} is {value}: it must be at least 0 and below 1")
     require(
@@ -382,7 +401,7 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         require(
             sparsity.l1_coefficient == 0,
             f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
-            " exact zeros: set it to 0 (sparsity=dense_silu), or use relu",
+            " exact zeros: add sparsity.l1_coefficient=0, or use relu",
         )
         require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
     require(
@@ -407,6 +426,9 @@ def mistakes(config: Config, world_size: int) -> list[str]:
     )
     if runtime.device == Device.cuda:
         require(torch.cuda.is_available(), "runtime.device=cuda but torch sees no GPU: use runtime.device=auto or cpu")
+    if runtime.device != Device.cpu and torch.cuda.is_available():
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        require(ranks <= gpus, f"runtime.device: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
     require(
         1 <= log.every <= MAX_LOG_INTERVAL,
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",

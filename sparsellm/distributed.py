@@ -39,20 +39,20 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def main_rank_from_environment() -> bool:
+    """Whether this is the rank that speaks, before there is a process group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def process_group(device_type: str) -> Iterator[Ranks]:
     """Join the ranks that torchrun started (or form a group of one), and leave them at the end.
 
-    `device_type` is "cpu" or "cuda". Raises RuntimeError if this node has fewer GPUs than ranks.
+    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has a GPU of its own.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = world_size_from_environment()
     if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise RuntimeError(
-                f"rank {rank} wants GPU {local_rank}, and this node has {torch.cuda.device_count()}:"
-                " lower torchrun's --nproc_per_node"
-            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

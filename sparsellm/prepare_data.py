@@ -15,7 +15,8 @@ from sparsellm.data.preparation import preparation_mistakes
 def check(config: Config) -> list[str]:
     """What keeps `config` from being prepared."""
     # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
-    mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith("data.")]
+    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
+    mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
     return mistakes or preparation_mistakes(config)
 
 

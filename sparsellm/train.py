@@ -11,8 +11,13 @@ import torch
 
 from sparsellm import data
 from sparsellm.config import Config, Device, RuntimeConfig, entry_point, mistakes
-from sparsellm.distributed import MainRankFailed, process_group, world_size_from_environment
-from sparsellm.training import run_folder
+from sparsellm.distributed import (
+    MainRankFailed,
+    main_rank_from_environment,
+    process_group,
+    world_size_from_environment,
+)
+from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import Trainer, TrainingDiverged
 
@@ -33,19 +38,30 @@ def set_determinism(deterministic: bool) -> None:
 
 def check(config: Config) -> list[str]:
     """Everything that keeps `config` from being trained: its values, its data, and the run of the same name."""
-    return mistakes(config, world_size_from_environment()) + data.mistakes(config) + run_folder.mistakes(config)
+    found = mistakes(config, world_size_from_environment()) + run_folder.mistakes(config)
+    return found if run_folder.is_finished(config) else found + data.mistakes(config)
 
 
 @entry_point(check)
 def main(config: Config) -> int:
+    if run_folder.is_finished(config):
+        if main_rank_from_environment():
+            print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
+        return 0
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
         try:
-            config, folder = run_folder.open_folder(config, ranks)
-            return Trainer(config, ranks, data.open_data(config, ranks), folder).fit()
-        except (data.DataError, MainRankFailed, CheckpointError, TrainingDiverged) as error:
+            opened = data.open_data(config, ranks)  # before the folder: what is refused leaves nothing behind
+            with run_folder.open_folder(config, ranks) as (config, folder):
+                return Trainer(config, ranks, opened, folder).fit()
+        except MainRankFailed:
+            return 1  # the main rank says why
+        except (CheckpointError, TrainingDiverged) as error:  # the same on all ranks
             if ranks.is_main:
                 print(f"sparsellm: {error}", file=sys.stderr)
+            return 1
+        except (data.DataError, run_folder.RunFolderError) as error:
+            print(f"sparsellm: rank {ranks.rank}: {error}", file=sys.stderr)
             return 1
 
 

@@ -89,10 +89,12 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
 
     # A finished run reports and leaves everything as it is.
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "runs/killed/checkpoints").rglob("*"))
-    again = train("run.name=killed")
+    shutil.rmtree(tmp_path / "runs/killed/plots")
+    again = train("run.name=killed", "data.path=gone")
     assert again.returncode == 0
     assert "killed is complete." in again.stdout
     assert "nonzeros per token" in again.stdout
+    assert (tmp_path / "runs/killed/plots/loss.png").exists()
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "runs/killed/checkpoints").rglob("*")) == before
 
     # Another mathematics under the same name is refused by key; run.restart=true starts beside it.
@@ -187,6 +189,46 @@ def test_every_mistake_at_once_and_nothing_left_behind(train, tmp_path):
         assert "Traceback" not in refused.stderr
         assert override.split("=")[0].lstrip("+") in refused.stderr or "giant" in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_in_use_is_refused_and_not_disturbed(train, tmp_path):
+    first = train("run.name=one", "training.steps=2000", wait=False)
+    wait_for(tmp_path / "runs/one/checkpoints/step_00000010", first)
+    second = train("run.name=one", "training.steps=2000")
+    assert second.returncode == 1
+    assert "runs/one is in use" in second.stderr
+    assert "Traceback" not in second.stderr
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 128 + signal.SIGTERM
+    logged = [row["step"] for row in read(tmp_path / "runs/one" / METRICS)]
+    assert logged[:2] == [1, 10]
+    assert logged == sorted(set(logged))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.num_layers=???"], "model.num_layers has no value"),
+        (["run.name=${nope}"], "nope"),
+        (["training.sequence_length=0", "training.steps=-3"], "training.steps is -3"),
+        (["training.seed=99999999999999999999"], "training.seed is"),
+        (["--multirun", "training.seed=1,2"], "start a command for each"),
+    ],
+)
+def test_odd_values_are_refused_in_a_sentence(train, tmp_path, overrides, words):
+    refused = train(*overrides)
+    assert refused.returncode in (1, 2)
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_cannot_be_written_is_refused_in_a_sentence(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused = train("run.root=file")
+    assert refused.returncode == 1
+    assert "cannot be written" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_missing_data_is_refused_with_the_command_to_run(train, tmp_path):

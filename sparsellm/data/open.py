@@ -39,7 +39,9 @@ class Data:
 
 def mistakes(config: Config) -> list[str]:
     """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy."""
-    data, folder = config.data, Path(config.data.path)
+    data, folder, training = config.data, Path(config.data.path), config.training
+    if min(training.steps, training.batch_size, training.sequence_length) < 1:
+        return []  # refused by sparsellm.config; how many tokens are needed is not known
     if data.streaming:
         found = source_mistakes(config)
         return found or _local_tokenizer_mistakes(config, None)

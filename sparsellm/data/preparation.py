@@ -234,8 +234,12 @@ class _Writer:
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
     """One process at a time prepares `folder`; the system releases the lock of a killed one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise DataError(f"data.path={folder} cannot be written: {error}; choose another data.path") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

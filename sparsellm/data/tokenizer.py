@@ -28,8 +28,8 @@ def load(name: str) -> Tokenizer:
             tokenizer = Tokenizer.from_pretrained(name)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         raise DataError(
-            f"data.tokenizer {name!r} cannot be loaded: {error}. It must be a hub repository or a local folder with"
-            f" {_FILE}; a local one needs no network"
+            f"data.tokenizer {name!r} cannot be loaded: {error}. It must be a local folder with {_FILE}, which needs"
+            f" no network ({path} {'is there' if path.exists() else 'does not exist'}), or a hub repository"
         ) from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise DataError(f"data.tokenizer {name!r} has no {END_OF_TEXT}, which ends every document: add it to {_FILE}")

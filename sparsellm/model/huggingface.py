@@ -32,6 +32,7 @@ def export(
     hub_config.save_pretrained(folder)
     tensors = {PREFIX + name: weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors' own is for the owner only
 
 
 def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:

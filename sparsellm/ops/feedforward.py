@@ -47,18 +47,18 @@ def gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Ten
     Under autocast, x and the weights are cast to the autocast dtype. Raises ValueError for other shapes, dtypes,
     devices or plans than this module's constants allow.
     """
+    x, w_gate, w_up, w_down = _autocast(x, w_gate, w_up, w_down)
+    _check(x, w_down, w_gate=w_gate, w_up=w_up)
     if plan is None:
-        x, w_gate, w_up, w_down = _autocast(x, w_gate, w_up, w_down)
-        _check(x, w_down, w_gate=w_gate, w_up=w_up)
         return FeedForwardOutput(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
     return FeedForwardOutput(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan)[:5])
 
 
 def nongated_ffn(x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None) -> FeedForwardOutput:
     """h = relu(x w_up^T), y = h w_down^T, and the statistics of h; otherwise as `gated_ffn`."""
+    x, w_up, w_down = _autocast(x, w_up, w_down)
+    _check(x, w_down, w_up=w_up)
     if plan is None:
-        x, w_up, w_down = _autocast(x, w_up, w_down)
-        _check(x, w_down, w_up=w_up)
         return FeedForwardOutput(*_Nongated.apply(x, w_up, w_down)[:5])
     return FeedForwardOutput(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan)[:5])
 

@@ -104,6 +104,13 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
+    def failure(self) -> str | None:
+        """Why the last save failed, if it is known already. Asks nobody and waits for nothing."""
+        if self._writing is None or not self._writing.done():
+            return None
+        error = self._writing.exception()
+        return None if error is None else str(error)
+
     def find(self, skip_damaged: bool) -> int | None:
         """The newest checkpoint's step, after all its checksums were verified; None if there is none.
 
@@ -283,9 +290,10 @@ class Checkpoints:
         except CheckpointError as exception:
             cause, error = exception, str(exception)
         except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
-            cause, error = exception, _failed(task, {rank: reason for rank, (reason, _) in exception.failures.items()})
+            reasons = {rank: reason for rank, (reason, _) in exception.failures.items()}
+            cause, error = exception, _failed(task, reasons, self.folder)
         except Exception as exception:
-            cause, error = exception, _failed(task, {self.ranks.rank: exception})
+            cause, error = exception, _failed(task, {self.ranks.rank: exception}, self.folder)
         if found := dict.fromkeys(e for e in self._gather(task, error) if e is not None):
             raise CheckpointError("\n".join(found)) from cause
         return result
@@ -445,11 +453,12 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-def _failed(task: str, reasons: dict[int, BaseException]) -> str:
+def _failed(task: str, reasons: dict[int, BaseException], folder: Path) -> str:
     each = "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, reason in sorted(reasons.items()))
+    free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)" if folder.exists() else ""
     return (
-        f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause and start the same command"
-        " again, it resumes from the newest"
+        f"{task} failed: {each}{free}. The checkpoints on disk are untouched: remove the cause; started again, the same"
+        " command resumes from the newest"
     )
 
 

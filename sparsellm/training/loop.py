@@ -14,6 +14,7 @@ Nothing in a step waits for the device. The host waits where it says so: when th
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -29,14 +30,13 @@ from sparsellm.data import Data
 from sparsellm.distributed import Ranks
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
-from sparsellm.training import report
-from sparsellm.training.checkpoint import Checkpoints
-from sparsellm.training.metrics import METRICS, MetricsFile, Rows, StepClock, StepReport, StepSums, WandbRun, read
+from sparsellm.training import report, run_folder
+from sparsellm.training.checkpoint import CheckpointError, Checkpoints
+from sparsellm.training.metrics import METRICS, MetricsFile, Rows, StepClock, StepReport, StepSums, WandbRun
 from sparsellm.training.metrics import report as reduce_step
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.sparsity import SilentNeurons, l1_coefficient, l1_denominator
 
-CHECKPOINTS = "checkpoints"
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 SAMPLE_PROMPT = "The"
 
@@ -89,7 +89,10 @@ class Trainer:
         self.tokens_per_step = config.training.batch_size * config.training.sequence_length
         self.step, self.data_state = 0, None
         self.reported: StepReport | None = None
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export)
+        self.warned_of: str | None = None
+        self.checkpoints = Checkpoints(
+            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export
+        )
 
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
@@ -98,12 +101,13 @@ class Trainer:
         """
         self._resume()
         if self.step >= self.config.training.steps:
-            self._say(f"{self.config.run.name} is complete.\n" + self._summary())
             return 0
         self._open_logs()
         with StopRequest() as stop:
-            self._train(stop)
-            self.checkpoints.wait()
+            try:
+                self._train(stop)
+            finally:
+                self.checkpoints.wait()  # whatever ends the run, what is being saved is saved
             finished = self.step >= self.config.training.steps
             exit_code = 0 if finished else 128 + (stop.signal or signal.SIGTERM)  # or the signal of another rank
             if self.ranks.is_main:
@@ -113,7 +117,7 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> None:
         """Steps, rows, validations and checkpoints, to the end or until some rank is asked to stop."""
-        config, stopping = self.config, False
+        config, stopping, save_due = self.config, False, False
         with closing(self.data.batches(self.data_state)) as batches:
             while self.step < config.training.steps and not stopping:
                 sums, norm, clock = self.advance(batches)
@@ -123,9 +127,12 @@ class Trainer:
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
                 if validating:
                     stopping |= self._read(self._validate())
-                if stopping or self._due(config.run.checkpoint_every):
+                save_due |= stopping or self._due(config.run.checkpoint_every)
+                # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
+                if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
                     stopping |= self._read()  # a checkpoint's rows are written before it
                     self._save()
+                    save_due = False
                 if self.ranks.is_main:
                     self.progress.step()
 
@@ -179,6 +186,7 @@ class Trainer:
             return False
         values, self.reported = self.reported.read(), None
         if self.ranks.is_main:
+            self._warn_of_failed_save()
             row = self.rows.row(values, self.l1_denominator, val_ce)
             self.metrics.write(row)
             self.wandb.write(row)
@@ -186,8 +194,8 @@ class Trainer:
         if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
             raise TrainingDiverged(
                 f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, had a non-finite gradient"
-                f" and were skipped: lower optimizer.learning_rate and choose another run.name. The last checkpoint in"
-                f" {self.folder / CHECKPOINTS} is from before"
+                f" and were skipped: lower optimizer.learning_rate and choose another run.name. The checkpoints in"
+                f" {self.folder / run_folder.CHECKPOINTS} are from before"
             )
         return values.stop
 
@@ -206,6 +214,12 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:  # on all ranks alike
+            self._say(f"{error}\nTraining goes on, and saves step {self.step:,} now")
+        if self.ranks.is_main:
+            self.metrics.sync()
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -237,6 +251,11 @@ class Trainer:
         if self.ranks.is_main:
             print(text, flush=True)
 
+    def _warn_of_failed_save(self) -> None:
+        if (failure := self.checkpoints.failure()) is not None and failure != self.warned_of:
+            self.warned_of = failure
+            print(f"sparsellm: {failure}\nTraining goes on, and tries again at the next checkpoint", file=sys.stderr)
+
     def _open_logs(self) -> None:
         if self.ranks.is_main:
             self.progress = report.Progress(self.config.run.name, self.step, self.config.training.steps)
@@ -249,15 +268,10 @@ class Trainer:
         self.progress.close()
         self.metrics.close()
         self.wandb.close(exit_code)
-        report.plot(read(self.folder / METRICS), self.folder / report.PLOTS)
+        name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
-            print(f"{self.config.run.name}: stopped after step {self.step:,}; the same command goes on from there")
+            change = f", with run.name={name} and without run.restart," if self.config.run.restart else ""
+            print(f"{name}: stopped after step {self.step:,}; the same command{change} goes on from there")
             return
-        print("\n" + self._summary())
-        print(f"  sample              {report.sample(self._checkpoint() / 'hf', SAMPLE_PROMPT, 48)!r}")
-
-    def _checkpoint(self) -> Path:
-        return self.folder / CHECKPOINTS / f"step_{self.step:08d}"
-
-    def _summary(self) -> str:
-        return report.summary(self.config, read(self.folder / METRICS), self.folder, self._checkpoint())
+        hf = run_folder.checkpoint(self.folder, self.step) / "hf"
+        print(f"\n{summary}\n  sample              {report.sample(hf, SAMPLE_PROMPT, 48)!r}")

@@ -8,9 +8,11 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,10 @@ class MetricsFile:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Bring the rows to disk: a checkpoint that is there has its rows there."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -249,10 +255,24 @@ class WandbRun:
             )
         else:
             print(f"Weights & Biases: {mode}", file=sys.stderr)
-        self._run = wandb.init(
-            project=logging.wandb_project, name=config.run.name, id=config.run.name, resume="allow", mode=mode,
+        start = partial(
+            wandb.init, project=logging.wandb_project, name=config.run.name, id=self._id(folder), resume="allow",
             dir=folder, config=to_dict(config),
         )  # fmt: skip
+        try:
+            self._run = start(mode=mode)
+        except wandb.errors.Error as error:
+            print(f"Weights & Biases: offline, for {mode} failed: {error}", file=sys.stderr)
+            self._run = start(mode="offline")
+
+    @staticmethod
+    def _id(folder: Path) -> str:
+        """One record per run folder, through all its resumes: names may repeat on other machines."""
+        path = folder / "wandb" / "id"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(secrets.token_hex(8))
+        return path.read_text()
 
     def write(self, row: dict[str, Any]) -> None:
         if self._run is None:

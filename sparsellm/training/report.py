@@ -8,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 
 from sparsellm.config import Config, L1Normalization, l1_coefficient_as
+from sparsellm.training import run_folder
+from sparsellm.training.metrics import METRICS, read
 
 PLOTS = "plots"
 LINE_EVERY = 10  # seconds, where there is no terminal
@@ -90,7 +92,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     return drawn
 
 
-def summary(config: Config, rows: list[dict[str, Any]], folder: Path, checkpoint: Path) -> str:
+def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
     """A few lines: losses, nonzeros, throughput, coefficient, and where everything is."""
     first, last = rows[0], rows[-1]
     speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
@@ -117,9 +119,18 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path, checkpoint
     lines.append(f"  throughput          {speed:,.0f} tokens/s (median of logged steps)")
     if last["skipped_steps"]:
         lines.append(f"  skipped             {last['skipped_steps']} non-finite steps")
-    lines.append(f"  checkpoint          {checkpoint}")
+    lines.append(f"  checkpoint          {run_folder.checkpoint(folder, last['step']) / 'hf'}  (for transformers)")
     lines.append(f"  plots               {folder / PLOTS}")
     return "\n".join(lines)
+
+
+def finish(config: Config, folder: Path) -> str:
+    """Draw the plots of the run in `folder`, and sum it up in words."""
+    rows = read(folder / METRICS)
+    if not rows:
+        return f"  {folder / METRICS} has no rows; checkpoint {run_folder.checkpoint(folder, config.training.steps)}"
+    plot(rows, folder / PLOTS)
+    return summary(config, rows, folder)
 
 
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:

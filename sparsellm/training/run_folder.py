@@ -1,26 +1,43 @@
 """A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. One process group writes it."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from sparsellm.config import Config, ConfigError, definition, load, save
-from sparsellm.distributed import Ranks
+from sparsellm.distributed import Ranks, main_first
+from sparsellm.training.checkpoint import COMMITTED
 
 CONFIG = "config.yaml"
+LOCK = "lock"
+CHECKPOINTS = "checkpoints"
+
+
+class RunFolderError(RuntimeError):
+    """The folder cannot be used: it cannot be written, or another process is using it."""
+
+
+def path_of(config: Config) -> Path:
+    return Path(config.run.root, config.run.name)
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / CHECKPOINTS / f"step_{step:08d}"
 
 
 def mistakes(config: Config) -> list[str]:
     """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed."""
-    path = Path(config.run.root, config.run.name) / CONFIG
-    if config.run.restart or not path.exists():
+    path = path_of(config) / CONFIG
+    if config.run.restart or not path.is_file():
         return []
     try:
         before, now = definition(load(path)), definition(config)
     except ConfigError as error:
         return [f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}; choose another run.name"]
-    before["data.path"] = now["data.path"]  # data may move; other tokens are refused by their checksum
     return [
         f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}:"
         " choose another run.name, or add run.restart=true"
@@ -29,19 +46,47 @@ def mistakes(config: Config) -> list[str]:
     ]
 
 
-def open_folder(config: Config, ranks: Ranks) -> tuple[Config, Path]:
-    """The run's folder, made if need be, with its config.yaml; and `config` with the name that the run got. Collective.
+def is_finished(config: Config) -> bool:
+    """Whether the run that `config` names has saved its last step."""
+    return not config.run.restart and (checkpoint(path_of(config), config.training.steps) / COMMITTED).is_file()
 
-    With run.restart the folder is a new one: NAME-2, NAME-3, ... where NAME is taken.
+
+@contextmanager
+def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
+    """Make the run's folder if need be, with its config.yaml, and keep other processes out of it. Collective.
+
+    Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
+    where NAME is taken. Raises RunFolderError.
     """
-    name = [config.run.name]
-    if ranks.is_main:
-        taken, number = Path(config.run.root, config.run.name), 2
-        while config.run.restart and taken.exists():
-            taken, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-        name = [taken.name]
-        taken.mkdir(parents=True, exist_ok=True)
-        config = replace(config, run=replace(config.run, name=taken.name))
-        save(config, taken / CONFIG)
+    held, name = None, [config.run.name]
+    with main_first(ranks):
+        if ranks.is_main:
+            folder, number = path_of(config), 2
+            while config.run.restart and folder.exists():
+                folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
+            name = [folder.name]
+            held = _claim(folder)
+            save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
     dist.broadcast_object_list(name, src=0)
-    return replace(config, run=replace(config.run, name=name[0])), Path(config.run.root, name[0])
+    config = replace(config, run=replace(config.run, name=name[0]))
+    try:
+        yield config, path_of(config)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _claim(folder: Path):
+    """The folder's lock, an open file; the system releases it with the process, however that ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunFolderError(
+            f"{folder} is in use: the same run is going on in another process. Wait for it, or add run.restart=true"
+        ) from None
+    return file

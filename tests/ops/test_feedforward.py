@@ -187,6 +187,13 @@ def test_other_inputs_are_refused_by_name(change, message, plan):
         gated_ffn(**(inputs | change))
 
 
+@pytest.mark.parametrize("plan", [None, dense_plan()], ids=["traced", "registered"])
+def test_float16_autocast_is_refused(plan):
+    inputs = [torch.ones(3, 16), torch.ones(24, 16), torch.ones(24, 16), torch.ones(16, 24)]
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"x.dtype is torch.float16"):
+        gated_ffn(*inputs, plan)
+
+
 def test_other_plans_are_refused():
     inputs = [torch.ones(3, 16), torch.ones(24, 16), torch.ones(24, 16), torch.ones(16, 24)]
     with pytest.raises(ValueError, match=r"plan is torch.int64"):
