@@ -20,9 +20,10 @@ endif
 setup: $(READY)
 
 .venv/.ready: pyproject.toml constraints.txt
-	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
-	touch $@
+	@echo 'Setting up .venv: a minute or two, once'
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
+	@touch $@
 
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
