@@ -22,7 +22,6 @@ class Data:
     """What a run trains and validates on."""
 
     tokenizer_folder: Path  # loads with AutoTokenizer
-    tokenizer_hash: str  # sha256 of its tokenizer.json
     end_of_text_id: int
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | TokenStream
@@ -104,7 +103,6 @@ def _open_packed(config: Config, ranks: Ranks) -> Data:
     )
     return Data(
         tokenizer_folder=folder / "tokenizer",
-        tokenizer_hash=ready.tokenizer_hash,
         end_of_text_id=ready.end_of_text_id,
         validation=tokens.validation(config.logging.validation_samples),
         tokens=tokens,
@@ -127,12 +125,11 @@ def _open_stream(config: Config, ranks: Ranks) -> Data:
             tokens = _stream(config, ranks, corpus.find_files(data), folder)
             validation = tokens.validation(config.logging.validation_samples)
             end = vocabulary.token_to_id(tokenizer.END_OF_TEXT)
-            opened = [(tokens.files, folder, digest, end, validation)]
+            opened = [(tokens.files, folder, end, validation)]
     dist.broadcast_object_list(opened, src=0)
-    files, folder, digest, end, validation = opened[0]
+    files, folder, end, validation = opened[0]
     return Data(
         tokenizer_folder=folder,
-        tokenizer_hash=digest,
         end_of_text_id=end,
         validation=validation,
         tokens=_stream(config, ranks, files, folder),

@@ -28,16 +28,16 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: SoftmaxCrossEntropy) -> Tensor:
-    """The sum over tokens of cross_entropy(x weight^T, targets), 0-d float32, in nats.
+    """The sum over tokens of cross_entropy(x weight^T, targets), 0-d float32 (float64 for float64), in nats.
 
     x [M, K], weight [V, K], targets [M] int64 in [0, V). `kernel` is `softmax_cross_entropy` or a compiled form of it.
     """
     compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(x, weight, targets, compute, kernel)
-    weight = weight.to(compute)
+    weight, wide = weight.to(compute), torch.promote_types(compute, torch.float32)
     chunks = zip(x.to(compute).split(CHUNK), targets.split(CHUNK), strict=True)
-    return torch.stack([F.cross_entropy((c @ weight.T).float(), t, reduction="sum") for c, t in chunks]).sum()
+    return torch.stack([F.cross_entropy((c @ weight.T).to(wide), t, reduction="sum") for c, t in chunks]).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -13,6 +13,17 @@ from torch import Tensor
 
 from sparsellm.config import Activation, ModelConfig
 
+# Our configuration's names and theirs, for what only the names distinguish.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
 PREFIX = "model."
 WEIGHTS = "model.safetensors"
 
@@ -63,15 +74,8 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     if problems:
         raise ValueError(f"{path} is not a model that the decoder can hold: " + "; ".join(problems))
     config = ModelConfig(
-        vocab_size=hub.vocab_size,
-        hidden_size=hub.hidden_size,
-        intermediate_size=hub.intermediate_size,
-        num_layers=hub.num_hidden_layers,
-        num_heads=hub.num_attention_heads,
-        context_length=hub.max_position_embeddings,
+        **{ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()},
         rope_theta=rope["rope_theta"],
-        norm_eps=hub.rms_norm_eps,
-        init_std=hub.initializer_range,
         gated=hub.model_type == "llama",
     )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -89,18 +93,11 @@ def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int
     kind, architecture = (LlamaConfig, "LlamaForCausalLM") if config.gated else (ArceeConfig, "ArceeForCausalLM")
     return kind(
         architectures=[architecture],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
         num_key_value_heads=config.num_heads,
         head_dim=config.hidden_size // config.num_heads,
         hidden_act=activation.name,
-        max_position_embeddings=config.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        rms_norm_eps=config.norm_eps,
-        initializer_range=config.init_std,
         tie_word_embeddings=True,
         attention_bias=False,
         mlp_bias=False,

@@ -32,8 +32,16 @@ from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
-from sparsellm.training.metrics import METRICS, MetricsFile, Rows, StepClock, StepReport, StepSums, WandbRun
-from sparsellm.training.metrics import report as reduce_step
+from sparsellm.training.metrics import (
+    METRICS,
+    MetricsFile,
+    Rows,
+    StepClock,
+    StepReport,
+    StepSums,
+    WandbRun,
+    reduce_step,
+)
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.sparsity import SilentNeurons, l1_coefficient, l1_denominator
 
@@ -186,7 +194,7 @@ class Trainer:
             return False
         values, self.reported = self.reported.read(), None
         if self.ranks.is_main:
-            self._warn_of_failed_save()
+            self._warn_of_failed_save(self.checkpoints.failure())
             row = self.rows.row(values, self.l1_denominator, val_ce)
             self.metrics.write(row)
             self.wandb.write(row)
@@ -216,8 +224,8 @@ class Trainer:
     def _save(self) -> None:
         try:
             self.checkpoints.wait()
-        except CheckpointError as error:  # on all ranks alike
-            self._say(f"{error}\nTraining goes on, and saves step {self.step:,} now")
+        except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
+            self._warn_of_failed_save(str(error))
         if self.ranks.is_main:
             self.metrics.sync()
         rng = {"cpu": torch.get_rng_state()}
@@ -251,10 +259,11 @@ class Trainer:
         if self.ranks.is_main:
             print(text, flush=True)
 
-    def _warn_of_failed_save(self) -> None:
-        if (failure := self.checkpoints.failure()) is not None and failure != self.warned_of:
+    def _warn_of_failed_save(self, failure: str | None) -> None:
+        """Once for each failure, as soon as it is known."""
+        if self.ranks.is_main and failure not in (None, self.warned_of):
             self.warned_of = failure
-            print(f"sparsellm: {failure}\nTraining goes on, and tries again at the next checkpoint", file=sys.stderr)
+            print(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint", file=sys.stderr)
 
     def _open_logs(self) -> None:
         if self.ranks.is_main:
@@ -271,7 +280,7 @@ class Trainer:
         name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
             change = f", with run.name={name} and without run.restart," if self.config.run.restart else ""
-            print(f"{name}: stopped after step {self.step:,}; the same command{change} goes on from there")
+            print(f"{name}: stopped after step {self.step:,}; the same command{change} resumes it")
             return
         hf = run_folder.checkpoint(self.folder, self.step) / "hf"
         print(f"\n{summary}\n  sample              {report.sample(hf, SAMPLE_PROMPT, 48)!r}")

@@ -125,7 +125,7 @@ class StepValues:
     data_wait: float
 
 
-def report(
+def reduce_step(
     sums: StepSums,
     silent_tokens: Tensor | None,
     dead_after_tokens: int,

@@ -43,7 +43,7 @@ class Progress:
             self.bar.close()
 
 
-def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
+def plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Draw loss.png and, where there are statistics, nonzeros.png and dead_neurons.png into `folder`."""
     import matplotlib
 
@@ -52,7 +52,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     steps = [row["step"] for row in rows]
-    drawn = []
+    gap = float("nan")
 
     def finish(figure, axes, name: str, ylabel: str) -> None:
         axes.set_xlabel("step")
@@ -61,35 +61,30 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
         axes.legend(fontsize="small", ncols=2)
         figure.savefig(folder / name, dpi=120, bbox_inches="tight")
         plt.close(figure)
-        drawn.append(folder / name)
 
-    def per_layer(key: str, name: str, ylabel: str, scale: str) -> None:
+    def per_layer(key: str, name: str, ylabel: str, logarithmic: bool) -> None:
         layers = next((len(row[key]) for row in rows if row[key] is not None), 0)
         if not layers:
             return
         figure, axes = plt.subplots(figsize=(7, 4.2))
         colors = plt.get_cmap("viridis")
         for layer in range(layers):
-            # Zero has no place on a logarithmic axis; a gap says so.
-            values = [None if row[key] is None else row[key][layer] or None for row in rows]
-            if scale == "linear":
-                values = [0 if v is None else v for v in values]
-            color = colors(layer / max(1, layers - 1))
-            axes.plot(steps, [float("nan") if v is None else v for v in values], color=color, label=f"layer {layer}")
-        axes.set_yscale(scale)
+            values = [gap if row[key] is None else row[key][layer] for row in rows]
+            axes.plot(steps, values, color=colors(layer / max(1, layers - 1)), label=f"layer {layer}")
+        if logarithmic:
+            axes.set_yscale("log", nonpositive="mask")  # a gap where a layer has none
         finish(figure, axes, name, ylabel)
 
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for key, label in (("ce", "training cross entropy"), ("loss", "with the L1 term")):
         if key == "ce" or any(row["l1_coefficient"] for row in rows):
-            axes.plot(steps, [float("nan") if row[key] is None else row[key] for row in rows], label=label)
+            axes.plot(steps, [gap if row[key] is None else row[key] for row in rows], label=label)
     validated = [(row["step"], row["val_ce"]) for row in rows if row["val_ce"] is not None]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", markersize=4, label="held-out cross entropy")
     finish(figure, axes, "loss.png", "nats per token")
-    per_layer("nnz_per_layer", "nonzeros.png", "nonzero activations per token", "log")
-    per_layer("dead_per_layer", "dead_neurons.png", "dead neurons", "linear")
-    return drawn
+    per_layer("nnz_per_layer", "nonzeros.png", "nonzero activations per token", logarithmic=True)
+    per_layer("dead_per_layer", "dead_neurons.png", "dead neurons", logarithmic=False)
 
 
 def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:

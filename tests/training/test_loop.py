@@ -282,7 +282,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
         trainer.advance = signalled
         assert trainer.fit() == 128 + signal.SIGTERM
         assert 4 < trainer.step < 12
-    assert "the same command goes on from there" in capsys.readouterr().out
+    assert "the same command resumes it" in capsys.readouterr().out
     with (tmp_path / "stopped" / METRICS).open("a") as file:
         file.write('{"step": 11, "of a step that": "was lost"}\n{"cut short')
     with small_trainer(tmp_path / "stopped", *overrides) as trainer:
