@@ -1,5 +1,6 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU
+# make kernels compiles the CUDA kernels and reports their resources; without a CUDA build of torch, no more than that
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ RUN := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: setup train test test-gpu check
+.PHONY: setup train test test-gpu check kernels
 
 setup: $(READY)
 
@@ -37,3 +38,6 @@ test-gpu: $(READY)
 check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+kernels: $(READY)
+	$(RUN) -m sparsellm.ops.build

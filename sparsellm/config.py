@@ -31,7 +31,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sparsellm.ops import MAX_COLUMNS, MULTIPLE
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
 
 PACKAGE = Path(__file__).resolve().parent
 # In a checkout the configs stand beside the package; a wheel carries them inside it.
@@ -85,6 +85,14 @@ class Precision(Enum):
 
     bfloat16 = "bfloat16"
     float32 = "float32"
+
+
+class Kernels(Enum):
+    """Whether feedforward layers take the CUDA kernels: where they run, or else refuse (`cuda`), or never (`torch`)."""
+
+    auto = "auto"
+    cuda = "cuda"
+    torch = "torch"
 
 
 class WandbMode(Enum):
@@ -172,6 +180,8 @@ class RuntimeConfig:
     device: Device = Device.auto
     precision: Precision = Precision.bfloat16
     compile: bool = True
+    # Of validation; training steps run in PyTorch. `auto` does without in deterministic, float32, SiLU and CPU runs.
+    kernels: Kernels = Kernels.auto
     micro_batch_size: int = 16  # sequences per forward pass and rank; the last one of a step may be smaller
     recompute: bool = False  # recompute each layer in backward instead of keeping its activations
     deterministic: bool = False  # the same bits on every run of the same ranks and hardware; slower
@@ -332,6 +342,21 @@ def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
     return coefficient * size if normalization == L1Normalization.mean else coefficient / size
 
 
+def obstacles_to_kernels(config: Config) -> list[str]:
+    """What in `config`, on whatever machine, keeps validation off the CUDA kernels."""
+    runtime, activation = config.runtime, config.sparsity.activation
+    return [
+        obstacle
+        for applies, obstacle in (
+            (runtime.device == Device.cpu, "runtime.device=cpu has no GPU"),
+            (runtime.precision != Precision.bfloat16, f"runtime.precision={runtime.precision.name} is not bfloat16"),
+            (runtime.deterministic, "runtime.deterministic=true excludes engines that are chosen by timing"),
+            (activation != Activation.relu, f"sparsity.activation={activation.name} never gives exact zeros"),
+        )
+        if applies
+    ]
+
+
 def mistakes(config: Config, world_size: int) -> list[str]:
     """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
 
@@ -426,6 +451,14 @@ def mistakes(config: Config, world_size: int) -> list[str]:
     )
     if runtime.device == Device.cuda:
         require(torch.cuda.is_available(), "runtime.device=cuda but torch sees no GPU: use runtime.device=auto or cpu")
+    if runtime.kernels == Kernels.cuda:
+        obstacles = obstacles_to_kernels(config)
+        found += [f"runtime.kernels=cuda, but {o}: change it, or use runtime.kernels=auto" for o in obstacles]
+        try:
+            if not obstacles:
+                build.load()
+        except build.KernelsUnavailable as error:
+            found.append(f"runtime.kernels=cuda does not run here (runtime.kernels=auto goes without): {error}")
     if runtime.device != Device.cpu and torch.cuda.is_available():
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         require(ranks <= gpus, f"runtime.device: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")

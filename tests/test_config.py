@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from sparsellm import config as c
-from sparsellm.config import CONFIGS, Activation, ConfigError, L1Normalization, from_overrides, mistakes
+from sparsellm.config import CONFIGS, Activation, ConfigError, Kernels, L1Normalization, from_overrides, mistakes
+from sparsellm.ops.build import KernelsUnavailable
 
 
 def choices(group):
@@ -63,8 +64,8 @@ def test_yaml_and_dict_round_trips(tmp_path):
 
 def test_the_fingerprint_ignores_only_runtime_logging_and_run():
     base = from_overrides([])
-    same = from_overrides(["runtime.micro_batch_size=2", "logging.every=5", "run.checkpoint_every=7", "run.root=x"])
-    assert c.fingerprint(same) == c.fingerprint(base)
+    for free in ("runtime.micro_batch_size=2", "runtime.kernels=torch", "logging.every=5", "run.checkpoint_every=7"):
+        assert c.fingerprint(from_overrides([free])) == c.fingerprint(base), free
     for change in ("sparsity.l1_coefficient=2e-3", "training.seed=1", "data.seed=1", "optimizer.eps=1e-7"):
         assert c.fingerprint(from_overrides([change])) != c.fingerprint(base), change
 
@@ -118,6 +119,41 @@ def test_added_keys_are_refused_by_name(override, message):
 def test_values_that_cannot_be_are_refused_by_name(overrides, message):
     found = mistakes(from_overrides(overrides), 2)
     assert any(re.search(message, problem) for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "obstacle"),
+    [
+        (["runtime.device=cpu"], "runtime.device=cpu has no GPU"),
+        (["runtime.precision=float32"], "runtime.precision=float32 is not bfloat16"),
+        (["runtime=deterministic"], "runtime.deterministic=true excludes engines that are chosen by timing"),
+        (
+            ["sparsity=dense_silu", "sparsity.l1_coefficient=0"],
+            "sparsity.activation=silu never gives exact zeros",
+        ),
+    ],
+)
+def test_kernels_that_could_never_run_are_refused_and_auto_goes_without(overrides, obstacle):
+    def found(kernels):
+        return mistakes(from_overrides(["experiment=0p5b", *overrides, f"runtime.kernels={kernels}"]), 1)
+
+    assert found("cuda") == [f"runtime.kernels=cuda, but {obstacle}: change it, or use runtime.kernels=auto"]
+    assert found("auto") == found("torch") == []
+
+
+def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):
+    def unavailable():
+        raise KernelsUnavailable("no nvcc in PATH: install the CUDA toolkit")
+
+    config = from_overrides(["experiment=0p5b", "runtime.kernels=cuda"])
+    assert config.runtime.kernels == Kernels.cuda
+    monkeypatch.setattr(c.build, "load", unavailable)
+    assert mistakes(config, 1) == [
+        "runtime.kernels=cuda does not run here (runtime.kernels=auto goes without): no nvcc in PATH: install the CUDA"
+        " toolkit"
+    ]
+    monkeypatch.setattr(c.build, "load", lambda: None)
+    assert mistakes(config, 1) == []
 
 
 def test_all_mistakes_are_listed_at_once():

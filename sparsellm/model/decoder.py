@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         y, *statistics = self.mlp(self.post_attention_layernorm(x))
-        return x + y, *statistics
+        return x + y, *statistics[:4]  # what DecoderOutput holds: the union is not among it
 
 
 class Decoder(nn.Module):

@@ -1,12 +1,17 @@
 """The two feedforward operators, as callers and compilers see them.
 
-    gated_ffn(x, w_gate, w_up, w_down, plan)  -> FeedForwardOutput
-    nongated_ffn(x, w_up, w_down, plan)       -> FeedForwardOutput
+    gated_ffn(x, w_gate, w_up, w_down, plan, w_down_t)  -> FeedForwardOutput
+    nongated_ffn(x, w_up, w_down, plan, w_down_t)       -> FeedForwardOutput
 
-`plan` says who computes. None: the PyTorch reference, traced, so that torch.compile fuses its elementwise half. A plan
-tensor (`dense_plan()`): the registered operator `torch.ops.sparsellm.*`, opaque to compilers, which reads the plan when
-it runs, so that a new plan never recompiles. Both run the same mathematics (sparsellm.ops.reference) and save for
-backward only g and u (h, for non-gated) beside the inputs.
+`plan` says who computes. None: the PyTorch reference, traced, so that torch.compile fuses its elementwise half; it
+saves for backward g and u (h, for non-gated) beside the inputs. A plan tensor (`plan_of()`): the registered operator
+`torch.ops.sparsellm.*`, opaque to compilers, which reads the plan when it runs, so that a new plan never recompiles; it
+saves the inputs alone, and backward computes the dense products once more. Both run the same mathematics
+(sparsellm.ops.reference).
+
+A plan is two integers: the engine, and the compression of the packed gate. The row and tile engines run on CUDA
+kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes the fused elementwise kernel
+where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for another.
 """
 
 from typing import NamedTuple
@@ -15,12 +20,13 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import reference
+from sparsellm.ops.dispatch import DENSE, ENGINES
+from sparsellm.ops.layout import NeuronMajor, check_fresh
+from sparsellm.ops.twell import COMPRESSIONS
 
 MULTIPLE = 8  # K and N: 16-byte rows of bfloat16
 MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-
-DENSE = 0  # plan[0]: the engine
 
 
 class FeedForwardOutput(NamedTuple):
@@ -34,33 +40,63 @@ class FeedForwardOutput(NamedTuple):
     nnz: Tensor  # 0-d int64: how many of the M x N activations are not zero
     fired: Tensor  # bool [N]: the neurons that are not zero for some token
     overflow: Tensor  # 0-d int64: how often the packed format was too small and a slower exact path ran
+    union: Tensor  # 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured
 
 
-def dense_plan() -> Tensor:
-    """The plan (int32 [1], CPU) of the dense PyTorch engine."""
-    return torch.tensor([DENSE], dtype=torch.int32)
+def plan_of(engine: str = "dense", compression: int = 8) -> Tensor:
+    """The plan (int32 [2], CPU) of an engine of ENGINES; compression: columns per word of the packed gate."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}: it should be {_or(ENGINES)}")
+    plan = torch.tensor([ENGINES.index(engine), compression], dtype=torch.int32)
+    _check_plan(plan)
+    return plan
 
 
-def gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None) -> FeedForwardOutput:
+def gated_ffn(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None, w_down_t: NeuronMajor | None = None
+) -> FeedForwardOutput:
     """h = relu(x w_gate^T) * (x w_up^T), y = h w_down^T, and the statistics of h; x [M, K], M >= 0.
 
-    Under autocast, x and the weights are cast to the autocast dtype. Raises ValueError for other shapes, dtypes,
-    devices or plans than this module's constants allow.
+    Under autocast, x and the weights are cast to the autocast dtype. `w_down_t`, from `neuron_major(w_down)`, spares
+    the row and tile engines a transposition per call; it is of no use where autocast casts w_down. Raises ValueError
+    for other shapes, dtypes, devices or plans than this module's constants allow, and for a w_down_t that is not of
+    w_down as it is now (under torch.compile only where it is used).
     """
-    x, w_gate, w_up, w_down = _autocast(x, w_gate, w_up, w_down)
+    given, (x, w_gate, w_up, w_down) = w_down, _autocast(x, w_gate, w_up, w_down)
     _check(x, w_down, w_gate=w_gate, w_up=w_up)
+    transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
-        return FeedForwardOutput(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
-    return FeedForwardOutput(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan)[:5])
+        return _unmeasured_union(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
+    return FeedForwardOutput(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan, *transposed))
 
 
-def nongated_ffn(x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None) -> FeedForwardOutput:
+def nongated_ffn(
+    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None, w_down_t: NeuronMajor | None = None
+) -> FeedForwardOutput:
     """h = relu(x w_up^T), y = h w_down^T, and the statistics of h; otherwise as `gated_ffn`."""
-    x, w_up, w_down = _autocast(x, w_up, w_down)
+    given, (x, w_up, w_down) = w_down, _autocast(x, w_up, w_down)
     _check(x, w_down, w_up=w_up)
+    transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
-        return FeedForwardOutput(*_Nongated.apply(x, w_up, w_down)[:5])
-    return FeedForwardOutput(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan)[:5])
+        return _unmeasured_union(*_Nongated.apply(x, w_up, w_down)[:5])
+    return FeedForwardOutput(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan, *transposed))
+
+
+def _unmeasured_union(*outputs: Tensor) -> FeedForwardOutput:
+    return FeedForwardOutput(*outputs, union=torch.full_like(outputs[2], -1))
+
+
+def _applicable(
+    w_down_t: NeuronMajor | None, given: Tensor, cast: Tensor, plan: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(weight, stamp) for the operator, which checks them when it runs; (None, None) if it has no use for them."""
+    if w_down_t is None:
+        return None, None
+    if plan is not None and cast.dtype == given.dtype:
+        return w_down_t.weight, w_down_t.stamp
+    if not torch.compiler.is_compiling():
+        check_fresh(w_down_t.weight, w_down_t.stamp, given)
+    return None, None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -98,15 +134,46 @@ def _check(x: Tensor, w_down: Tensor, **up: Tensor) -> None:
 
 
 def _check_plan(plan: Tensor) -> None:
-    if plan.dtype != torch.int32 or plan.device.type != "cpu" or plan.dim() != 1 or plan.numel() != 1:
+    if plan.dtype != torch.int32 or plan.device.type != "cpu" or plan.shape != (2,):
         raise ValueError(
-            f"plan is {plan.dtype} {list(plan.shape)} on {plan.device}: it should be torch.int32 [1] on cpu"
+            f"plan is {plan.dtype} {list(plan.shape)} on {plan.device}: it should be torch.int32 [2] on cpu"
         )
-    if plan[0] != DENSE:
-        raise ValueError(f"plan[0], the engine, is {int(plan[0])}: it should be {DENSE} (dense)")
+    engine, compression = plan.tolist()
+    if not 0 <= engine < len(ENGINES):
+        engines = _or([f"{number} ({name})" for number, name in enumerate(ENGINES)])
+        raise ValueError(f"plan[0], the engine, is {engine}: it should be {engines}")
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"plan[1], the compression, is {compression}: it should be {_or(COMPRESSIONS)}")
 
 
-# Saving and differentiating, written once for both ways of calling.
+def _or(choices) -> str:
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}"
+
+
+def _kernels(x: Tensor, plan: Tensor):
+    """The module that runs `plan` on CUDA kernels, or None where PyTorch is the dense engine.
+
+    Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
+    """
+    engine = int(plan[0])
+    fits = x.is_cuda and x.dtype == torch.bfloat16
+    if engine == DENSE and not fits:
+        return None
+    if not x.is_cuda:
+        raise ValueError(f"x.device is {x.device}: it should be a CUDA device for the {ENGINES[engine]} engine")
+    if not fits:
+        raise ValueError(f"x.dtype is {x.dtype}: it should be torch.bfloat16 for the {ENGINES[engine]} engine")
+    # Here, for nothing else needs the machinery that builds kernels.
+    from sparsellm.ops import build, cuda
+
+    if engine == DENSE and not build.loaded():
+        return None
+    build.load()
+    return cuda
+
+
+# The traced reference.
 
 
 def _gated_context(ctx, inputs, output) -> None:
@@ -138,52 +205,76 @@ class _Nongated(torch.autograd.Function):
 
 
 # The registered operators. Their backward is an operator too: autograd of a registered operator must not look inside.
+# They save their inputs alone.
 
 
 @torch.library.custom_op("sparsellm::gated_ffn", mutates_args=())
 def _gated_op(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, w_down, w_gate=w_gate, w_up=w_up)
     _check_plan(plan)
-    return reference.gated_forward(x, w_gate, w_up, w_down)
+    if w_down_t is not None:
+        check_fresh(w_down_t, stamp, w_down)
+    if kernels := _kernels(x, plan):
+        return kernels.gated_forward(x, w_gate, w_up, w_down, plan, w_down_t)
+    *outputs, g, _ = reference.gated_forward(x, w_gate, w_up, w_down)
+    return *outputs, reference.union(g != 0)
 
 
 @torch.library.custom_op("sparsellm::gated_ffn_backward", mutates_args=())
 def _gated_backward_op(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, dy, dl1)
+    return reference.gated_recomputed_backward(x, w_gate, w_up, w_down, dy, dl1)
 
 
 @torch.library.custom_op("sparsellm::nongated_ffn", mutates_args=())
 def _nongated_op(
-    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor
+    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(x, w_down, w_up=w_up)
     _check_plan(plan)
-    return reference.nongated_forward(x, w_up, w_down)
+    if w_down_t is not None:
+        check_fresh(w_down_t, stamp, w_down)
+    if kernels := _kernels(x, plan):
+        return kernels.nongated_forward(x, w_up, w_down, plan, w_down_t)
+    *outputs, h = reference.nongated_forward(x, w_up, w_down)
+    return *outputs, reference.union(h != 0)
 
 
 @torch.library.custom_op("sparsellm::nongated_ffn_backward", mutates_args=())
 def _nongated_backward_op(
-    x: Tensor, w_up: Tensor, w_down: Tensor, h: Tensor, dy: Tensor, dl1: Tensor
+    x: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.nongated_backward(x, w_up, w_down, h, dy, dl1)
+    return reference.nongated_recomputed_backward(x, w_up, w_down, dy, dl1)
 
 
 # Fake tensors run the reference itself: shapes and dtypes then cannot disagree with it.
-_gated_op.register_fake(lambda x, w_gate, w_up, w_down, plan: reference.gated_forward(x, w_gate, w_up, w_down))
-_gated_backward_op.register_fake(reference.gated_backward)
-_nongated_op.register_fake(lambda x, w_up, w_down, plan: reference.nongated_forward(x, w_up, w_down))
-_nongated_backward_op.register_fake(reference.nongated_backward)
+
+
+@_gated_op.register_fake
+def _(x, w_gate, w_up, w_down, plan, w_down_t, stamp):
+    *outputs, _, _ = reference.gated_forward(x, w_gate, w_up, w_down)
+    return *outputs, torch.empty_like(outputs[2])
+
+
+@_nongated_op.register_fake
+def _(x, w_up, w_down, plan, w_down_t, stamp):
+    *outputs, _ = reference.nongated_forward(x, w_up, w_down)
+    return *outputs, torch.empty_like(outputs[2])
+
+
+_gated_backward_op.register_fake(reference.gated_recomputed_backward)
+_nongated_backward_op.register_fake(reference.nongated_recomputed_backward)
 
 _gated_op.register_autograd(
-    lambda ctx, dy, dl1, *_: (*_gated_backward_op(*ctx.saved_tensors, dy, dl1), None), setup_context=_gated_context
+    lambda ctx, dy, dl1, *_: (*_gated_backward_op(*ctx.saved_tensors, dy, dl1), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4]),
 )
 _nongated_op.register_autograd(
-    lambda ctx, dy, dl1, *_: (*_nongated_backward_op(*ctx.saved_tensors, dy, dl1), None),
-    setup_context=_nongated_context,
+    lambda ctx, dy, dl1, *_: (*_nongated_backward_op(*ctx.saved_tensors, dy, dl1), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
 )
 for _device in ("cpu", "cuda"):
     _gated_op.register_autocast(_device, torch.bfloat16)

@@ -13,7 +13,10 @@ These are pure functions of tensors, written so that a compiler can fuse their e
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from sparsellm.ops.twell import TOKEN_TILE, tiles
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -30,6 +33,13 @@ def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     per_neuron = active.sum(0)
     l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()
     return l1, per_neuron.sum(), per_neuron > 0, per_neuron.new_zeros(())
+
+
+def union(active: Tensor) -> Tensor:
+    """The neurons active in each tile of TOKEN_TILE tokens, summed over tiles: bool [M, N] -> 0-d int64."""
+    m, n = active.shape
+    padded = F.pad(active, (0, 0, 0, tiles(m, TOKEN_TILE) * TOKEN_TILE - m))
+    return padded.view(-1, TOKEN_TILE, n).any(1).sum()
 
 
 def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
@@ -52,6 +62,13 @@ def gated_backward(
     return torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h
 
 
+def gated_recomputed_backward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gated_backward` with g and u computed once more from x."""
+    return gated_backward(x, w_gate, w_up, w_down, torch.relu(x @ w_gate.T), x @ w_up.T, dy, dl1)
+
+
 def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
     """(y [M, K], l1, nnz, fired, overflow, h [M, N]); the last one is what backward needs beside inputs."""
     h = torch.relu(x @ w_up.T)
@@ -66,3 +83,10 @@ def nongated_backward(
     dh = (dy @ w_down).to(wide) + dl1.to(wide)  # sign(h) is 1 wherever the next line keeps anything
     dz = torch.where(h != 0, dh, 0).to(x.dtype)
     return dz @ w_up, dz.T @ x, dy.T @ h
+
+
+def nongated_recomputed_backward(
+    x: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`nongated_backward` with h computed once more from x."""
+    return nongated_backward(x, w_up, w_down, torch.relu(x @ w_up.T), dy, dl1)

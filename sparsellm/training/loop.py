@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Config, Precision
+from sparsellm.config import Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
+from sparsellm.model.accelerate import accelerate
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
 from sparsellm.training.metrics import (
@@ -81,6 +82,8 @@ class Trainer:
         torch.manual_seed(config.training.seed)
         with device:
             self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
+        if device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+            accelerate(self.decoder, runtime.kernels.name)  # validation: what needs gradients stays in PyTorch
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = self.decoder

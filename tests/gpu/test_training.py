@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_run import small_trainer
 
-from sparsellm.ops import dense_plan, gated_ffn, nongated_ffn
+from sparsellm.ops import gated_ffn, nongated_ffn, plan_of
 from sparsellm.train import set_determinism
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_operators_are_as_accurate_as_dense_pytorch(m, k, n, gated, how):
 
     def ours(x, *ws):
         operator = gated_ffn if gated else nongated_ffn
-        out = operator(x, *ws, dense_plan() if how == "registered" else None)
+        out = operator(x, *ws, plan_of() if how == "registered" else None)
         return out.y, out.l1, out.nnz
 
     def dense(x, *ws):

@@ -1,0 +1,86 @@
+// The matrix half that every product here shares: 128 tokens x up to 256 columns, k in stages of 64.
+//
+// A CTA has three warpgroups: one that fills shared memory and does what else is to do (its four warps have roles of
+// their own), and two consumers of 64 rows each, whose accumulators stay in registers. Three stages of 48 KB circulate
+// between them under full/empty barriers; 64 KB more hold a finished 128 x 256 tile while the next one is multiplied.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/wgmma.cuh"
+
+namespace sparsellm {
+
+constexpr int kTileM = 128;
+constexpr int kTileN = 256;
+constexpr int kTileK = 64;  // one 128-byte row of bf16: the swizzle's width
+constexpr int kStages = 3;
+constexpr int kBlockColumns = 64;  // columns are counted in blocks of 64: n of a product is 64, 128, 192 or 256
+
+constexpr uint32_t kABytes = kTileM * kTileK * 2;
+constexpr uint32_t kBBytes = kTileN * kTileK * 2;
+constexpr uint32_t kStageBytes = kABytes + kBBytes;
+constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
+
+constexpr int kThreads = 384;
+constexpr int kConsumerWarps = 8;
+constexpr int kProducerRegisters = 96;
+constexpr int kConsumerRegisters = 200;
+
+constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
+
+// Position in the circle of stages; producer and consumers advance alike.
+struct Ring {
+  uint32_t stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Byte offset of 16-byte chunk `chunk` (0..7) of 128-byte row `row` under the 128-byte swizzle.
+__device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
+  return row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+// d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the
+// producer that a stage may be filled again. kCopied: cp.async wrote (part of) the stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64
+// columns.
+template <int kBlocks, int kBMajorMN, bool kCopied, class Release>
+__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, int count, uint32_t stages,
+                                         uint32_t full, int warpgroup, Release release) {
+  constexpr uint32_t kStepA = 32;
+  constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
+  constexpr uint32_t kPanel = kTileK * 128;  // MN-major: 64 rows of k, 64 columns each
+  const auto issue = [&](bool first) {
+    ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+    if constexpr (kCopied) ptx::fence_proxy_async();
+    const uint32_t a = stages + ring.stage * kStageBytes + warpgroup * (kABytes / 2);
+    const uint32_t b = stages + ring.stage * kStageBytes + kABytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      ptx::wgmma<kBlocks, kBMajorMN>(d, ptx::wgmma_descriptor(a + step * kStepA, 16, 1024),
+                                     ptx::wgmma_descriptor(b + step * kStepB, kBMajorMN ? kPanel : 16, 1024),
+                                     !first || step != 0);
+    }
+    ptx::wgmma_commit_group();
+  };
+  issue(true);
+  uint32_t previous = ring.stage;
+  ring.advance();
+  for (int kb = 1; kb < count; ++kb) {
+    issue(false);
+    ptx::wgmma_wait_group<1>();
+    release(previous);
+    previous = ring.stage;
+    ring.advance();
+  }
+  ptx::wgmma_wait_group<0>();
+  release(previous);
+}
+
+}  // namespace sparsellm

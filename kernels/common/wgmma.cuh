@@ -1,0 +1,92 @@
+// WGMMA, bf16 x bf16 + float32, m64 n(64 * kBlocks) k16: one warpgroup, both operands in shared memory.
+//
+// A [64, 16] is K-major; B is K-major ([n, k] rows of k) or MN-major ([k, n] rows of n). Every operand lies in panels
+// of 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r & 7), panels aligned
+// to 1,024 bytes. Accumulator: d[4 j + 0, 1] are row lane / 4, columns 8 j + 2 (lane % 4) + 0, 1 of the warp's 16 rows;
+// d[4 j + 2, 3] the same columns of row lane / 4 + 8.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsellm::ptx {
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Matrix descriptors. Strides in bytes. K-major: `stride` between groups of 8 rows (1,024), `leading` unused.
+// MN-major: `leading` between panels of 64 elements along MN, `stride` between groups of 8 rows of k.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128B = 1ull << 62;
+  return kSwizzle128B | static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
+         ((address & 0x3ffff) >> 4);
+}
+
+#define SPARSELLM_D8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SPARSELLM_D32(i) SPARSELLM_D8(i), SPARSELLM_D8(i + 8), SPARSELLM_D8(i + 16), SPARSELLM_D8(i + 24)
+
+// d = (accumulate ? d : 0) + A B. kBMajorMN: 0 for a K-major B, 1 for an MN-major one.
+template <int kBlocks, int kBMajorMN>
+__device__ __forceinline__ void wgmma(float (&d)[32 * kBlocks], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kBlocks >= 1 && kBlocks <= 4, "n is 64, 128, 192 or 256");
+  if constexpr (kBlocks == 1) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, %35;\n}"
+        : SPARSELLM_D32(0)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kBMajorMN));
+  } else if constexpr (kBlocks == 2) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 0, %67;\n}"
+        : SPARSELLM_D32(0), SPARSELLM_D32(32)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kBMajorMN));
+  } else if constexpr (kBlocks == 3) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+        "}, %96, %97, p, 1, 1, 0, %99;\n}"
+        : SPARSELLM_D32(0), SPARSELLM_D32(32), SPARSELLM_D32(64)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kBMajorMN));
+  } else if constexpr (kBlocks == 4) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, p, 1, 1, 0, %131;\n}"
+        : SPARSELLM_D32(0), SPARSELLM_D32(32), SPARSELLM_D32(64), SPARSELLM_D32(96)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kBMajorMN));
+  }
+}
+
+#undef SPARSELLM_D32
+#undef SPARSELLM_D8
+
+}  // namespace sparsellm::ptx

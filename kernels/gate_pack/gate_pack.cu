@@ -1,0 +1,222 @@
+// gate_pack: relu(x w^T) in the packed form, without ever writing it dense.
+//
+// One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
+// tiles, and each CTA fetches half of the weight tile for both. The consumers leave a finished tile as bf16 in shared
+// memory; three otherwise idle warps pack it, a row at a time, while the next tile is multiplied.
+//
+// Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
+// is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.
+#include "common/host.h"
+#include "common/tile.cuh"
+#include "common/twell.cuh"
+#include "gate_pack/small.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kPackWarps = 3;
+constexpr int kPackBatch = 2;  // rows whose loads are in flight together
+static_assert((kTileM + kPackWarps - 1) / kPackWarps <= 64, "a lane keeps the counts of two rows");
+
+struct Shared {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t tile_full;
+  uint64_t tile_free;
+  uint32_t fired[2][8];  // bits of the columns that fire for some token of the tile; two tiles in flight
+};
+
+constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "stages, the finished tile and the barriers share one CTA's memory");
+
+// Pairs of token tiles are visited in bands: within a band all columns, and for each column all pairs of the band, so
+// that what is in flight shares little of w and x, and both stay in L2.
+constexpr int kBand = 8;
+
+struct Place {
+  int64_t row_pair;
+  int column_tile;
+};
+
+__device__ __forceinline__ Place place_of(int64_t index, int row_pairs, int column_tiles) {
+  const int64_t band = index / (kBand * column_tiles);
+  const int within = static_cast<int>(index - band * kBand * column_tiles);
+  const int height = min(kBand, static_cast<int>(row_pairs - band * kBand));
+  return {band * kBand + within % height, within / height};
+}
+
+// The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).
+__device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
+  return row * 512 + ((chunk ^ (row & 7)) << 4);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_pack_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int64_t m,
+                     int64_t n, int k_blocks, int words_per_tile, const Packed out) {
+  extern __shared__ uint8_t raw[];
+  const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
+  const uint32_t tile = stages + kStages * kStageBytes;
+  Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kTileBytes - ptx::smem_address(raw)));
+  const uint32_t full = ptx::smem_address(shared.full);
+  const uint32_t empty = ptx::smem_address(shared.empty);
+  const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
+  const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
+
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t rank = ptx::cluster_rank();
+  const int column_tiles = static_cast<int>((n + kTileN - 1) / kTileN);
+  const int row_pairs = static_cast<int>((m + 2 * kTileM - 1) / (2 * kTileM));
+  const int64_t pairs = static_cast<int64_t>(row_pairs) * column_tiles;
+  const int64_t first_pair = blockIdx.x / 2;
+  const int64_t pair_step = gridDim.x / 2;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(full + 8 * s, 1);
+      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // of both CTAs: half of each stage comes from the other
+    }
+    ptx::mbarrier_init(tile_full, kConsumerWarps);
+    ptx::mbarrier_init(tile_free, kPackWarps);
+    ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
+  __syncthreads();
+  ptx::cluster_sync();
+
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0) {
+      if (lane == 0) {
+        ptx::tma_prefetch_descriptor(&x_map);
+        ptx::tma_prefetch_descriptor(&w_map);
+        Ring ring;
+        for (int64_t pair = first_pair; pair < pairs; pair += pair_step) {
+          const Place place = place_of(pair, row_pairs, column_tiles);
+          const int row = static_cast<int>(place.row_pair * 2 + rank) * kTileM;
+          const int column = place.column_tile * kTileN;
+          for (int kb = 0; kb < k_blocks; ++kb) {
+            ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+            const uint32_t a = stages + ring.stage * kStageBytes;
+            const uint32_t b = a + kABytes + rank * (kBBytes / 2);
+            ptx::mbarrier_arrive_expect_tx(full + 8 * ring.stage, kStageBytes);
+            ptx::tma_load_2d(a, &x_map, kb * kTileK, row, full + 8 * ring.stage);
+            ptx::tma_load_2d_multicast(b, &w_map, kb * kTileK, column + rank * (kTileN / 2), full + 8 * ring.stage, 3);
+            ring.advance();
+          }
+        }
+      }
+    } else {
+      uint32_t parity = 0;
+      unsigned long long nonzeros = 0, overflow = 0, in_union = 0;
+      for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
+        const Place place = place_of(pair, row_pairs, column_tiles);
+        const int64_t token_tile = place.row_pair * 2 + rank;
+        const int64_t row0 = token_tile * kTileM;
+        const int column_tile = place.column_tile;
+        const uint32_t column = column_tile * kTileN;
+        ptx::mbarrier_wait(tile_full, parity);
+        uint32_t seen = 0;
+        const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), m - row0));  // <= 0 beyond the last tile
+        uint32_t* words = out.words + (row0 * column_tiles + column_tile) * words_per_tile;
+        __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
+        const int row_words = column_tiles * words_per_tile;
+        // Lane l keeps the counts of the warp's rows l and 32 + l (rows warp - 1, warp + 2, ...).
+        uint32_t counts[2] = {0, 0};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int steps = half == 0 ? 32 : (kTileM + kPackWarps - 1) / kPackWarps - 32;
+#pragma unroll 1
+          for (int step = 0; step < steps; step += kPackBatch) {
+            uint4 v[kPackBatch];
+#pragma unroll
+            for (int b = 0; b < kPackBatch; ++b) {
+              const int row = min(warp - 1 + kPackWarps * (32 * half + step + b), kTileM - 1);
+              v[b] = ptx::ld_shared_v4(tile + tile_offset(row, lane));
+            }
+#pragma unroll
+            for (int b = 0; b < kPackBatch; ++b) {
+              const int row = warp - 1 + kPackWarps * (32 * half + step + b);
+              if (row >= rows) continue;
+              const uint32_t count = pack_row(v[b], lane, column, n, words_per_tile,
+                                              words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
+              if (lane == step + b) counts[half] = count;
+            }
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp - 1 + kPackWarps * (32 * half + static_cast<int>(lane));
+          if (row < rows) {
+            words[static_cast<int64_t>(row) * row_words] = counts[half];
+            if (counts[half] != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(counts[half]));
+            nonzeros += counts[half];
+            overflow += counts[half] >= static_cast<uint32_t>(words_per_tile);
+          }
+        }
+        if (seen != 0) atomicOr(&shared.fired[parity][lane / 4], seen << (lane % 4 * 8));
+        if (lane == 0) ptx::mbarrier_arrive(tile_free);
+        ptx::bar_sync(1, 32 * kPackWarps);
+        if (warp == 1 && rows > 0) {
+          const uint32_t word = shared.fired[parity][lane / 4];
+          const uint32_t bits = word >> (lane % 4 * 8) & 0xff;
+          __syncwarp();
+          if (lane % 4 == 0) {
+            shared.fired[parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
+            out.mask[(token_tile * column_tiles + column_tile) * 8 + lane / 4] = word;
+            in_union += __popc(word);
+          }
+          for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+            out.fired[column + 8 * lane + __ffs(rest) - 1] = 1;
+          }
+        }
+      }
+      auto counters = reinterpret_cast<unsigned long long*>(out.counters);
+      if (nonzeros != 0) atomicAdd(counters + kNonzeros, nonzeros);
+      if (overflow != 0) atomicAdd(counters + kOverflow, overflow);
+      if (in_union != 0) atomicAdd(counters + kUnion, in_union);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const int warpgroup = warp / 4 - 1;
+    const uint32_t row = (warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
+    Ring ring;
+    uint32_t parity = 0;
+    for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
+      float d[128];
+      multiply<4, 0, false>(d, ring, k_blocks, stages, full, warpgroup, [&](uint32_t stage) {
+        if (lane < 2) ptx::mbarrier_arrive_cluster(empty + 8 * stage, lane);
+      });
+      ptx::mbarrier_wait(tile_free, parity ^ 1);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
+        ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_relu_bf16x2(d[8 * j], d[8 * j + 1]),
+                         ptx::cvt_relu_bf16x2(d[8 * j + 2], d[8 * j + 3]),
+                         ptx::cvt_relu_bf16x2(d[8 * j + 4], d[8 * j + 5]),
+                         ptx::cvt_relu_bf16x2(d[8 * j + 6], d[8 * j + 7]));
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(tile_full);
+    }
+  }
+  ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
+}
+
+}  // namespace
+
+cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
+                      const Packed& out, cudaStream_t stream) {
+  if (m <= kSmallTokens) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
+  int count = 0;
+  cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  CUtensorMap x_map, w_map;
+  if ((error = tensor_map(&x_map, x, m, k, kTileM)) != cudaSuccess) return error;
+  if ((error = tensor_map(&w_map, w, n, k, kTileN / 2)) != cudaSuccess) return error;
+  const int64_t pairs = ceil_div(m, 2 * kTileM) * ceil_div(n, kTileN);
+  const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
+  return launch(gate_pack_kernel, grid, kThreads, kSharedBytes, 2, stream, x_map, w_map, m, n,
+                static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+}
+
+}  // namespace sparsellm

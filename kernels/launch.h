@@ -1,0 +1,78 @@
+// Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
+// allocates nothing and returns cudaSuccess or the first error. Callers have checked shapes and layouts
+// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+//
+// Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
+//   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
+//   (C, the compression factor: 2, 4, 8 or 16). bf16 pointers are void*.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace sparsellm {
+
+constexpr int kTokenTile = 128;   // tokens of a token tile
+constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
+
+// counters: int64 [kCounters], zeroed by the caller
+// Nonzeros of a token tile that the tile engine lists. Where there are more, it reads the packed gate itself: slower,
+// as exact, and counted as an overflow.
+constexpr int kListCapacity = 128 * 256;
+
+enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
+
+// The packed gate of M tokens, TwELL: see kernels/README.md.
+struct Packed {
+  uint32_t* words;      // [M, NT, W] word 0 the count, then bf16 value << 16 | uint16 column, columns ascending
+  void* wide;           // bf16 [M, N]: row segments of tiles with more than W - 1 nonzeros; undefined elsewhere
+  uint32_t* mask;       // [MT, NT * 8] bit n: neuron n fires for some token of the tile
+  int32_t* row_counts;  // [M] zeroed by the caller
+  uint8_t* fired;       // [N] zeroed by the caller: 1 where the neuron fires for some token
+  int64_t* counters;    // [kCounters] zeroed by the caller; kUnion: sum over token tiles of neurons in the mask
+};
+
+// The work list of the tile engine.
+struct TilePlan {
+  const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
+  uint32_t* mask;         // [MT, NT * 8] neurons of each tile (tokens == null: Packed::mask itself)
+  uint16_t* prefix;       // [MT, NT * 8] neurons before each word of the mask
+  uint16_t* slots;        // [MT, NT * 256] the neurons of each tile, ascending
+  int32_t* sizes;         // [MT] how many
+  uint2* lists;           // [MT, kListCapacity] the tile's nonzeros: bf16 << 16 | slot, row
+  int32_t* list_sizes;    // [MT] how many; more than kListCapacity: not listed
+  int32_t* order;         // [MT] tiles, fullest first
+  int32_t* items;         // [MT * NT] units of the up product: tile << 8 | index in the tile, see tile/plan.cuh
+  int32_t* totals;        // [4] zeroed by the caller: number of items, tickets
+};
+
+// relu(x w^T), packed: x [M, K], w [N, K].
+cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
+                      const Packed& out, cudaStream_t stream);
+
+// The neurons of each token tile, and the units of work over them. Adds to counters[kUnion] if tokens are reordered.
+cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
+                      cudaStream_t stream);
+
+// h = g * (x w_up^T) on each tile's neurons: h bf16 [MT * 128, N], row p the token at position p, columns its tile's
+// slots. x == null: h = g (non-gated). l1: float32 [1]; l1_partials: float32 [MT * NT].
+cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, int words_per_tile,
+                    const Packed& packed, const TilePlan& plan, void* h, float* l1_partials, float* l1,
+                    cudaStream_t stream);
+
+// y[token] = h w_down_t[slots]: w_down_t [N, K], y [M, K].
+cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                      void* y, cudaStream_t stream);
+
+// The row engine: y and l1 from the packed gate, one unit of at most `unit` nonzeros of one row at a time.
+// w_up == null: non-gated. units: int32 [4 + 2 * unit_capacity] zeroed first 4; partials: float32 [slots, K + 8].
+cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
+                    int words_per_tile, const Packed& packed, int unit, int32_t* units, int64_t unit_capacity,
+                    float* partials, int64_t partial_slots, float* row_l1, float* l1, void* y, cudaStream_t stream);
+
+// The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics.
+cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
+                      float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zeroed */,
+                      cudaStream_t stream);
+
+}  // namespace sparsellm

@@ -1,0 +1,170 @@
+// tile_down: y = h w_down_t[slots], each token tile over its own neurons.
+//
+// A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. One warp
+// fetches h by TMA, two gather rows of w_down_t with cp.async (an MN-major operand), and the fourth writes
+// the finished tile to the rows of its tokens while the next is multiplied.
+//
+// Numerics: float32 over the slots in ascending order, rounded to bf16 once. Deterministic.
+#include "common/host.h"
+#include "tile/plan.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kGatherWarps = 2;
+constexpr int kStoreWarps = 2;
+constexpr uint32_t kPanelBytes = kTileK * 128;  // B: 64 rows of k, panels of 64 columns
+
+struct Shared {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t tile_full;
+  uint64_t tile_free;
+};
+
+constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "stages, the finished tile and the barriers share one CTA's memory");
+
+// The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).
+__device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
+  return row * 512 + ((chunk ^ (row & 7)) << 4);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    tile_down_kernel(const __grid_constant__ CUtensorMap h_map, const __nv_bfloat16* w_down_t, int64_t m, int64_t k,
+                     int64_t n, const TilePlan plan, __nv_bfloat16* y) {
+  extern __shared__ uint8_t raw[];
+  const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
+  const uint32_t tile = stages + kStages * kStageBytes;
+  Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kTileBytes - ptx::smem_address(raw)));
+  const uint32_t full = ptx::smem_address(shared.full);
+  const uint32_t empty = ptx::smem_address(shared.empty);
+  const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
+  const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  const int64_t slot_pitch = (n + kColumnTile - 1) / kColumnTile * kColumnTile;
+  const int column_tiles = static_cast<int>((k + kTileN - 1) / kTileN);  // of y
+  const int units = static_cast<int>((m + kTileM - 1) / kTileM) * column_tiles;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 1);
+      ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
+    }
+    ptx::mbarrier_init(tile_full, kConsumerWarps);
+    ptx::mbarrier_init(tile_free, kStoreWarps);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (warp < kGatherWarps) {
+      uint32_t place[8];  // of this thread's chunk in rows 0..7
+#pragma unroll
+      for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
+      const uint32_t pitch = static_cast<uint32_t>(k) * 2;
+      Ring ring;
+      for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+          const int token_tile = plan.order[unit / column_tiles];
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
+        const int blocks = blocks_of(plan.sizes[token_tile]);
+        const uint8_t* source = reinterpret_cast<const uint8_t*>(w_down_t) + 2 * column;
+        const uint32_t bytes = column < k ? 16 : 0;
+        // This warp's 32 neurons of a block: loaded one block ahead, eight to a register quad.
+        const uint4* slots =
+            reinterpret_cast<const uint4*>(plan.slots + token_tile * slot_pitch + warp * (kTileK / kGatherWarps));
+        uint4 next[4];
+        const auto load = [&](int block) {
+#pragma unroll
+          for (int q = 0; q < 4; ++q) next[q] = __ldg(slots + block * (kTileK / 8) + q);
+        };
+        if (blocks != 0) load(0);
+        for (int kb = 0; kb < blocks; ++kb) {
+          uint4 neurons[4];
+#pragma unroll
+          for (int q = 0; q < 4; ++q) neurons[q] = next[q];
+          if (kb + 1 < blocks) load(kb + 1);
+          ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+          const uint32_t a = stages + ring.stage * kStageBytes;
+          if (threadIdx.x == 0) {
+            ptx::mbarrier_arrive_expect_tx(full + 8 * ring.stage, kABytes);
+            ptx::tma_load_2d(a, &h_map, kb * kTileK, token_tile * kTileM, full + 8 * ring.stage);
+          }
+          __syncwarp();
+          const uint32_t b = a + kABytes + (lane / 8) * kPanelBytes + warp * (kTileK / kGatherWarps) * 128;
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              ptx::cp_async_16(b + q * 1024 + place[i], source + static_cast<uint64_t>(half_of(neurons[q], i)) * pitch,
+                               bytes);
+            }
+          }
+          ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
+          ring.advance();
+        }
+      }
+    } else {
+      uint32_t parity = 0;
+      for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round, parity ^= 1) {
+          const int64_t position0 = static_cast<int64_t>(plan.order[unit / column_tiles]) * kTileM;
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
+        const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), m - position0));
+        ptx::mbarrier_wait(tile_full, parity);
+#pragma unroll 4
+        for (int row = warp - kGatherWarps; row < rows; row += kStoreWarps) {
+          const int64_t token = plan.tokens == nullptr ? position0 + row : plan.tokens[position0 + row];
+          const uint4 v = ptx::ld_shared_v4(tile + tile_offset(row, lane));
+          if (column < k) *reinterpret_cast<uint4*>(y + token * k + column) = v;
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(tile_free);
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const int warpgroup = warp / 4 - 1;
+    const uint32_t row = (warp - 4) * 16 + (lane & 15);
+    Ring ring;
+    uint32_t parity = 0;
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round, parity ^= 1) {
+      const int blocks = blocks_of(plan.sizes[plan.order[unit / column_tiles]]);
+      if (blocks != 0) {
+        float d[128];
+        multiply<4, 1, true>(d, ring, blocks, stages, full, warpgroup, [&](uint32_t stage) {
+          if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+        });
+        ptx::mbarrier_wait(tile_free, parity ^ 1);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]),
+                           ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]), ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]),
+                           ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
+        }
+      } else {  // no neuron fires in the tile
+        ptx::mbarrier_wait(tile_free, parity ^ 1);
+        for (int j = 0; j < 16; ++j) ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), 0, 0, 0, 0);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(tile_full);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                      void* y, cudaStream_t stream) {
+  int count = 0;
+  cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  CUtensorMap h_map;
+  error = tensor_map(&h_map, h, ceil_div(m, kTokenTile) * kTokenTile, n, kTileM);
+  if (error != cudaSuccess) return error;
+  return launch(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream, h_map,
+                static_cast<const __nv_bfloat16*>(w_down_t), m, k, n, plan, static_cast<__nv_bfloat16*>(y));
+}
+
+}  // namespace sparsellm

@@ -1,0 +1,320 @@
+"""The feedforward operators against the best dense PyTorch, for many firing patterns, in one process on one GPU.
+
+    python -m scripts.bench_ffn --activations DIR [--m 2048 16384 131072] [--patterns layer1 ...] [--json OUT]
+    python -m scripts.bench_ffn --activations DIR --decode         M = 1, 4, 16, 64, replayed as CUDA graphs
+    python -m scripts.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
+
+Per M and pattern (scripts/ffn_patterns.py), one line per variant: its time; its ratio to the best dense PyTorch, eager
+or compiled (to the cuBLAS gate alone, for the gate); and the error ||y - ref|| / ||ref|| of its output on at most 2,048
+evenly spaced tokens against float64, with its ratio to the error of eager dense PyTorch. `row`, `tile` and `dense` are
+the operator's engines; `auto` is the one that sparsellm.ops chooses from what it counted before. Where a recorded
+pattern could not be met exactly, `exact half` is the tile engine after the gate, on the recording itself; its ratio
+to dense counts gate_pack's time too.
+
+Times are medians of alternating CUDA events (scripts/gpu_timing.py); copies of inputs and weights rotate past L2. A
+variant that fails shows its error, the rest goes on, and the exit code is 1.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scripts import ffn_patterns as patterns
+from scripts.gpu_timing import alternating_ms
+from sparsellm.ops import ENGINES, choose_engine, gated_ffn, neuron_major, nongated_ffn, plan_of
+
+ERROR_TOKENS = 2048
+DECODE_TOKENS = (1, 4, 16, 64)
+DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
+BASES = ("torch eager", "torch compiled")
+GATES = ("cuBLAS gate", "gate_pack")
+
+
+def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return (torch.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
+
+
+def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return torch.relu(x @ w_up.T) @ w_down.T
+
+
+class Inputs:
+    """One copy of a layer's input and weights: a block, as the candidates want it."""
+
+    def __init__(self, x: Tensor, block: patterns.Block, gated: bool, copy: bool) -> None:
+        weights = (block.w_gate, block.w_up, block.w_down) if gated else (block.w_gate, block.w_down)
+        self.x, *self.weights = (t.clone() if copy else t for t in (x, *weights))
+        self.w_down_t = neuron_major(self.weights[-1])
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.operator = gated_ffn if args.gated else nongated_ffn
+        self.eager = dense_gated if args.gated else dense_nongated
+        self.compiled = torch.compile(self.eager, dynamic=False)
+        self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        self.exact: Tensor | None = None  # where a recorded pattern fires, if the block does not meet it exactly
+
+    def candidates(self, inputs: list[Inputs]) -> dict[str, Callable[[int], object]]:
+        """What is timed; each call takes the next inputs."""
+
+        def at(i: int) -> Inputs:
+            return inputs[i % len(inputs)]
+
+        def block(f: Callable) -> Callable[[int], Tensor]:
+            return lambda i: f(at(i).x, *at(i).weights)
+
+        def engine(name: str) -> Callable[[int], tuple]:
+            plan = plan_of(name, self.args.compression)
+            return lambda i: self.operator(at(i).x, *at(i).weights, plan, at(i).w_down_t)
+
+        return {
+            "torch eager": block(self.eager),
+            "torch compiled": block(self.compiled),
+            "cuBLAS gate": lambda i: at(i).x @ at(i).weights[0].T,
+            "gate_pack": lambda i: gate_pack(at(i).x, at(i).weights[0], self.args.compression),
+            **{name: engine(name) for name in ("row", "tile", "dense")},
+        }
+
+    def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
+        """The rows of one table, and what they are of."""
+        x = block.x[:tokens]
+        each = (x.nbytes + block.w_gate.nbytes) if not self.args.decode else 0
+        copies = DECODE_SETS if self.args.decode else max(1, -(-2 * self.l2_bytes // each))
+        inputs = [Inputs(x, block, self.args.gated, copy=copies > 1) for _ in range(copies)]
+        nnz, union = patterns.counts(x, block.w_gate)
+        calls = self.candidates(inputs)
+        if self.args.decode:
+            timed, failed = captured(calls)
+            times = {**alternating_ms(timed), **failed}
+            times = {n: t if isinstance(t, Exception) else t / DECODE_CALLS for n, t in times.items()}
+            times = {n: times[n] for n in calls}
+        else:
+            if self.exact is not None:
+                try:
+                    calls["exact half"] = self.exact_half(tokens, inputs)
+                except Exception as error:
+                    calls["exact half"] = raising(error)
+            measured = alternating_ms(calls, self.args.budget_ms)
+            times = {n: measured[n] for n in calls}
+        errors = self.errors(inputs[0], {n: calls[n] for n in calls if n not in (*GATES, "exact half")}, times)
+        engine = self.automatic(calls, times, tokens, nnz, union)
+        result = {
+            "tokens": tokens, "pattern": name, "note": block.note, "gated": self.args.gated,
+            "nonzeros_per_token": nnz / tokens, "union_per_128": union / -(-tokens // patterns.TOKEN_TILE),
+            "auto": engine, "variants": rows(times, errors, engine),
+        }  # fmt: skip
+        return result
+
+    def exact_half(self, tokens: int, inputs: list[Inputs]) -> Callable[[int], object]:
+        """The tile engine behind the gate, fed with the recorded pattern and random values."""
+        from sparsellm.ops import cuda, twell
+
+        parts = [
+            twell.pack(g, self.args.compression)
+            for g in patterns.gate_values(self.exact, tokens).split(patterns.TOKEN_TILE * 64)
+        ]
+        words, wide, mask, row_counts = (torch.cat([part[i] for part in parts]) for i in range(4))
+        fired = torch.stack([part.fired for part in parts]).any(0).to(torch.uint8)
+        nnz, overflow, union = (sum(getattr(part, key) for part in parts) for key in ("nnz", "overflow", "union"))
+        gate = cuda.Gate(words, wide, mask, row_counts, fired, torch.stack([nnz, overflow, union, 0 * nnz]))
+        w_down_t = [one.weights[-1].T.contiguous() for one in inputs]
+
+        def run(i: int) -> object:
+            one = inputs[i % len(inputs)]
+            x, w_up = (one.x, one.weights[1]) if self.args.gated else (None, None)
+            return cuda.tile_engine(gate, x, w_up, w_down_t[i % len(inputs)])
+
+        return run
+
+    def errors(self, inputs: Inputs, blocks: dict, times: dict) -> dict[str, float | Exception]:
+        tokens = len(inputs.x)
+        at = torch.arange(0, tokens, max(1, -(-tokens // ERROR_TOKENS)), device=inputs.x.device)
+        reference = self.eager(*(t.double() for t in (inputs.x[at], *inputs.weights)))
+        found: dict[str, float | Exception] = {}
+        for name, call in blocks.items():
+            if isinstance(times[name], Exception):
+                continue
+            try:
+                out = call(0)
+                y = (out if isinstance(out, Tensor) else out.y)[at]
+                found[name] = float((y.double() - reference).norm() / reference.norm())
+            except Exception as error:
+                found[name] = error
+        return found
+
+    def automatic(self, calls: dict, times: dict, tokens: int, nnz: int, union: int) -> str | None:
+        """The engine that a caller would be given, by the counts of an engine that ran; by ours, if none did."""
+        for name in ("tile", "row"):
+            if not isinstance(times[name], Exception):
+                out = calls[name](0)
+                nnz, union = int(out.nnz), int(out.union)
+                break
+        width, neurons = patterns.K, patterns.N
+        engine = choose_engine(tokens, width, neurons, nnz, union)
+        return list(ENGINES)[engine]
+
+
+def gate_pack(x: Tensor, w: Tensor, compression: int):
+    from sparsellm.ops import cuda
+
+    return cuda.gate_pack(x, w, compression)
+
+
+def raising(error: Exception) -> Callable[[int], object]:
+    def call(_: int) -> object:
+        raise error
+
+    return call
+
+
+def captured(calls: dict[str, Callable[[int], object]]) -> tuple[dict, dict[str, Exception]]:
+    """Each candidate as the replay of one CUDA graph of DECODE_CALLS calls, and those that could not be captured."""
+    graphs, failed = {}, {}
+    for name, call in calls.items():
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for i in range(2):
+                    call(i)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(DECODE_CALLS):
+                    call(i)
+            graphs[name] = lambda _, graph=graph: graph.replay()
+        except Exception as error:
+            failed[name] = error
+    return graphs, failed
+
+
+def rows(times: dict, errors: dict, engine: str | None) -> list[dict]:
+    """One dict per variant: ms, ratio to its base, error, error ratio to eager dense, or what failed."""
+    dense = [t for t in (times[name] for name in BASES) if not isinstance(t, Exception)]
+    gate = times["cuBLAS gate"]
+    bases = {"block": min(dense, default=None), "gate": None if isinstance(gate, Exception) else gate}
+    found = []
+    for name in [*times, "auto"]:
+        of = engine if name == "auto" else name
+        time, error = times[of], errors.get(of)
+        row: dict = {"variant": f"auto: {engine}" if name == "auto" else name}
+        failure = next((e for e in (time, error) if isinstance(e, Exception)), None)
+        if not isinstance(time, Exception):
+            row["ms"] = time
+            if name in GATES and bases["gate"]:
+                row["of_gate"] = time / bases["gate"]
+            elif bases["block"] and name != "exact half":
+                row["speedup"] = bases["block"] / time
+            elif bases["block"] and not isinstance(times["gate_pack"], Exception):
+                row["speedup"] = bases["block"] / (times["gate_pack"] + time)
+        if isinstance(error, float):
+            row["error"] = error
+            base = errors.get("torch eager")
+            if isinstance(base, float) and base:
+                row["of_dense_error"] = error / base
+        if failure is not None:
+            row["failure"] = f"{type(failure).__name__}: {failure}"
+        found.append(row)
+    return found
+
+
+def show(result: dict) -> None:
+    note = f"; {result['note']}" if result["note"] else ""
+    print(
+        f"\nM {result['tokens']:,} {result['pattern']}: {result['nonzeros_per_token']:.1f} nonzeros per token, "
+        f"union of 128 tokens {result['union_per_128']:,.0f}{note}"
+    )
+    for row in result["variants"]:
+        line = f"  {row['variant']:<15}"
+        if "ms" in row:
+            line += f"{row['ms']:>10.4f} ms"
+        if "speedup" in row:
+            line += f"{row['speedup']:>8.3f}x dense"
+        elif "of_gate" in row:
+            line += f"{row['of_gate']:>8.3f} of gate"
+        if "error" in row:
+            line += f"   error {row['error']:.2e}"
+        if "of_dense_error" in row:
+            line += f" = {row['of_dense_error']:.2f} of dense"
+        if "failure" in row:
+            line += f"   FAILED {' '.join(row['failure'].split())[:200]}"
+        print(line, flush=True)
+
+
+def summary(results: list[dict]) -> None:
+    print(f"\n{'M':>8} {'pattern':<14}{'nonzeros':>9}{'union':>7}{'dense ms':>10}{'gate':>7}", end="")
+    print(f"{'row':>8}{'tile':>8}{'dense':>8}  {'auto':<12}{'error':>7}")
+    for result in results:
+        by = {row["variant"]: row for row in result["variants"]}
+        auto = by[f"auto: {result['auto']}"]
+        dense = min((by[name]["ms"] for name in BASES if "ms" in by[name]), default=float("nan"))
+
+        def number(row: dict, key: str) -> str:
+            return f"{row[key]:.2f}" if key in row else "-"
+
+        print(
+            f"{result['tokens']:>8} {result['pattern']:<14}{result['nonzeros_per_token']:>9.1f}"
+            f"{result['union_per_128']:>7.0f}{dense:>10.3f}{number(by['gate_pack'], 'of_gate'):>7}"
+            + "".join(f"{number(by[name], 'speedup'):>8}" for name in ("row", "tile", "dense"))
+            + f"  {result['auto'] + ' ' + number(auto, 'speedup'):<12}{number(auto, 'of_dense_error'):>7}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--m", type=int, nargs="+", default=[2048, 16_384, 131_072], help="tokens")
+    parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, choices=patterns.PATTERNS, metavar="NAME",
+                        help=f"of {' '.join(patterns.PATTERNS)}; all by default")  # fmt: skip
+    parser.add_argument("--activations", type=Path, help="folder of recorded activations")
+    parser.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs; replaces --m")
+    parser.add_argument("--gated", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--nongated", dest="gated", action="store_false")
+    parser.add_argument("--compression", type=int, default=8, help="columns per word of the packed gate")
+    parser.add_argument("--budget-ms", type=float, default=120, help="measured time per variant, M and pattern")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("a CUDA GPU is needed")
+    from sparsellm.ops import build
+
+    try:
+        build.load()
+    except Exception as error:  # each variant that needs the kernels will say so again
+        print(f"the kernels did not load: {error}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K {patterns.K}, N {patterns.N}, bfloat16")
+
+    results, broken, bench = [], [], Bench(args)
+    sizes = DECODE_TOKENS if args.decode else sorted(args.m)
+    with torch.no_grad():
+        for name in args.patterns:
+            if patterns.needs_recordings(name) and args.activations is None:
+                print(f"\n{name}: skipped, it needs --activations DIR")
+                continue
+            try:
+                block = patterns.build(name, max(sizes), "cuda", args.activations)
+                bench.exact = None
+                if name in patterns.RECORDED and block.mismatches:
+                    bench.exact = patterns.recorded(name, args.activations).cuda()
+                for tokens in sizes:
+                    results.append(bench.measure(name, block, tokens))
+                    show(results[-1])
+            except Exception as error:  # a table, not a variant: what is measured so far is still worth printing
+                broken.append(name)
+                print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
+    if results:
+        summary(results)
+    if args.json:
+        args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    failures = sum("failure" in row for result in results for row in result["variants"])
+    if failures or broken:
+        raise SystemExit(f"{failures} variants and {len(broken)} patterns failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Feedforward inputs and weights whose gate fires in a wanted pattern, for benchmarks and for tests on a GPU.
+
+Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
+and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
+
+    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, of that mean per token
+    sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
+    layer4gate                      a recorded input with the recorded gate weight
+
+The last two need a folder of recorded activations, named `activations` below. Recorded tokens repeat, in their order,
+to reach any M. `gate_values` gives the recorded pattern itself, exactly, as a dense relu(z) without x.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+K, N = 2048, 5632
+TOKEN_TILE = 128
+CHUNK = 16_384  # tokens at a time, where float32 or boolean [M, N] would not fit
+
+SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800)}
+_LAYERS = "firing_patterns_0p5b_l1.npz"
+RECORDED = {  # pattern: file, prefix of its arrays
+    "sparse": ("firing_pattern_sparse_l4.npz", ""),
+    **{f"layer{i}": (_LAYERS, f"layer{i}_") for i in (1, 2, 4, 7)},
+}
+LAYER4_INPUT, LAYER4_GATE = "layer4_input_bf16.npy", "layer4_gate_weight_bf16.npy"
+PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
+
+WEIGHT_STD = 0.02
+DEAD = 0.3  # share of synthetic neurons that never fire
+RATE_SIGMA = 1.5  # of the lognormal of the others
+RATE_CAP = 0.5
+TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
+NEVER = 40.0  # standard deviations of z: above any draw
+
+
+@dataclass(frozen=True)
+class Block:
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    note: str = ""
+    mismatches: int = 0  # entries of a recorded pattern that it misses or adds
+
+
+def needs_recordings(name: str) -> bool:
+    return name not in SYNTHETIC
+
+
+def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
+    """The block of one of PATTERNS at K 2048, N 5632; its first m tokens, with its weights, are a block of m tokens.
+
+    Raises ValueError where a pattern needs recordings and has none.
+    """
+    if name in SYNTHETIC:
+        return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
+    if activations is None:
+        raise ValueError(f"pattern {name!r} is recorded: it needs the folder of recorded activations")
+    if name == "layer4gate":
+        x, w_gate = (_bfloat16(activations / file).to(device) for file in (LAYER4_INPUT, LAYER4_GATE))
+        return _block(repeat(x, tokens), w_gate, seed)
+    firing = recorded(name, activations).to(device)
+    fitted = fit(firing, K, seed)
+    note = f"fit: {fitted.mismatches:,} of {firing.numel():,} differ from the recording, {fitted.steps} steps"
+    return _block(repeat(fitted.x, tokens), fitted.w_gate, seed, note, fitted.mismatches)
+
+
+def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "", mismatches: int = 0) -> Block:
+    neurons, width = w_gate.shape
+    generator = torch.Generator(x.device).manual_seed(seed + 1)
+    w_up, w_down = (
+        torch.randn(shape, device=x.device, generator=generator).mul_(WEIGHT_STD).bfloat16()
+        for shape in ((neurons, width), (width, neurons))
+    )
+    return Block(x, w_gate, w_up, w_down, note, mismatches)
+
+
+# What fires, counted.
+
+
+def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
+    """bool [chunk, N] of consecutive tokens: where relu(x w_gate^T) is not zero in the compute dtype."""
+    for chunk in x.split(CHUNK):
+        yield chunk @ w_gate.T > 0
+
+
+def union_sum(firing: Tensor) -> int:
+    """The sum over tiles of 128 consecutive tokens of the neurons that fire in each. firing bool [M, N]."""
+    padded = F.pad(firing, (0, 0, 0, -len(firing) % TOKEN_TILE))
+    return int(padded.view(-1, TOKEN_TILE, firing.shape[1]).any(1).sum())
+
+
+def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
+    """(all nonzeros, `union_sum`) of relu(x w_gate^T)."""
+    each = [(int(firing.sum()), union_sum(firing)) for firing in firing_chunks(x, w_gate)]
+    return sum(nnz for nnz, _ in each), sum(union for _, union in each)
+
+
+# Synthetic patterns.
+
+
+def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | torch.device, seed: int = 0) -> Block:
+    """x = z + sqrt(K) e: z normal, orthogonal to the unit vector e, scaled per token by exp(0.3 n). Gate rows 0.02 n,
+    orthogonal to e, minus (t_i / sqrt(K)) e, t_i set so that neuron i fires at the rate `firing_rates` gives it."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    e = F.normalize(normal(width), dim=0)
+    w_gate = normal(neurons, width) * WEIGHT_STD
+    w_gate -= torch.outer(w_gate @ e, e)
+    rates = firing_rates(mean, neurons, seed)
+    thresholds = torch.from_numpy(_thresholds(rates)).float().to(device) * w_gate.norm(dim=1)
+    w_gate -= torch.outer(thresholds / width**0.5, e)
+    x = torch.empty((tokens, width), dtype=torch.bfloat16, device=device)
+    for chunk in x.split(CHUNK):
+        z = normal(len(chunk), width)
+        z -= torch.outer(z @ e, e)
+        z *= torch.exp(TOKEN_SIGMA * normal(len(chunk), 1))
+        chunk.copy_(z + width**0.5 * e)
+    return _block(x, w_gate.bfloat16(), seed)
+
+
+def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:
+    """float64 [N]: lognormal rates, 30% of them zero, none above 0.5, that add up to `mean`; 0.5 for all where those
+    cannot reach it."""
+    random = np.random.default_rng(seed)
+    rates = np.exp(RATE_SIGMA * random.standard_normal(neurons))
+    rates[random.permutation(neurons)[: round(DEAD * neurons)]] = 0
+    if mean >= RATE_CAP * np.count_nonzero(rates):
+        return np.full(neurons, RATE_CAP)
+    return scaled_rates(rates, mean)
+
+
+def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
+    """rates [..., N] times one factor, capped at 0.5, so that the sums over N average `mean`."""
+    low, high = 0.0, 1e12
+    for _ in range(200):
+        middle = (low + high) / 2 if low else high / 2
+        too_many = np.minimum(rates * middle, RATE_CAP).sum(-1).mean() > mean
+        low, high = (low, middle) if too_many else (middle, high)
+    return np.minimum(rates * low, RATE_CAP)
+
+
+def _thresholds(rates: np.ndarray) -> np.ndarray:
+    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal; NEVER for 0."""
+    scales, weights = np.polynomial.hermite_e.hermegauss(64)
+    scales, weights = np.exp(TOKEN_SIGMA * scales), weights / weights.sum()
+    grid = np.linspace(0, NEVER, 8_001)
+    tail = torch.special.erfc(torch.from_numpy(grid[:, None] / (scales * 2**0.5))).numpy() / 2 @ weights
+    seen = np.maximum(rates, 1e-12)
+    found = np.interp(-np.log(seen), -np.log(np.maximum(tail, 1e-300)), grid)
+    return np.where(rates > 0, found, NEVER)
+
+
+# Recorded patterns.
+
+
+def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
+    """bool [16384, N], on the CPU: where each neuron of a RECORDED pattern fired."""
+    file, prefix = RECORDED[name]
+    with np.load(activations / file) as arrays:
+        row_counts, columns = arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"]
+    return dense_firing(row_counts, columns, neurons)
+
+
+def recorded_rates(activations: Path, neurons: int = N) -> np.ndarray:
+    """float64 [8, N]: the share of tokens for which each neuron of each recorded layer fired."""
+    with np.load(activations / _LAYERS) as arrays:
+        return np.stack([
+            np.bincount(arrays[f"layer{i}_cols"], minlength=neurons) / len(arrays[f"layer{i}_row_counts"])
+            for i in range(8)
+        ])  # fmt: skip
+
+
+def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> Tensor:
+    """bool [M, N] of the pattern whose row m holds the next row_counts[m] columns."""
+    firing = torch.zeros((len(row_counts), neurons), dtype=torch.bool)
+    rows = np.repeat(np.arange(len(row_counts)), row_counts)
+    firing[torch.from_numpy(rows), torch.from_numpy(columns.astype(np.int64))] = True
+    return firing
+
+
+def repeat(rows: Tensor, tokens: int) -> Tensor:
+    """The first `tokens` rows of rows, rows, rows, ..."""
+    return rows[torch.arange(tokens, device=rows.device) % len(rows)]
+
+
+def gate_values(firing: Tensor, tokens: int, seed: int = 0) -> Tensor:
+    """bfloat16 [tokens, N]: |n| where the repeated pattern fires, else 0. firing bool [rows, N]."""
+    generator = torch.Generator(firing.device).manual_seed(seed)
+    g = torch.empty((tokens, firing.shape[1]), dtype=torch.bfloat16, device=firing.device)
+    for start in range(0, tokens, CHUNK):
+        part = g[start : start + CHUNK]
+        fires = firing[torch.arange(start, start + len(part), device=firing.device) % len(firing)]
+        values = torch.randn(part.shape, device=firing.device, generator=generator).abs_().clamp_(min=1e-3)
+        part.copy_(values * fires)
+    return g
+
+
+def _bfloat16(path: Path) -> Tensor:
+    return torch.from_numpy(np.load(path)).view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    x: Tensor  # bfloat16 [M, K], rows of RMS 1
+    w_gate: Tensor  # bfloat16 [N, K], of RMS 0.02
+    mismatches: int  # entries of the firing pattern that they miss or add
+    steps: int
+
+
+FIT_MARGIN = 0.3  # z of what fires is trained above it, z of what does not, below its negative
+FIT_RATES = (5e-3, 1e-3)  # Adam's learning rates of x and of w_gate
+FIT_BALANCE = 10.0  # weight of the loss where a neuron fires: there are 50 to 300 times fewer such places
+FIT_CHECK = 50  # steps between looks at the mismatches
+
+
+def fit(firing: Tensor, width: int, seed: int = 0, steps: int = 600) -> Fitted:
+    """Train x and w_gate until x w_gate^T > 0 exactly where firing bool [M, N] says, for `steps` steps at most.
+
+    Start: neurons are random directions w_i, and a token is the sum of those that fire for it, less the average token;
+    z is then 1 more where a neuron fires than elsewhere, give or take the overlaps of random directions. A squared
+    hinge loss and Adam, with bfloat16 products (float32 on a CPU), remove the overlaps that matter. The sign of z does
+    not depend on the lengths of x's rows and w_gate, which are chosen last.
+    """
+    device, neurons = firing.device, firing.shape[1]
+    compute = torch.bfloat16 if firing.is_cuda else torch.float32
+    generator = torch.Generator(device).manual_seed(seed)
+    sign = torch.where(firing, 1.0, -1.0).to(compute)
+    weight = torch.where(firing, -FIT_BALANCE, 1.0).to(compute)  # of the gradient, its sign included
+    rates = firing.float().mean(0)
+
+    directions = F.normalize(torch.randn((neurons, width), device=device, generator=generator), dim=1)
+    e = F.normalize(torch.randn(width, device=device, generator=generator), dim=0)
+    directions -= torch.outer(directions @ e, e)
+    w = directions - torch.outer(0.5 - rates, e)
+    x = torch.cat([(part.float() - rates) @ directions + e for part in firing.split(4096)])
+
+    x_rate, w_rate = FIT_RATES
+    optimizer = torch.optim.Adam([{"params": [x], "lr": x_rate}, {"params": [w], "lr": w_rate}], betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (steps + 1))
+    margin = sign.new_full((), FIT_MARGIN)
+    done = 0
+    for done in range(1, steps + 1):
+        x_compute, w_compute = x.to(compute), w.to(compute)
+        gap = torch.addcmul(margin, sign, x_compute @ w_compute.T, value=-1).clamp_(min=0)
+        dz = gap.mul_(weight)
+        x.grad, w.grad = (dz @ w_compute).float(), (dz.T @ x_compute).float()
+        optimizer.step()
+        schedule.step()
+        if done % FIT_CHECK == 0 and not _mismatches(firing, *_as_gate(x, w)):
+            break
+    fitted = _as_gate(x, w)
+    return Fitted(*fitted, _mismatches(firing, *fitted), done)
+
+
+def _as_gate(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    rms = w.square().mean().sqrt()
+    return F.rms_norm(x, x.shape[1:]).bfloat16(), (w * (WEIGHT_STD / rms)).bfloat16()
+
+
+def _mismatches(firing: Tensor, x: Tensor, w_gate: Tensor) -> int:
+    found = zip(firing.split(CHUNK), firing_chunks(x, w_gate), strict=True)
+    return sum(int((wanted != fires).sum()) for wanted, fires in found)

@@ -1,0 +1,95 @@
+"""Which modules of a model are feedforward blocks that the operators of sparsellm.ops compute.
+
+    gated      down(relu(gate(x)) * up(x))    children gate_proj, up_proj, down_proj and act_fn, as in Llama
+    non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
+
+Everything else is refused by name: other activations, biases, other children, hooks, linears that are not plain, and a
+block that looks right but computes something else, for it may scale or clip on the way.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluFeedForward
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, gated_ffn, nongated_ffn
+
+OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return statistics beside y
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05  # relative; bfloat16 rounds each of few operations by 0.4%
+
+
+def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
+    """The feedforward blocks inside `model`. Raises ValueError for the first that the operators do not compute."""
+    found, probed = [], set()
+    for name, module in model.named_modules():
+        if not name or not {"up_proj", "down_proj"} <= module._modules.keys():
+            continue
+        for problem in _problems(name, module):
+            raise ValueError(problem)
+        if not isinstance(module, OWN) and type(module) not in probed:
+            _probe(name, module)
+            probed.add(type(module))
+        found.append(module)
+    if not found:
+        raise ValueError(
+            f"{kind(model)} has no feedforward block: it should hold modules with up_proj and down_proj, as Llama and"
+            " Arcee models do"
+        )
+    return found
+
+
+def kind(thing: object) -> str:
+    return type(thing).__name__
+
+
+def _problems(name: str, module: nn.Module) -> Iterator[str]:
+    """What keeps `module` from being a block; what comes later takes for granted what came before."""
+    projections = {p: getattr(module, p) for p in PROJECTIONS if p in module._modules}
+    if isinstance(module, SiluFeedForward):
+        yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"
+    elif not isinstance(module, OWN) and not isinstance(activation := getattr(module, "act_fn", None), nn.ReLU):
+        yield f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU (hidden_act 'relu')"
+    if others := sorted(module._modules.keys() - projections.keys() - {"act_fn"}):
+        yield f"{name} also has {', '.join(others)}: it should have no more than {', '.join(PROJECTIONS)} and act_fn"
+    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules()):
+        yield f"{name} has hooks, which would not run: it should have none, so remove them first"
+
+    for full, linear in ((f"{name}.{p}", linear) for p, linear in projections.items()):
+        weight = getattr(linear, "weight", None)
+        if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.dim() != 2:
+            yield (
+                f"{full} is {kind(linear)} with a weight of type {kind(weight)}: it should be a plain nn.Linear,"
+                " neither quantised nor sharded nor adapted"
+            )
+        if linear.bias is not None:
+            yield f"{full} has a bias: it should have none"
+        if weight.is_meta:
+            yield f"{full}.weight is on the meta device: it should be loaded, and not offloaded"
+        if weight.is_inference():
+            yield f"{full}.weight was made in inference mode: it should be loaded outside of torch.inference_mode()"
+        if weight.dtype not in DTYPES:
+            yield f"{full}.weight is {weight.dtype}: it should be torch.bfloat16, as by model.to(torch.bfloat16)"
+
+    neurons, width = projections["up_proj"].weight.shape
+    for what, size in (("in_features", width), ("out_features", neurons)):
+        if size % MULTIPLE or not 0 < size <= MAX_COLUMNS:
+            yield f"{name}.up_proj.{what} is {size}: it should be a multiple of {MULTIPLE} up to {MAX_COLUMNS}"
+    for p, linear in projections.items():
+        expected = [width, neurons] if p == "down_proj" else [neurons, width]
+        if list(linear.weight.shape) != expected:
+            yield f"{name}.{p}.weight is {list(linear.weight.shape)}: it should be {expected}, by {name}.up_proj"
+
+
+@torch.no_grad()
+def _probe(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless the module computes what the operator does on random tokens."""
+    gated = "gate_proj" in module._modules
+    weights = [getattr(module, p).weight for p in PROJECTIONS[not gated :]]
+    x = torch.randn(PROBE_TOKENS, weights[0].shape[1], generator=torch.Generator().manual_seed(0)).to(weights[0])
+    ours, expected = (gated_ffn if gated else nongated_ffn)(x, *weights, plan=None).y, module(x[None])[0]
+    if not (ours - expected).norm() <= PROBE_TOLERANCE * ours.norm():
+        formula = "down(relu(gate(x)) * up(x))" if gated else "down(relu(up(x)))"
+        raise ValueError(f"{name}, a {kind(module)}, computes something else: it should compute {formula}")

@@ -1,0 +1,185 @@
+"""The operators on the CUDA kernels: allocates what they write, and launches them in order (kernels/launch.h).
+
+Letters: M tokens, K model width, N neurons; MT token tiles of 128, NT column tiles of 256, W words of a packed segment.
+Everything is bfloat16 on one Hopper GPU, checked by the callers (sparsellm.ops.feedforward), who have also loaded the
+kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
+
+Each engine turns a packed gate product into y [M, K] and l1 (0-d float32); for non-gated layers x and w_up are None.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsellm.ops.dispatch import DENSE, ROW
+from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, tiles
+
+ALIGNMENT = 16  # bytes: TMA and 16-byte loads
+COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
+TOTALS = 4  # int32: the tile plan's number of items, and tickets
+ROW_UNIT = 64  # nonzeros of one row that one warp takes at a time
+ROW_UNITS_HEAD = 4  # int32 at the start of the row engine's units: number of units, tickets
+ROW_PARTIAL_BYTES = 64 << 20  # at most, for the sums of rows that several warps share
+ROW_PARTIAL_EXTRA = 8  # float32 behind each partial y
+
+
+class Gate(NamedTuple):
+    """What gate_pack writes: PackedGate's tensors as the kernels pass them on, fired as bytes."""
+
+    words: Tensor  # int32 [M, NT, W]
+    wide: Tensor  # bfloat16 [M, N]
+    mask: Tensor  # int32 [MT, NT * 8]
+    row_counts: Tensor  # int32 [M]
+    fired: Tensor  # uint8 [N]
+    counters: Tensor  # int64 [COUNTERS]
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(nnz, fired, overflow, union), each in memory of its own, as an operator must return them."""
+        return _statistics(self.fired, self.counters)
+
+
+def gated_forward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, nnz, fired, overflow, union) of sparsellm.ops.gated_ffn by the engine of `plan`."""
+    engine, compression = plan.tolist()
+    if not x.shape[0]:
+        return _nothing(x, w_down.shape[1])
+    x, w_gate, w_up = _readable(x), _readable(w_gate), _readable(w_up)
+    if engine == DENSE:
+        return dense_engine(x @ w_gate.T, x @ w_up.T, w_down)
+    gate = pack_gate(x, w_gate, compression)
+    run = row_engine if engine == ROW else tile_engine
+    return *run(gate, x, w_up, _transposed(w_down, w_down_t)), *gate.statistics()
+
+
+def nongated_forward(
+    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, nnz, fired, overflow, union) of sparsellm.ops.nongated_ffn by the engine of `plan`."""
+    engine, compression = plan.tolist()
+    if not x.shape[0]:
+        return _nothing(x, w_down.shape[1])
+    x, w_up = _readable(x), _readable(w_up)
+    if engine == DENSE:
+        return dense_engine(x @ w_up.T, None, w_down)
+    gate = pack_gate(x, w_up, compression)
+    run = row_engine if engine == ROW else tile_engine
+    return *run(gate, None, None, _transposed(w_down, w_down_t)), *gate.statistics()
+
+
+def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
+    """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
+    gate = pack_gate(_readable(x), _readable(w), compression)
+    nnz, fired, overflow, union = gate.statistics()
+    return PackedGate(gate.words, gate.wide, gate.mask, gate.row_counts, fired, nnz, overflow, union)
+
+
+def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
+    m, n = x.shape[0], w.shape[0]
+    column_tiles = tiles(n, COLUMN_TILE)
+    counters, row_counts, fired = _zeros(x.device, (COUNTERS, torch.int64), (m, torch.int32), (n, torch.uint8))
+    gate = Gate(
+        words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
+        wide=x.new_empty((m, n)),
+        mask=x.new_empty((tiles(m, TOKEN_TILE), column_tiles * COLUMN_TILE // WORD_BITS), dtype=torch.int32),
+        row_counts=row_counts, fired=fired, counters=counters,
+    )  # fmt: skip
+    torch.ops.sparsellm_cuda.gate_pack(x, w, *gate)
+    return gate
+
+
+def tile_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
+    """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K]."""
+    ops = torch.ops.sparsellm_cuda
+    n, k = w_down_t.shape
+    m, column_tiles, _ = gate.words.shape
+    token_tiles, mask_words = gate.mask.shape
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return gate.words.new_empty(shape, dtype=dtype)
+
+    tokens = None  # natural order
+    plan = (
+        tokens,
+        gate.mask,
+        integers(token_tiles, mask_words, dtype=torch.int16),  # prefix, uint16 to the kernels
+        integers(token_tiles, column_tiles * COLUMN_TILE, dtype=torch.int16),  # slots, likewise
+        integers(token_tiles),  # sizes
+        integers(token_tiles),  # order
+        integers(token_tiles * column_tiles),  # items
+        *_zeros(gate.words.device, (TOTALS, torch.int32)),
+    )
+    h = gate.wide.new_empty((token_tiles * TOKEN_TILE, n))
+    y = gate.wide.new_empty((m, k))
+    l1_partials, l1 = _l1(gate.wide, token_tiles * column_tiles)
+    ops.tile_plan(*gate, *plan)
+    ops.tile_up(x, w_up, *gate, *plan, h, l1_partials, l1)
+    ops.tile_down(h, w_down_t, *plan, y)
+    return y, l1
+
+
+def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token, the weight rows of its own neurons. w_down_t [N, K]."""
+    n, k = w_down_t.shape
+    m = gate.words.shape[0]
+    capacity = m * tiles(n, ROW_UNIT)
+    units = gate.words.new_empty(ROW_UNITS_HEAD + 2 * capacity)
+    units[:ROW_UNITS_HEAD].zero_()
+    row = k + ROW_PARTIAL_EXTRA
+    partials = gate.wide.new_empty((min(capacity, ROW_PARTIAL_BYTES // (4 * row)), row), dtype=torch.float32)
+    row_l1, l1 = _l1(gate.wide, m)
+    y = gate.wide.new_empty((m, k))
+    torch.ops.sparsellm_cuda.row_ffn(x, w_up, w_down_t, *gate, ROW_UNIT, units, partials, row_l1, l1, y)
+    return y, l1
+
+
+def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, ...]:
+    """(y, l1, nnz, fired, overflow, union) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel."""
+    m, n = z.shape
+    counters, tickets, fired = _zeros(z.device, (COUNTERS, torch.int64), (1, torch.int32), (n, torch.uint8))
+    h = torch.empty_like(z)
+    l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
+    torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters, tickets)
+    return h @ w_down.T, l1, *_statistics(fired, counters)
+
+
+def _statistics(fired: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nnz, overflow, union, _ = counters.unbind()
+    return nnz.clone(), fired.view(torch.bool).clone(), overflow.clone(), union.clone()
+
+
+def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def none() -> Tensor:
+        return x.new_zeros((), dtype=torch.int64)
+
+    l1 = x.new_zeros((), dtype=torch.float32)
+    return torch.zeros_like(x), l1, none(), x.new_zeros(n, dtype=torch.bool), none(), none()
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and aligned: itself, or else a copy."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _transposed(w_down: Tensor, w_down_t: Tensor | None) -> Tensor:
+    return w_down.t().contiguous() if w_down_t is None else _readable(w_down_t)
+
+
+def _l1(like: Tensor, partials: int) -> tuple[Tensor, Tensor]:
+    """Room for partial sums, and for their sum (0-d)."""
+    return like.new_empty(partials, dtype=torch.float32), like.new_empty((), dtype=torch.float32)
+
+
+def _zeros(device: torch.device, *wanted: tuple[int, torch.dtype]) -> list[Tensor]:
+    """A zeroed vector of each length and dtype, all cut from one buffer: one memset."""
+    starts = [0]
+    for length, dtype in wanted:
+        starts.append(starts[-1] + tiles(length * dtype.itemsize, ALIGNMENT) * ALIGNMENT)
+    buffer = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    return [
+        buffer[start : start + length * dtype.itemsize].view(dtype)
+        for start, (length, dtype) in zip(starts, wanted, strict=False)
+    ]

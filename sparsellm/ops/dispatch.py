@@ -1,0 +1,44 @@
+"""Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
+
+The estimates are seconds on one H200 for what follows the gate product, which all engines share. Every constant comes
+from the fits of KERNELS.md, to be refitted in docs/LOG.md. Letters: M tokens, K model width, N neurons.
+"""
+
+from sparsellm.ops.twell import TOKEN_TILE
+
+DENSE, ROW, TILE = 0, 1, 2  # plan[0]: the engine
+ENGINES = ("dense", "row", "tile")  # their names
+
+TILE_FLOPS = 560e12  # per second, gathered products of the tile engine
+TILE_SECONDS_PER_TOKEN = 2e-9
+ROW_SECONDS_PER_NONZERO = 1.0e-9  # at ROW_WIDTH
+ROW_WIDTH = 2048
+DENSE_FLOPS = 640e12  # per second, cuBLAS
+FEW_TOKENS = TOKEN_TILE  # fewer than one tile: gathered rows have no other token to serve
+FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
+TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
+
+
+def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:
+    """DENSE, ROW or TILE for `tokens` tokens of a layer with `width` K and `neurons` N.
+
+    nnz: nonzero activations; union: neurons active in each 128-token tile; both summed over `tokens` tokens, as
+    FeedForwardOutput counts them (union < 0: not measured, so no tile engine). `current`: the engine now in use; the
+    tile engine stays while it is the fastest, and is entered only if it beats dense by TILE_MARGIN.
+    """
+    if tokens < FEW_TOKENS:
+        return ROW if nnz <= FEW_TOKENS_MAX_DENSITY * tokens * neurons else DENSE
+    seconds = estimates(tokens, width, neurons, nnz, union)
+    needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
+    if union < 0 or seconds[TILE] > needed:
+        del seconds[TILE]
+    return min(seconds, key=seconds.__getitem__)
+
+
+def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
+    """Seconds of everything after the gate product, by engine; arguments as of `choose_engine`."""
+    return {
+        DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
+        ROW: ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
+        TILE: 4 * union * TOKEN_TILE * width / TILE_FLOPS + TILE_SECONDS_PER_TOKEN * tokens,
+    }

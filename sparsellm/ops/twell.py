@@ -1,0 +1,81 @@
+"""TwELL, the packed form of the sparse activations, in plain PyTorch: the executable specification of the CUDA kernels.
+
+Letters: M tokens, N neurons, C the compression. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles,
+W = 256 / C words of one row of one tile.
+
+A row of a tile (a segment) holds its nonzeros in W 32-bit words: word 0 how many there are; words 1 to count the
+values, `bfloat16 bits << 16 | column`, columns ascending, counted from the row's start. A segment with more than W - 1
+nonzeros keeps its count there and its values at their own places in `wide`. Everything else is undefined. Nonzero is
+what has a bit set beside the sign: NaN counts, -0.0 does not.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOKEN_TILE = 128  # tokens of a token tile
+COLUMN_TILE = 256  # columns of a column tile, the gate product's own tile
+COMPRESSIONS = (2, 4, 8, 16)
+WORD_BITS = 32
+
+
+class PackedGate(NamedTuple):
+    words: Tensor  # int32 [M, NT, W]
+    wide: Tensor  # bfloat16 [M, N]: the segments with more than W - 1 nonzeros; undefined elsewhere
+    mask: Tensor  # int32 [MT, NT * 8]: bit n % 32 of word n / 32: neuron n fires for some token of the tile
+    row_counts: Tensor  # int32 [M]: nonzeros of each token
+    fired: Tensor  # bool [N]: the neurons that fire for some token
+    nnz: Tensor  # 0-d int64: all nonzeros
+    overflow: Tensor  # 0-d int64: segments with more than W - 1 nonzeros
+    union: Tensor  # 0-d int64: the set bits of mask
+
+
+def tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def pack(h: Tensor, compression: int) -> PackedGate:
+    """h bfloat16 [M, N], packed; compression one of COMPRESSIONS. Undefined places are zero here."""
+    m, n = h.shape
+    token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
+    width, words_per_tile = column_tiles * COLUMN_TILE, COLUMN_TILE // compression
+    # On bits, for copying bfloat16 may change those of a NaN.
+    bits = F.pad(h.contiguous().view(torch.int16).int(), (0, width - n)).view(m, column_tiles, COLUMN_TILE)
+    active = (bits & 0x7FFF) != 0
+    counts = active.sum(-1, dtype=torch.int32)
+    fits = counts < words_per_tile
+
+    columns = torch.arange(width, dtype=torch.int32, device=h.device)
+    values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
+    kept = active & fits[..., None]
+    slot = torch.where(kept, active.cumsum(-1), words_per_tile)  # what is not kept goes to a place beyond the last
+    words = bits.new_zeros((m, column_tiles, words_per_tile + 1))
+    words = words.scatter_(2, slot, values)[..., :words_per_tile]
+    words[..., 0] = counts
+    wide = torch.where(fits[..., None], 0, bits).view(m, width)[:, :n].to(torch.int16).view(torch.bfloat16)
+
+    active = active.view(m, width)
+    of_tiles = F.pad(active, (0, 0, 0, token_tiles * TOKEN_TILE - m)).view(token_tiles, TOKEN_TILE, width).any(1)
+    powers = 2 ** torch.arange(WORD_BITS, device=h.device)
+    mask = (of_tiles.view(token_tiles, width // WORD_BITS, WORD_BITS) * powers).sum(-1).to(torch.int32)
+    return PackedGate(
+        words.contiguous(), wide.contiguous(), mask, counts.sum(1, dtype=torch.int32), active.any(0)[:n],
+        counts.sum(), (~fits).sum(), of_tiles.sum(),
+    )  # fmt: skip
+
+
+def unpack(packed: PackedGate, n: int) -> Tensor:
+    """The bfloat16 [M, N] that was packed, with +0.0 for -0.0; reads nothing undefined."""
+    m, column_tiles, words_per_tile = packed.words.shape
+    width = column_tiles * COLUMN_TILE
+    counts, slots = packed.words[..., :1], packed.words[..., 1:]
+    fits = counts < words_per_tile
+    used = fits & (torch.arange(words_per_tile - 1, device=counts.device) < counts)
+    column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes to a place beyond the last
+    dense = slots.new_zeros((m, width + 1)).scatter_(1, column.flatten(1), (slots >> 16).flatten(1))[:, :n]
+    full = ~fits.expand(m, column_tiles, COLUMN_TILE).reshape(m, width)[:, :n]
+    wide = packed.wide.view(torch.int16).int()
+    dense = torch.where(full & ((wide & 0x7FFF) != 0), wide, dense)
+    return dense.to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,181 @@
+"""What sparsellm.ops.cuda asks of the kernels, without a GPU: the operators of kernels/bindings.cpp, by their schemas,
+are stood in for by Python that computes the same on the CPU. Every tensor that the stand-ins get starts as garbage,
+unless the caller zeroed it, and must have the shape and dtype that kernels/launch.h states."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_feedforward import operator, tokens, weights
+
+from sparsellm.ops import build, cuda, plan_of, twell
+
+BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
+
+
+def schemas() -> list[str]:
+    """The schemas as C++ would concatenate them."""
+    text = BINDINGS.read_text()
+    macros = re.findall(r"#define (SPARSELLM_\w+)\s*\\?\s*\"(.*)\"", text)
+    for name, value in macros:
+        text = re.sub(rf"(?<!define ){name}", f'"{value}"', text)
+    return ["".join(re.findall(r'"(.*?)"', body)) for body in re.findall(r"library\.def\((.*?)\);", text, re.S)]
+
+
+def expect(tensor, dtype, *shape):
+    assert tensor.dtype == dtype
+    assert tuple(tensor.shape) == shape
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 16 == 0
+
+
+def expect_packed(words, wide, mask, row_counts, fired, counters):
+    m, n = wide.shape
+    expect(words, torch.int32, m, twell.tiles(n, 256), words.shape[2])
+    expect(wide, torch.bfloat16, m, n)
+    expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
+    expect(row_counts, torch.int32, m)
+    expect(fired, torch.uint8, n)
+    expect(counters, torch.int64, 4)
+
+
+def expect_plan(wide, tokens, mask, prefix, slots, sizes, order, items, totals):
+    token_tiles, column_tiles = twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
+    assert tokens is None
+    expect(mask, torch.int32, token_tiles, column_tiles * 8)
+    expect(prefix, torch.int16, token_tiles, column_tiles * 8)
+    expect(slots, torch.int16, token_tiles, column_tiles * 256)
+    expect(sizes, torch.int32, token_tiles)
+    expect(order, torch.int32, token_tiles)
+    expect(items, torch.int32, token_tiles * column_tiles)
+    expect(totals, torch.int32, 4)
+
+
+def unpacked(packed):
+    nothing = torch.zeros(())
+    return twell.unpack(twell.PackedGate(*packed[:5], nothing, nothing, nothing), packed[1].shape[1])
+
+
+def hidden(x, w_up, packed):
+    g = unpacked(packed)
+    return g if x is None else g * (x @ w_up.T)
+
+
+def gate_pack(x, w, *packed):
+    expect_packed(*packed)
+    assert not any(t.any() for t in packed[3:])
+    made = twell.pack(torch.relu(x @ w.T), 256 // packed[0].shape[2])
+    for tensor, value in zip(packed[:5], made[:5], strict=True):
+        tensor.copy_(value)
+    packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
+
+
+def tile_plan(*args):
+    expect_packed(*args[:6])
+    expect_plan(args[1], *args[6:])
+    assert args[6 + 1].data_ptr() == args[2].data_ptr()
+    assert not args[-1].any()
+
+
+def tile_up(x, w_up, *args):
+    packed, plan, (h, l1_partials, l1) = args[:6], args[6:14], args[14:]
+    m, n = packed[1].shape
+    expect_plan(packed[1], *plan)
+    expect(h, torch.bfloat16, twell.tiles(m, 128) * 128, n)
+    expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256))
+    h[:m] = hidden(x, w_up, packed)
+    l1.copy_(h[:m].abs().sum(dtype=torch.float32))
+
+
+def tile_down(h, w_down_t, *args):
+    y = args[-1]
+    expect(w_down_t, torch.bfloat16, h.shape[1], y.shape[1])
+    y.copy_(h[: len(y)] @ w_down_t)
+
+
+def row_ffn(x, w_up, w_down_t, *args):
+    packed, (unit, units, partials, row_l1, l1, y) = args[:6], args[6:]
+    m, n = packed[1].shape
+    expect_packed(*packed)
+    expect(units, torch.int32, 4 + 2 * m * twell.tiles(n, unit))
+    assert not units[:4].any()
+    expect(partials, torch.float32, len(partials), y.shape[1] + 8)
+    expect(row_l1, torch.float32, m)
+    h = hidden(x, w_up, packed)
+    l1.copy_(h.abs().sum(dtype=torch.float32))
+    y.copy_(h @ w_down_t)
+
+
+def pointwise(z, u, h, l1_partials, l1, fired, counters, tickets):
+    m, n = z.shape
+    expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256))
+    expect(tickets, torch.int32, 1)
+    assert not fired.any()
+    assert not counters.any()
+    g = torch.relu(z)
+    h.copy_(g if u is None else g * u)
+    l1.copy_(h.abs().sum(dtype=torch.float32))
+    made = twell.pack(g, 8)
+    fired.copy_(made.fired)
+    counters[:3] = torch.stack([made.nnz, made.overflow * 0, made.union])
+
+
+@pytest.fixture
+def stand_ins():
+    if build.loaded():
+        pytest.skip("the kernels themselves are loaded")
+    functions = (gate_pack, tile_plan, tile_up, tile_down, row_ffn, pointwise)
+    found = schemas()
+    assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
+    torch.use_deterministic_algorithms(True)  # with which torch fills new memory with NaN or the largest integer
+    try:
+        with torch.library._scoped_library("sparsellm_cuda", "DEF") as library:
+            for schema, function in zip(found, functions, strict=True):
+                library.define(schema)
+                library.impl(function.__name__, function, "CPU")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def forward(gated):
+    return cuda.gated_forward if gated else cuda.nongated_forward
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+@pytest.mark.parametrize("engine", ["dense", "row", "tile"])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (0, 8, 16)])
+def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
+    x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
+    expected = operator(gated)(x, *ws, plan_of())
+    for w_down_t in (None, ws[-1].T.contiguous()):
+        found = forward(gated)(x, *ws, plan_of(engine, 4), w_down_t)
+        for name, ours, theirs in zip(expected._fields, found, expected, strict=True):
+            if name != "overflow":
+                torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+        storages = {t.untyped_storage().data_ptr() for t in found if t.numel()}
+        assert len(storages) == sum(t.numel() > 0 for t in found)  # an operator's results share no memory
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_inputs_of_any_layout_are_read():
+    k, n = 16, 264
+    x, ws = tokens(9, k, torch.bfloat16), weights(k, n, True, torch.bfloat16, requires_grad=False)
+    expected = cuda.gated_forward(x, *ws, plan_of("tile"), None)
+    strided = torch.empty(9, 2 * k, dtype=torch.bfloat16)[:, ::2].copy_(x)
+    misaligned = torch.empty(9 * k + 1, dtype=torch.bfloat16)[1:].view(9, k).copy_(x)
+    for layout in (strided, misaligned):
+        for ours, theirs in zip(cuda.gated_forward(layout, *ws, plan_of("tile"), None), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("compression", twell.COMPRESSIONS)
+def test_gate_pack_gives_the_packed_form(compression):
+    x, w = tokens(130, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)[0]
+    packed = cuda.gate_pack(x, w, compression)
+    expected = twell.pack(torch.relu(x @ w.T), compression)
+    for ours, theirs in zip(packed, expected, strict=True):
+        assert torch.equal(ours, theirs)

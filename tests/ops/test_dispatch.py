@@ -1,0 +1,61 @@
+"""The choice of engine from what a layer counted earlier."""
+
+import pytest
+
+from sparsellm.ops.dispatch import DENSE, ROW, TILE, TILE_MARGIN, choose_engine, estimates
+
+K, N = 2048, 5632
+# nonzeros per token, union of 128 tokens: KERNELS.md's measured patterns
+PATTERNS = {"sparse": (20.5, 580), "layer 1": (36, 1565), "layer 4": (76, 2647), "layer 7": (116, 3117)}
+
+
+def choose(tokens, per_token, per_tile, **current):
+    return choose_engine(tokens, K, N, per_token * tokens, per_tile * -(-tokens // 128), **current)
+
+
+@pytest.mark.parametrize("tokens", [16_384, 131_072])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_real_patterns_take_the_tile_engine(pattern, tokens):
+    assert choose(tokens, *PATTERNS[pattern]) == TILE
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 127])
+def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens):
+    assert choose(tokens, 0, 0) == ROW
+    assert choose(tokens, 0.15 * N, N) == ROW
+    assert choose(tokens, 0.16 * N, N) == DENSE
+
+
+def test_very_few_nonzeros_take_the_row_engine():
+    assert choose(16_384, 1.5, 150) == ROW
+
+
+@pytest.mark.parametrize("per_token", [300, 1000, 2800, N])
+def test_half_dense_activations_take_the_dense_engine(per_token):
+    assert choose(16_384, per_token, N) == DENSE
+
+
+def test_the_tile_engine_must_win_by_a_margin_and_then_stays():
+    tokens = 16_384
+    dense = estimates(tokens, K, N, 0, 0)[DENSE]
+    fixed, per_union = estimates(tokens, K, N, 0, 0)[TILE], estimates(tokens, K, N, 0, 1)[TILE]
+    per_union -= fixed
+
+    def at(share, current):
+        return choose_engine(tokens, K, N, N * tokens, (share * dense - fixed) / per_union, current)
+
+    assert at(1 - TILE_MARGIN - 0.01, DENSE) == TILE
+    assert at(1 - TILE_MARGIN / 2, DENSE) == DENSE
+    assert at(1 - TILE_MARGIN / 2, None) == DENSE
+    assert at(1 - TILE_MARGIN / 2, TILE) == TILE
+    assert at(1.01, TILE) == DENSE
+
+
+def test_an_unmeasured_union_is_no_reason_for_the_tile_engine():
+    assert choose_engine(16_384, K, N, 36 * 16_384, -1) in (DENSE, ROW)
+    assert choose_engine(16_384, K, N, N * 16_384, -1, current=TILE) == DENSE
+
+
+def test_no_tokens_and_no_nonzeros_are_cases_too():
+    assert choose_engine(0, K, N, 0, 0) == ROW
+    assert choose_engine(16_384, K, N, 0, 0) == ROW

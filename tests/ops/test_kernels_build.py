@@ -1,0 +1,344 @@
+"""The build of the kernels: each compiles without spills, and the cache survives many ranks and sudden death.
+
+What concerns the cache runs with a compiler that is a shell script, so that it is quick and needs no CUDA.
+"""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsellm.ops import build
+from sparsellm.ops.build import KERNELS, KernelsUnavailable, resources
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(p.relative_to(KERNELS).as_posix() for p in KERNELS.rglob("*.cu"))
+
+
+@pytest.fixture
+def nvcc():
+    try:
+        return build._nvcc()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path):
+    flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Ikernels"]
+    command = [nvcc, "-c", *flags, "-Xptxas", "-v", f"kernels/{source}", "-o", tmp_path / "kernel.o"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert [row for row in resources(done.stdout) if row.spills] == []
+    assert "Performance Loss" not in done.stdout  # ptxas puts waits between the instructions of a wgmma chain
+
+
+def test_the_bindings_compile(nvcc, tmp_path):
+    include = Path(torch.__file__).parent / "include"
+    command = [nvcc, "-c", *build.BINDINGS, "-isystem", include, "bindings.cpp", "-o", tmp_path / "bindings.o"]
+    done = subprocess.run(command, cwd=KERNELS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_there_are_kernels_to_compile():
+    assert SOURCES
+    assert (KERNELS / "bindings.cpp").is_file()
+
+
+FAKE_NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then echo "fake nvcc 1"; exit; fi
+for argument; do
+    case "$argument" in
+        *.cu | *.cpp) source=$argument; if grep error "$source"; then exit 1; fi;;
+    esac
+    if [ "$previous" = -o ]; then out=$argument; fi
+    previous=$argument
+done
+echo "${source:-link}" >> "$FAKE_FOLDER/calls"
+if [ -z "$source" ]; then
+    touch "$FAKE_FOLDER/linking"
+    while [ -e "$FAKE_FOLDER/hold" ]; do sleep 0.05; done
+fi
+echo made > "$out"
+"""
+
+
+class Workshop:
+    """A compiler, two sources and a cache, all of them small and our own."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.kernels, self.cache = folder, folder / "kernels", folder / "cache" / "kernels"
+        self.nvcc = folder / "cuda" / "bin" / "nvcc"
+        self.nvcc.parent.mkdir(parents=True)
+        self.nvcc.write_text(FAKE_NVCC)
+        self.nvcc.chmod(self.nvcc.stat().st_mode | stat.S_IXUSR)
+        (self.kernels / "row").mkdir(parents=True)
+        (self.kernels / "row" / "a b.cu").write_text("kernel")
+        (self.kernels / "bindings.cpp").write_text("bindings")
+        self.environment = {
+            "CUDA_HOME": str(folder / "cuda"), "SPARSELLM_CACHE_DIR": str(folder / "cache"), "FAKE_FOLDER": str(folder),
+        }  # fmt: skip
+
+    def calls(self) -> list[str]:
+        calls = self.folder / "calls"
+        return sorted(calls.read_text().splitlines()) if calls.exists() else []
+
+    def process(self) -> subprocess.Popen:
+        """Another process that builds, in a session of its own."""
+        code = (
+            "from pathlib import Path\nfrom sparsellm.ops import build\n"
+            f"build.KERNELS = Path({str(self.kernels)!r})\n"
+            "try:\n    print('built', build.build())\nexcept build.KernelsUnavailable as error:\n    print(error)\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-uc", code], env=os.environ | self.environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def hold(self) -> Path:
+        """While the file is there, linking does not end."""
+        hold = self.folder / "hold"
+        hold.touch()
+        return hold
+
+    def wait_until_linking(self) -> None:
+        for _ in range(600):
+            if (self.folder / "linking").exists():
+                return
+            time.sleep(0.05)
+        pytest.fail("nothing was linked in 30 s")
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    if not (shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))):
+        pytest.skip("no ninja")
+    workshop = Workshop(tmp_path)
+    monkeypatch.setattr(build, "KERNELS", workshop.kernels)
+    for name, value in workshop.environment.items():
+        monkeypatch.setenv(name, value)
+    return workshop
+
+
+ALL = ["bindings.cpp", "link", "row/a b.cu"]
+
+
+def test_builds_once_and_then_takes_the_cache(workshop, capsys):
+    folder = build.build()
+    assert folder.parent == workshop.cache
+    assert sorted(p.name for p in folder.iterdir()) == ["build.log", "sparsellm_kernels.so"]
+    assert workshop.calls() == ALL
+    assert "building the CUDA kernels" in capsys.readouterr().err
+    assert build.build() == folder
+    assert workshop.calls() == ALL
+    assert capsys.readouterr().err == ""
+
+
+def test_another_source_flag_torch_or_nvcc_is_another_build(workshop, monkeypatch):
+    def key():
+        return build._key(workshop.nvcc)
+
+    seen = [key()]
+    assert key() == seen[0]
+    (workshop.kernels / "row" / "a b.cu").write_text("another kernel")
+    seen.append(key())
+    (workshop.kernels / "row" / "tile.cuh").write_text("header")
+    seen.append(key())
+    monkeypatch.setattr(build, "COMPILE", [*build.COMPILE, "-G"])
+    seen.append(key())
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    seen.append(key())
+    workshop.nvcc.write_text(FAKE_NVCC.replace("nvcc 1", "nvcc 2"))
+    seen.append(key())
+    assert len(set(seen)) == 6
+    (workshop.kernels / "README.md").write_text("text")
+    assert key() == seen[-1]
+
+
+def test_of_two_processes_one_builds_and_the_other_waits(workshop):
+    hold = workshop.hold()
+    first = workshop.process()
+    workshop.wait_until_linking()
+    second = workshop.process()
+    assert "another process is building the CUDA kernels" in second.stderr.readline()
+    hold.unlink()
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("built ")
+    assert workshop.calls() == ALL
+
+
+def test_who_waited_for_a_build_that_failed_fails_as_it_did(workshop, tmp_path):
+    folder = workshop.cache / "key"
+    workshop.cache.mkdir(parents=True)
+    failed = workshop.cache / "key.failed.log"
+    failed.write_text("row/a.cu(3): error: expected a ;")
+    with pytest.raises(KernelsUnavailable, match="expected a ;"):
+        build._build_into(folder, workshop.nvcc, waited=True)
+    assert workshop.calls() == []
+    build._build_into(folder, workshop.nvcc, waited=False)
+    assert workshop.calls() == ALL
+    assert not failed.exists()
+
+
+def test_a_killed_build_leaves_nothing_that_a_later_one_takes(workshop):
+    hold = workshop.hold()
+    process = workshop.process()
+    workshop.wait_until_linking()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not list(workshop.cache.glob("*/" + build.LIBRARY))
+    assert len(list(workshop.cache.glob("*.build.*"))) == 1
+    hold.unlink()
+    folder = build.build()
+    assert (folder / build.LIBRARY).read_text() == "made\n"
+    assert not list(workshop.cache.glob("*.build.*"))
+
+
+def test_a_compile_error_names_its_log_and_shows_the_end_of_it(workshop):
+    (workshop.kernels / "row" / "a b.cu").write_text("line 7: error: no such thing")
+    with pytest.raises(KernelsUnavailable, match="do not compile") as raised:
+        build.build()
+    assert "line 7: error: no such thing" in str(raised.value)
+    (log,) = workshop.cache.glob("*.failed.log")
+    assert str(log) in str(raised.value)
+    assert "FAILED" in log.read_text()
+    assert not list(workshop.cache.glob("*.build.*"))
+    (workshop.kernels / "row" / "a b.cu").write_text("kernel")
+    build.build()
+
+
+def test_a_cache_that_cannot_be_written_is_named(workshop, monkeypatch):
+    (workshop.folder / "file").touch()
+    monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(workshop.folder / "file"))
+    with pytest.raises(KernelsUnavailable, match=r"cannot be built in .*file/kernels.*set SPARSELLM_CACHE_DIR"):
+        build.build()
+
+
+def test_a_missing_compiler_is_named_with_every_place_it_was_sought(workshop, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build, "TOOLKIT", workshop.folder / "nowhere")
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    with pytest.raises(KernelsUnavailable, match=r"no nvcc in CUDA_HOME \(/opt/cuda\), PATH or .*nowhere: install"):
+        build.build()
+    monkeypatch.delenv("CUDA_HOME")
+    with pytest.raises(KernelsUnavailable, match=r"CUDA_HOME \(not set\)"):
+        build.build()
+
+
+def test_missing_sources_are_named(workshop):
+    (workshop.kernels / "row" / "a b.cu").unlink()
+    with pytest.raises(KernelsUnavailable, match=r"holds no \.cu file"):
+        build.build()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    for name, value in (("_failure", None), ("_loaded", False), ("_said", False)):
+        monkeypatch.setattr(build, name, value)
+
+
+@pytest.mark.usefixtures("fresh")
+class TestLoading:
+    def machine(self, monkeypatch, cuda="13.0", present=True, capability=(9, 0)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+
+    @pytest.mark.parametrize(
+        ("machine", "message"),
+        [
+            ({"cuda": None}, r"torch .* is built without CUDA: install"),
+            ({"present": False}, "no CUDA device is visible to torch: check"),
+            ({"capability": (8, 0)}, r"the GPU is a NVIDIA A100 of compute capability 8\.0: .* Hopper GPU \(9\.0\)"),
+        ],
+    )
+    def test_another_machine_is_refused_in_one_sentence(self, monkeypatch, machine, message):
+        self.machine(monkeypatch, **machine)
+        for _ in range(2):
+            with pytest.raises(KernelsUnavailable, match=message):
+                build.load()
+        assert not build.loaded()
+
+    def test_loads_once(self, monkeypatch, workshop):
+        self.machine(monkeypatch)
+        libraries = []
+        monkeypatch.setattr(torch.ops, "load_library", libraries.append)
+        build.load()
+        assert build.available() == (True, "")
+        assert build.loaded()
+        assert libraries == [str(build.build() / build.LIBRARY)]
+
+    def test_a_failure_is_not_tried_again(self, monkeypatch, workshop):
+        self.machine(monkeypatch)
+        (workshop.kernels / "bindings.cpp").write_text("error")
+        with pytest.raises(KernelsUnavailable, match="do not compile"):
+            build.load()
+        (workshop.kernels / "bindings.cpp").write_text("bindings")
+        with pytest.raises(KernelsUnavailable, match="do not compile"):
+            build.load()
+
+    def test_a_library_that_does_not_load_is_named(self, monkeypatch, workshop):
+        self.machine(monkeypatch)
+        with pytest.raises(KernelsUnavailable, match=r"do not load .*remove .*cache/kernels"):
+            build.load()  # for it is a text file
+
+    @pytest.mark.parametrize("rank", [None, "0", "3"])
+    def test_unavailable_kernels_are_announced_once_by_rank_0(self, monkeypatch, capsys, rank):
+        self.machine(monkeypatch, present=False)
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        for _ in range(2):
+            there, reason = build.available()
+            assert not there
+            assert reason.startswith("no CUDA device")
+        said = capsys.readouterr().err
+        assert said.count("PyTorch computes the feedforward layers") == (0 if rank == "3" else 1)
+
+
+PTXAS = """[1/2] row/row.cu
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN9sparsellm3rowILi8EEEvPf' for 'sm_90a'
+ptxas info    : Function properties for _ZN9sparsellm3rowILi8EEEvPf
+    16 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size, 1024 bytes smem
+[2/2] tile/up.cu
+ptxas info    : Compiling entry function 'up' for 'sm_90a'
+ptxas info    : Function properties for up
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+"""
+
+
+def test_resources_are_read_from_the_log():
+    row, up = resources(PTXAS.format(spills=4))
+    assert (row.file, row.registers, row.shared, row.stack, row.spills) == ("row/row.cu", 168, 1024, 16, 8)
+    assert row.function in ("row<8>", "_ZN9sparsellm3rowILi8EEEvPf")
+    assert up == ("tile/up.cu", "up", 40, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("spills", "status"), [(0, 0), (4, 1)])
+def test_make_kernels_reports_and_refuses_spills(monkeypatch, capsys, workshop, spills, status):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(build, "_ninja", lambda folder, nvcc, link: (not link, PTXAS.format(spills=spills)))
+    assert build.main() == status
+    out, err = capsys.readouterr()
+    assert "row/row.cu" in out
+    assert "compiled but not linked" in out
+    assert ("registers spill" in err) == bool(spills)
+
+
+def test_make_kernels_shows_a_compile_error(monkeypatch, capsys, workshop):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (workshop.kernels / "bindings.cpp").write_text("an error here")
+    assert build.main() == 1
+    assert "an error here" in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""The packed format: what it holds, that nothing is lost, and that C++ means the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsellm.ops import twell
+from sparsellm.ops.twell import COLUMN_TILE, COMPRESSIONS, TOKEN_TILE, pack, tiles, unpack
+
+LAUNCH_H = Path(__file__).parents[2] / "kernels" / "launch.h"
+HEIGHTS = (0, 1, 127, 129)
+WIDTHS = (8, 264, 1000)
+
+
+def bits(h):
+    return h.view(torch.int16)
+
+
+def poisoned(packed, compression):
+    """With garbage wherever the format says undefined."""
+    counts = packed.words[..., :1]
+    fits = counts < COLUMN_TILE // compression
+    position = torch.arange(packed.words.shape[2])
+    defined = (position == 0) | (fits & (position <= counts))
+    full = ~fits.expand(-1, -1, COLUMN_TILE).reshape(len(packed.wide), counts.shape[1] * COLUMN_TILE)[
+        :, : packed.wide.shape[1]
+    ]
+    return packed._replace(
+        words=torch.where(defined, packed.words, -1), wide=torch.where(full, packed.wide, float("nan"))
+    )
+
+
+def check(h, compression):
+    m, n = h.shape
+    slots = COLUMN_TILE // compression - 1
+    packed = pack(h, compression)
+    assert packed.words.shape == (m, tiles(n, COLUMN_TILE), slots + 1)
+    assert packed.wide.shape == (m, n)
+    assert packed.mask.shape == (tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE) * 8)
+    dtypes = [t.dtype for t in packed]
+    assert dtypes == [torch.int32, torch.bfloat16, torch.int32, torch.int32, torch.bool, *[torch.int64] * 3]
+    assert all(t.is_contiguous() for t in packed)
+
+    active = (bits(h) & 0x7FFF) != 0
+    expected = torch.where(active, bits(h), 0)
+    assert torch.equal(bits(unpack(packed, n)), expected)
+    assert torch.equal(bits(unpack(poisoned(packed, compression), n)), expected)
+    counts = torch.stack([t.sum(1) for t in active.split(COLUMN_TILE, 1)], 1)
+    assert torch.equal(packed.words[..., 0], counts)
+    assert torch.equal(packed.row_counts, active.sum(1))
+    assert torch.equal(packed.fired, active.any(0))
+    assert packed.nnz == active.sum()
+    assert packed.overflow == (counts > slots).sum()
+    union = [t.any(0) for t in active.split(TOKEN_TILE)]
+    assert packed.union == sum(t.sum() for t in union)
+    for tile, of_tile in enumerate(union[:m]):
+        for neuron in range(0, n, 7):
+            assert (int(packed.mask[tile, neuron // 32]) >> neuron % 32 & 1) == of_tile[neuron]
+    return packed
+
+
+def heavy_tailed(m, n, density, seed=0):
+    """Rates that differ from neuron to neuron and from token to token, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    neurons = torch.randn(n, generator=generator).mul(1.5).exp() * (torch.rand(n, generator=generator) > 0.3)
+    of_tokens = torch.randn(m, 1, generator=generator).exp()
+    rates = (neurons * of_tokens * density).clamp(max=1)
+    fires = torch.rand(m, n, generator=generator) < rates
+    return (torch.rand(m, n, generator=generator).bfloat16() + 0.01) * fires
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("m", HEIGHTS)
+def test_any_shape_and_density(m, n, compression):
+    for seed, density in enumerate((0.0, 0.003, 0.03, 0.3, 3.0)):
+        check(heavy_tailed(m, n, density, seed), compression)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_all_zero_and_all_one(compression):
+    zero = check(torch.zeros(129, 1000, dtype=torch.bfloat16), compression)
+    assert (zero.nnz, zero.overflow, zero.union) == (0, 0, 0)
+    one = check(torch.ones(129, 1000, dtype=torch.bfloat16), compression)
+    assert (one.nnz, one.overflow, one.union) == (129_000, 129 * 4, 2000)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("distance", [-1, 0, 1, "255", "256"])
+def test_a_tile_as_full_as_its_slots_and_one_fuller(compression, distance):
+    count = int(distance) if isinstance(distance, str) else COLUMN_TILE // compression - 1 + distance
+    generator = torch.Generator().manual_seed(count)
+    h = torch.zeros(5, 2 * COLUMN_TILE, dtype=torch.bfloat16)
+    for row in h:
+        row[COLUMN_TILE + torch.randperm(COLUMN_TILE, generator=generator)[:count]] = 1.5
+    packed = check(h, compression)
+    assert packed.overflow == (5 if count > COLUMN_TILE // compression - 1 else 0)
+
+
+def test_an_overfull_tile_is_kept_and_counted():
+    h = torch.zeros(2, 512, dtype=torch.bfloat16)
+    h[0, 256:288] = torch.arange(1, 33)  # one more than its 31 slots
+    h[1, 256:287] = 1
+    packed = check(h, 8)
+    assert packed.overflow == 1
+    assert packed.words[:, 1, 0].tolist() == [32, 31]
+    assert torch.equal(packed.wide[0, 256:288], h[0, 256:288])
+
+
+def test_columns_ascend_and_count_from_the_start_of_the_row():
+    h = torch.zeros(1, 520, dtype=torch.bfloat16)
+    h[0, [3, 200, 256, 515]] = torch.tensor([1.0, -2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    words = pack(h, 8).words[0]
+    assert words[:, 0].tolist() == [2, 1, 1]
+    assert [w & 0xFFFF for w in words[0, 1:3].tolist()] == [3, 200]
+    assert words[0, 1] == 0x3F80 << 16 | 3
+    assert words[1, 1] & 0xFFFF == 256
+    assert words[2, 1] & 0xFFFF == 515
+
+
+def test_the_last_column_of_the_widest_layer():
+    h = torch.zeros(1, 65_536, dtype=torch.bfloat16)
+    h[0, -1] = -1
+    check(h, 16)
+
+
+def test_nan_counts_and_negative_zero_does_not():
+    h = torch.zeros(3, 264, dtype=torch.bfloat16)
+    h[0, 5], h[1, 6], h[2, 263] = float("nan"), -0.0, torch.finfo(torch.bfloat16).smallest_normal / 4
+    packed = check(h, 8)
+    assert packed.row_counts.tolist() == [1, 0, 1]
+    assert unpack(packed, 264)[0, 5].isnan()
+    check(torch.full((3, 264), float("nan"), dtype=torch.bfloat16), 8)
+    check(torch.full((3, 264), -0.0, dtype=torch.bfloat16), 8)
+
+
+def test_the_constants_are_those_of_the_kernels():
+    header = LAUNCH_H.read_text()
+    for name, value in (("kTokenTile", TOKEN_TILE), ("kColumnTile", COLUMN_TILE)):
+        assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
+    compressions = re.search(r"the compression factor: ([\d, or]+)\)", header)[1]
+    assert tuple(int(c) for c in re.findall(r"\d+", compressions)) == COMPRESSIONS
+
+
+def test_the_counters_are_those_of_the_kernels():
+    from sparsellm.ops import cuda
+
+    header = LAUNCH_H.read_text()
+    counters = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Counter \{(.*?)\}", header)[1]))
+    assert counters == {"kNonzeros": "0", "kOverflow": "1", "kUnion": "2", "kCounters": str(cuda.COUNTERS)}
+
+
+def test_words_hold_a_column_of_the_widest_layer():
+    from sparsellm.ops import MAX_COLUMNS
+
+    assert MAX_COLUMNS == 1 << 16
+    assert COLUMN_TILE % twell.WORD_BITS == 0

@@ -1,0 +1,151 @@
+"""The patterns that benchmarks and GPU tests are fed, and what the benchmarks do with failures; tiny, on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from scripts import bench_ffn, bench_model
+from scripts import ffn_patterns as patterns
+
+
+@pytest.fixture
+def few_neurons_firing() -> torch.Tensor:
+    """bool [384, 96] with what makes recorded patterns hard: hubs, dead neurons, a token that fires a third of all."""
+    generator = torch.Generator().manual_seed(3)
+    rates = torch.rand(96, generator=generator) ** 4 * 0.2
+    rates[:30], rates[30:32] = 0, 0.9
+    firing = torch.rand(384, 96, generator=generator) < rates
+    firing[7, ::3] = True
+    return firing
+
+
+@pytest.mark.parametrize("mean", [5, 40, 150])
+def test_synthetic_rates_have_the_wanted_mean_and_shape(mean):
+    rates = patterns.firing_rates(mean, 512)
+    assert rates.sum() == pytest.approx(mean, rel=1e-6)
+    assert rates.max() <= 0.5
+    assert (rates == 0).sum() == round(0.3 * 512)
+
+
+def test_a_mean_beyond_the_cap_is_half_of_all_tokens_for_every_neuron():
+    assert (patterns.firing_rates(2800, 5632) == 0.5).all()
+
+
+@pytest.mark.parametrize("mean", [10, 60, 400])
+def test_a_synthetic_block_fires_at_the_wanted_rates(mean):
+    tokens, neurons = 4096, 512
+    block = patterns.synthetic(mean, tokens, 128, neurons, "cpu")
+    firing = torch.cat(list(patterns.firing_chunks(block.x, block.w_gate)))
+    rates = patterns.firing_rates(mean, neurons)
+    # Five binomial deviations, and what rounding to bfloat16 shifts.
+    deviation = np.sqrt(rates * (1 - rates) / tokens)
+    found = firing.double().mean(0).numpy()
+    assert (np.abs(found - rates) <= 5 * deviation + 0.01 * rates + 5 / tokens).all()
+    assert found.sum() == pytest.approx(rates.sum(), rel=0.06)
+    assert not firing[:, rates == 0].any()
+    assert {t.dtype for t in (block.x, block.w_gate, block.w_up, block.w_down)} == {torch.bfloat16}
+
+
+def test_tokens_are_heavy_tailed():
+    block = patterns.synthetic(20, 4096, 128, 512, "cpu")
+    per_token = torch.cat([firing.sum(1) for firing in patterns.firing_chunks(block.x, block.w_gate)]).float()
+    assert per_token.quantile(0.99) > 2.5 * per_token.mean()
+
+
+def test_the_same_seed_gives_the_same_block():
+    first, second = (patterns.synthetic(10, 64, 32, 64, "cpu", seed=4) for _ in range(2))
+    assert torch.equal(first.x, second.x)
+    assert torch.equal(first.w_down, second.w_down)
+
+
+def test_union_counts_the_neurons_of_each_tile_of_128(few_neurons_firing):
+    firing = few_neurons_firing[:300]
+    wanted = sum(int(firing[i : i + 128].any(0).sum()) for i in (0, 128, 256))
+    assert patterns.union_sum(firing) == wanted
+
+
+def test_a_recording_unpacks_row_by_row(few_neurons_firing):
+    row_counts = few_neurons_firing.sum(1).numpy().astype(np.uint16)
+    columns = few_neurons_firing.nonzero()[:, 1].numpy().astype(np.uint16)
+    assert torch.equal(patterns.dense_firing(row_counts, columns, 96), few_neurons_firing)
+
+
+def test_a_fit_meets_the_pattern_exactly(few_neurons_firing):
+    fitted = patterns.fit(few_neurons_firing, width=48)
+    assert fitted.mismatches == 0
+    assert torch.equal(torch.cat(list(patterns.firing_chunks(fitted.x, fitted.w_gate))), few_neurons_firing)
+    assert fitted.x.float().square().mean().sqrt() == pytest.approx(1, rel=0.01)
+    assert fitted.w_gate.float().square().mean().sqrt() == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_fit_that_cannot_succeed_says_by_how_much(few_neurons_firing):
+    fitted = patterns.fit(few_neurons_firing, width=2, steps=20)
+    found = torch.cat(list(patterns.firing_chunks(fitted.x, fitted.w_gate)))
+    assert fitted.mismatches == (found != few_neurons_firing).sum() > 0
+
+
+def test_gate_values_are_the_pattern_repeated(few_neurons_firing):
+    g = patterns.gate_values(few_neurons_firing, 1000)
+    assert torch.equal(g > 0, few_neurons_firing.repeat(3, 1)[:1000])
+
+
+def test_a_recorded_pattern_without_its_folder_is_refused():
+    with pytest.raises(ValueError, match="layer1"):
+        patterns.build("layer1", 128, "cpu")
+
+
+def test_a_failed_variant_leaves_the_others_their_ratios(capsys):
+    times = {
+        "torch eager": 2.0, "torch compiled": RuntimeError("no compiler"), "cuBLAS gate": 0.5, "gate_pack": 0.55,
+        "row": ValueError("no\nrow"), "tile": 1.0, "dense": 2.0,
+    }  # fmt: skip
+    rows = bench_ffn.rows(times, {"torch eager": 1e-3, "tile": 2e-3, "dense": 1e-3}, "tile")
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["tile"]["speedup"] == by_name["auto: tile"]["speedup"] == 2
+    assert by_name["tile"]["of_dense_error"] == 2
+    assert by_name["gate_pack"]["of_gate"] == pytest.approx(1.1)
+    assert [name for name, row in by_name.items() if "failure" in row] == ["torch compiled", "row"]
+    result = {
+        "tokens": 8, "pattern": "sparse", "note": "", "nonzeros_per_token": 1.0, "union_per_128": 1.0, "auto": "tile",
+        "variants": rows,
+    }  # fmt: skip
+    bench_ffn.show(result)
+    bench_ffn.summary([result])
+    assert "FAILED ValueError: no row" in capsys.readouterr().out
+
+
+@pytest.fixture
+def tiny_llama():
+    sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return bench_model.random_model(bench_model.CONFIG | sizes | heads, "cpu", locality=0, seed=0)
+
+
+def test_a_random_model_fires_at_the_rates_it_is_shaped_to(tiny_llama):
+    rates = np.stack([patterns.firing_rates(mean, 256, seed) for seed, mean in enumerate((8, 16, 4))])
+    tokens = bench_model.random_text(8, 256, 1024, "cpu", 0, seed=1)
+    bench_model.shape_to_rates(tiny_llama, tokens, rates)
+    nonzeros, unions = bench_model.firing_statistics(tiny_llama, tokens)
+    assert nonzeros == pytest.approx(rates.sum(1), rel=0.05)
+    assert all(nnz < union <= 256 for nnz, union in zip(nonzeros, unions, strict=True))
+
+
+def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):
+    other = bench_model.sharing_copy(tiny_llama)
+    assert other is not tiny_llama
+    assert other.model.layers[1].mlp is not tiny_llama.model.layers[1].mlp
+    assert all(a is b for a, b in zip(other.parameters(), tiny_llama.parameters(), strict=True))
+    assert other.lm_head.weight is tiny_llama.model.embed_tokens.weight
+
+
+def test_local_text_stays_in_a_cluster():
+    tokens = bench_model.random_text(4, 200, 1024, "cpu", locality=0.5, seed=0)
+    run = tokens[:, : bench_model.CLUSTER_RUN] % bench_model.CLUSTERS
+    assert (run == run[:, :1]).all()
+    assert tokens.max() < 1024
+
+
+def test_layer_rates_scale_to_the_wanted_mean():
+    assert bench_model.layer_rates(3, 512, None, 12.0).sum(1) == pytest.approx([12.0] * 3)
+    scaled = patterns.scaled_rates(np.random.default_rng(0).random((4, 64)), 9.0)
+    assert scaled.sum(1).mean() == pytest.approx(9.0)
