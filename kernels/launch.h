@@ -16,9 +16,8 @@ constexpr int kTokenTile = 128;   // tokens of a token tile
 constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
 
 // counters: int64 [kCounters], zeroed by the caller
-// Nonzeros of a token tile that the tile engine lists. Where there are more, it reads the packed gate itself: slower,
-// as exact, and counted as an overflow.
-constexpr int kListCapacity = 128 * 256;
+constexpr int kRowCapacity = 512;     // nonzeros of a row that pack_rows keeps; a row with more is a long row
+constexpr uint16_t kLongRow = 0xffff;
 
 enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
 
@@ -34,17 +33,29 @@ struct Packed {
 
 // The work list of the tile engine.
 struct TilePlan {
+  const uint32_t* rows;   // [M, kRowCapacity] of pack_rows
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
   uint32_t* mask;         // [MT, NT * 8] neurons of each tile (tokens == null: Packed::mask itself)
   uint16_t* prefix;       // [MT, NT * 8] neurons before each word of the mask
   uint16_t* slots;        // [MT, NT * 256] the neurons of each tile, ascending
   int32_t* sizes;         // [MT] how many
-  uint2* lists;           // [MT, kListCapacity] the tile's nonzeros: bf16 << 16 | slot, row
-  int32_t* list_sizes;    // [MT] how many; more than kListCapacity: not listed
-  int32_t* order;         // [MT] tiles, fullest first
-  int32_t* items;         // [MT * NT] units of the up product: tile << 8 | index in the tile, see tile/plan.cuh
+  uint32_t* lists;        // [MT * 128, kRowCapacity] the nonzeros of each position: bf16 << 16 | slot, ascending
+  uint16_t* offsets;      // [MT, NT + 1, 128] where in its list each position's part of each item starts; kLongRow
+  int2* order;            // [MT] tile and its 64-slot blocks, fullest first
+  int2* items;            // [MT * NT] units of the up product, see tile/plan.cuh
   int32_t* totals;        // [4] zeroed by the caller: number of items, tickets
 };
+
+// The first kRowCapacity nonzeros of each row side by side, from the packed form: rows [M, kRowCapacity], words as there,
+// columns ascending. A row with more ("long") is left out: its readers go to the packed form.
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
+                      cudaStream_t stream);
+
+// An order of the tokens that brings together those that fire the same neurons: tokens [M], a permutation.
+// workspace: order_workspace(m, n) bytes, contents undefined.
+int64_t order_workspace(int64_t m, int64_t n);
+cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t m, int64_t n, void* workspace,
+                        int32_t* tokens, cudaStream_t stream);
 
 // relu(x w^T), packed: x [M, K], w [N, K].
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
@@ -64,15 +75,19 @@ cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64
 cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                       void* y, cudaStream_t stream);
 
-// The row engine: y and l1 from the packed gate, one unit of at most `unit` nonzeros of one row at a time.
-// w_up == null: non-gated. units: int32 [4 + 2 * unit_capacity] zeroed first 4; partials: float32 [slots, K + 8].
+// The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is not
+// read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets], zero
+// on entry and on exit.
+constexpr int kRowTickets = 128;
+int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                    int words_per_tile, const Packed& packed, int unit, int32_t* units, int64_t unit_capacity,
-                    float* partials, int64_t partial_slots, float* row_l1, float* l1, void* y, cudaStream_t stream);
+                    int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
+                    cudaStream_t stream);
 
-// The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics.
+// The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics:
+// l1, and, zeroed by the caller, fired, counters[kNonzeros] and counters[kUnion]. h may be z or u.
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
-                      float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zeroed */,
+                      float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
 
 }  // namespace sparsellm

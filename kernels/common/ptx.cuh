@@ -93,10 +93,16 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // --- copies ---
 
-// 16 bytes from global to shared memory; zeros where `bytes` is 0 (the source is then not read).
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
-               : "memory");
+// 16 bytes from global to shared memory, of row `row` of rows `pitch` bytes apart, at `base`; zeros where `bytes` is 0
+// (nothing is read then). The address is computed here and now: left to the
+// compiler, the products of all rows of a loop would fill the registers.
+__device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void* base, uint32_t row, uint32_t pitch,
+                                                uint32_t bytes) {
+  asm volatile(
+      "{\n .reg .b64 source;\n mad.wide.u32 source, %2, %3, %1;\n"
+      " cp.async.cg.shared.global.L2::256B [%0], [source], 16, %4;\n}" ::"r"(destination),
+      "l"(base), "r"(row), "r"(pitch), "r"(bytes)
+      : "memory");
 }
 
 // One arrival (counted among those the barrier expects) once all cp.async that this thread has issued have written.
@@ -131,6 +137,12 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, cons
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t source, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
                "r"(column), "r"(row)
+               : "memory");
+}
+
+// `bytes` (a multiple of 16) side by side from shared to global memory.
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");
 }
 

@@ -1,5 +1,5 @@
-// tile_plan: for each token tile the neurons that fire in it, ascending, and its nonzeros as a list; then, by the last
-// CTA to finish, the order of the tiles (fullest first) and the items of the up product. Integers only. The order of
+// tile_plan: for each token tile the neurons that fire in it, ascending, and the nonzeros of its tokens in terms of
+// them; then, by the last CTA to finish, the order of the tiles (fullest first) and the items of the up product. Integers only. The order of
 // equally full tiles may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "tile/plan.cuh"
@@ -7,7 +7,7 @@
 namespace sparsellm {
 namespace {
 
-constexpr int kPlanThreads = 1024;
+constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
 constexpr int kMaxMaskWords = 65536 / 32;
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
@@ -28,12 +28,14 @@ __device__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& to
   return sum + before;
 }
 
+static_assert(kMaxBlocks / kItemBlocks <= 256, "an item's index fits a byte");
+
 __global__ void __launch_bounds__(kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, const TilePlan plan) {
   __shared__ uint32_t mask[kMaxMaskWords];
   __shared__ uint16_t prefix[kMaxMaskWords];
+  __shared__ uint8_t item_of_block[kMaxBlocks];
   __shared__ uint32_t warp_sums[kPlanWarps];
-  __shared__ uint32_t row_start[kTokenTile];
   __shared__ uint32_t cursor[kMaxBlocks + 1];  // how many tiles have this many blocks; then the first's position
   __shared__ uint32_t items_before[kMaxBlocks + 1];
   __shared__ bool last;
@@ -42,15 +44,38 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int64_t tile = blockIdx.x;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  // Every nonzero of the tile, a few rows to a warp.
+  // A warp has kRows positions: lane r keeps the token of the r-th (-1: none) and how many nonzeros it has.
   constexpr int kRows = kTokenTile / kPlanWarps;
-  const auto token_at = [&](int row) -> int64_t {
-    const int64_t position = tile * kTokenTile + row;
-    return position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
-  };
-  const auto walk = [&](auto use) {
-    for_each_quad(packed, n, words_per_tile, column_tiles, kRows, 0, column_tiles, lane,
-                  [&](int row) { return token_at(warp * kRows + row); }, use);
+  const int row0 = warp * kRows;
+  int64_t my_token = -1;
+  int my_count = 0;
+  if (lane < kRows) {
+    const int64_t position = tile * kTokenTile + row0 + lane;
+    if (position < m) {
+      my_token = plan.tokens == nullptr ? position : plan.tokens[position];
+      my_count = packed.row_counts[my_token];
+    }
+  }
+  // Calls use(r, count, i, word) for each position that is no long row: its nonzeros 32 at a time (i = 0, 32, ... + lane,
+  // until i exceeds the count), all lanes together. The loads of all the warp's rows are in flight at once.
+  const auto for_each_row = [&](auto use) {
+    int longest = my_count > kRowCapacity ? 0 : my_count;
+    longest = __reduce_max_sync(~0u, longest);
+    for (int first = 0; first <= longest; first += 32) {
+      const int i = first + lane;
+      uint32_t word[kRows];
+      int count[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t token = __shfl_sync(~0u, my_token, r);
+        count[r] = __shfl_sync(~0u, my_count, r);
+        word[r] = count[r] <= kRowCapacity && i < count[r] ? __ldg(plan.rows + token * kRowCapacity + i) : 0;
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (first <= count[r] && count[r] <= kRowCapacity) use(r, count[r], i, word[r]);
+      }
+    }
   };
 
   if (plan.tokens == nullptr) {
@@ -58,12 +83,19 @@ __global__ void __launch_bounds__(kPlanThreads)
   } else {
     for (int w = threadIdx.x; w < mask_words; w += kPlanThreads) mask[w] = 0;
     __syncthreads();
-    walk([&](int, const uint4& four, uint32_t valid) {
-      for_each_word(four, valid, [&](uint32_t word) {
-        const uint32_t column = word & 0xffff, bit = 1u << column % 32;
-        if ((mask[column / 32] & bit) == 0) atomicOr(&mask[column / 32], bit);
-      });
+    const auto add = [&](uint32_t word) {
+      const uint32_t column = word & 0xffff, bit = 1u << column % 32;
+      if ((mask[column / 32] & bit) == 0) atomicOr(&mask[column / 32], bit);
+    };
+    for_each_row([&](int, int count, int i, uint32_t word) {
+      if (i < count) add(word);
     });
+    for (uint32_t rest = __ballot_sync(~0u, my_count > kRowCapacity); rest != 0; rest &= rest - 1) {
+      const int64_t token = __shfl_sync(~0u, my_token, __ffs(rest) - 1);
+      for_each_quad(
+          packed, n, words_per_tile, column_tiles, 1, 0, column_tiles, lane, [&](int) { return token; },
+          [&](int, const uint4& four, uint32_t valid) { for_each_word(four, valid, add); });
+    }
   }
   __syncthreads();
 
@@ -87,29 +119,34 @@ __global__ void __launch_bounds__(kPlanThreads)
     for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = neuron;
   }
 
-  // The list: rows one after the other, each in the order of the walk.
-  const int64_t token = threadIdx.x < kTokenTile ? token_at(threadIdx.x) : -1;
-  uint32_t nonzeros;
-  const uint32_t start = block_scan(token >= 0 ? packed.row_counts[token] : 0, warp_sums, nonzeros);
-  if (threadIdx.x < kTokenTile) row_start[threadIdx.x] = start;
+
+  // Each position's nonzeros with slots for columns, and where in them the items begin: both ascend.
+  const int blocks = blocks_of(size);
+  const int items = items_of(blocks);
+  for (int b = threadIdx.x; b < blocks; b += kPlanThreads) item_of_block[b] = item_with(blocks, b);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    plan.list_sizes[tile] = nonzeros;
-    if (nonzeros > kListCapacity) atomicAdd(reinterpret_cast<unsigned long long*>(packed.counters) + kOverflow, 1ull);
-  }
-  if (nonzeros <= kListCapacity) {
-    uint2* list = plan.lists + tile * kListCapacity + row_start[warp * kRows];
-    walk([&](int row, const uint4& four, uint32_t valid) {
-      const uint32_t mine = __popc(valid);
-      const uint32_t before = exclusive_scan(mine, lane);
-      uint2* at = list + before;
-      list += __shfl_sync(~0u, before + mine, 31);
-      for_each_word(four, valid, [&](uint32_t word) {
-        const uint32_t column = word & 0xffff;
-        const uint32_t slot = prefix[column / 32] + __popc(mask[column / 32] & ((1u << column % 32) - 1));
-        *at++ = make_uint2((word & 0xffff0000) | slot, warp * kRows + row);
-      });
-    });
+  uint16_t* offsets = plan.offsets + tile * (column_tiles + 1) * kTokenTile;
+  int item[kRows];  // of the nonzero before
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) item[r] = -1;
+  for_each_row([&](int r, int count, int i, uint32_t word) {
+    const int row = row0 + r;
+    int mine = items;
+    if (i < count) {
+      const uint32_t column = word & 0xffff;
+      const uint32_t slot = prefix[column / 32] + __popc(mask[column / 32] & ((1u << column % 32) - 1));
+      plan.lists[(tile * kTokenTile + row) * kRowCapacity + i] = (word & 0xffff0000) | slot;
+      mine = item_of_block[slot / kBlockColumns];
+    }
+    int previous = __shfl_up_sync(~0u, mine, 1);
+    if (lane == 0) previous = item[r];
+    item[r] = __shfl_sync(~0u, mine, 31);
+    if (i <= count) {  // the lane behind the last nonzero closes the items that are left
+      for (int j = previous + 1; j <= mine; ++j) offsets[j * kTokenTile + row] = i;
+    }
+  });
+  for (uint32_t rest = __ballot_sync(~0u, my_count > kRowCapacity); rest != 0; rest &= rest - 1) {
+    for (int i = lane; i <= items; i += 32) offsets[i * kTokenTile + row0 + __ffs(rest) - 1] = kLongRow;
   }
 
   __threadfence();
@@ -153,8 +190,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int of = blocks_of(__ldcg(plan.sizes + t));
     const int items = items_of(of);
     const uint32_t position = atomicAdd(&cursor[of], 1);
-    plan.order[position] = t;
-    for (int i = 0; i < items; ++i) plan.items[items_before[of] + position * items + i] = t << 8 | i;
+    plan.order[position] = make_int2(t, of);
+    for (int i = 0; i < items; ++i) plan.items[items_before[of] + position * items + i] = item_code(t, of, i);
   }
   if (threadIdx.x == 0) plan.totals[0] = items_so_far;
 }

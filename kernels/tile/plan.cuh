@@ -21,6 +21,26 @@ __device__ __forceinline__ void item_blocks(int blocks, int index, int& first, i
   last = blocks * (index + 1) / items;
 }
 
+// The item that holds block `block`.
+__device__ __forceinline__ int item_with(int blocks, int block) {
+  return ((block + 1) * items_of(blocks) - 1) / blocks;
+}
+
+// A unit of the up product: item `index` of a tile, blocks [first, last) of its slots.
+struct Item {
+  int tile, index, first, last;
+};
+
+__device__ __forceinline__ int2 item_code(int tile, int blocks, int index) {
+  int first, last;
+  item_blocks(blocks, index, first, last);
+  return {tile, index << 22 | first << 11 | last};  // at most 256 items and 1,024 blocks
+}
+
+__device__ __forceinline__ Item item_of(int2 code) {
+  return {code.x, code.y >> 22 & 0x3ff, code.y >> 11 & 0x7ff, code.y & 0x7ff};
+}
+
 // Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always dealt
 // the larger one.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {

@@ -15,6 +15,7 @@ namespace {
 constexpr int kGatherWarps = 3;  // the first copies tokens, the others neurons
 constexpr int kGroup = 32;        // rows of a stage that a warp copies with eight instructions
 constexpr int kTokenGroups = kTileM / kGroup;
+constexpr int kMaxGroups = 4;     // of one warp: the tokens' four, or half of each of four blocks
 constexpr int kRows = kTileM + kTileN;
 
 struct Shared {
@@ -35,21 +36,6 @@ constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + si
 static_assert(kSharedBytes <= kMaxSharedBytes, "stages, the gate tile and the row list share one CTA's memory");
 
 constexpr uint32_t kPanelBytes = kTileM * 128;  // the gate tile: panels of 64 slots
-
-// Copies one group of rows: this thread's 16-byte chunk (lane % 8) of every fourth row (from lane / 8 on). `place` is
-// where it goes in even and odd fours of rows.
-__device__ __forceinline__ void copy_group(uint32_t destination, const uint32_t (&place)[2], const uint8_t* source,
-                                           uint32_t pitch, const uint32_t* rows, uint32_t bytes) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint4 row = reinterpret_cast<const uint4*>(rows)[i];
-    const uint32_t to = destination + i * 2048;
-    ptx::cp_async_16(to + place[0], source + static_cast<uint64_t>(row.x) * pitch, bytes);
-    ptx::cp_async_16(to + place[1], source + static_cast<uint64_t>(row.y) * pitch, bytes);
-    ptx::cp_async_16(to + 1024 + place[0], source + static_cast<uint64_t>(row.z) * pitch, bytes);
-    ptx::cp_async_16(to + 1024 + place[1], source + static_cast<uint64_t>(row.w) * pitch, bytes);
-  }
-}
 
 template <int kBlocks, bool kGated>
 __device__ __forceinline__ float multiply_item(Ring& ring, int k_blocks, uint32_t stages, uint32_t tile, uint32_t full,
@@ -120,16 +106,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const int items = plan.totals[0];
-  struct Item {
-    int tile, index, first, last;  // blocks [first, last) of the token tile's slots
-  };
-  const auto item_at = [&](int position) {
-    Item item;
-    const int code = plan.items[position];
-    item.tile = code >> 8;
-    item.index = code & 0xff;
-    item_blocks(blocks_of(plan.sizes[item.tile]), item.index, item.first, item.last);
-    return item;
+  // The item of a round; one that does not exist repeats the first.
+  const auto item_in = [&](int round) {
+    const int position = deal(round, blockIdx.x, gridDim.x);
+    return __ldg(plan.items + (position < items ? position : 0));
   };
   const auto token_at = [&](int64_t position) -> int64_t {
     return position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
@@ -144,22 +124,41 @@ __global__ void __launch_bounds__(kThreads, 1)
         const auto source = reinterpret_cast<const uint8_t*>(warp == 0 ? x : w_up);
         const uint32_t pitch = static_cast<uint32_t>(k) * 2;
         Ring ring;
-        for (int round = 0, position; (position = deal(round, blockIdx.x, gridDim.x)) < items; ++round) {
-          const Item item = item_at(position);
+        for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
+          const Item item = item_of(item_in(round));
           // Tokens: all four groups. Neurons: half of each block, so every second group.
           const int first_group = warp == 0 ? 0 : kTokenGroups + warp - 1;
           const int step = warp == 0 ? 1 : 2;
           const int groups = warp == 0 ? kTokenGroups : item.last - item.first;
           const uint32_t* rows = shared.rows[round & 1] + first_group * kGroup + lane / 8 * 8;
           ptx::mbarrier_wait(rows_ready + 8 * (round & 1), round >> 1 & 1);
+          uint4 row[kMaxGroups][2];  // this thread's rows of each group, kept while k advances
+#pragma unroll
+          for (int g = 0; g < kMaxGroups; ++g) {
+            if (g < groups) {
+              row[g][0] = reinterpret_cast<const uint4*>(rows + g * step * kGroup)[0];
+              row[g][1] = reinterpret_cast<const uint4*>(rows + g * step * kGroup)[1];
+            }
+          }
           for (int kb = 0; kb < k_blocks; ++kb) {
             const uint32_t column = kb * kTileK + chunk * 8;
             const uint32_t bytes = column < k ? 16 : 0;
+            const uint8_t* from = source + 2 * static_cast<uint64_t>(column);
             ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-            const uint32_t stage = stages + ring.stage * kStageBytes + first_group * (kGroup * 128);
-            for (int g = 0; g < groups; ++g) {
-              copy_group(stage + g * step * (kGroup * 128), place, source + 2 * static_cast<uint64_t>(column), pitch,
-                         rows + g * step * kGroup, bytes);
+            uint32_t to = stages + ring.stage * kStageBytes + first_group * (kGroup * 128);
+#pragma unroll
+            for (int g = 0; g < kMaxGroups; ++g) {
+              if (g < groups) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {  // fours of rows: even ones go to place[0], odd ones to place[1]
+                  const uint32_t half = to + i * 2048;
+                  ptx::cp_async_row_16(half + place[0], from, row[g][i].x, pitch, bytes);
+                  ptx::cp_async_row_16(half + place[1], from, row[g][i].y, pitch, bytes);
+                  ptx::cp_async_row_16(half + 1024 + place[0], from, row[g][i].z, pitch, bytes);
+                  ptx::cp_async_row_16(half + 1024 + place[1], from, row[g][i].w, pitch, bytes);
+                }
+                to += step * (kGroup * 128);
+              }
             }
             ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
             ring.advance();
@@ -167,10 +166,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
-      const auto prepare_rows = [&](int round) {
-        const int position = deal(round, blockIdx.x, gridDim.x);
-        if (!kGated || position >= items) return;
-        const Item item = item_at(position);
+      const auto prepare_rows = [&](int round, const Item& item) {
+        if (!kGated || deal(round, blockIdx.x, gridDim.x) >= items) return;
         const uint16_t* slots = plan.slots + static_cast<int64_t>(item.tile) * column_tiles * kColumnTile +
                                 item.first * kBlockColumns;
         const int of_item = kTileM + (item.last - item.first) * kBlockColumns;
@@ -191,9 +188,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(rows_ready + 8 * (round & 1));
       };
-      prepare_rows(0);
-      for (int round = 0, position; (position = deal(round, blockIdx.x, gridDim.x)) < items; ++round) {
-        const Item item = item_at(position);
+      int2 next = item_in(0);
+      prepare_rows(0, item_of(next));
+      for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
+        const Item item = item_of(next);
+        next = item_in(round + 1);
         const int blocks = item.last - item.first;
         const int slot0 = item.first * kBlockColumns;
         for (uint32_t at = lane * 16; at < blocks * kPanelBytes; at += 512) {
@@ -201,39 +200,54 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         __syncwarp();
         const auto put = [&](int row, int slot, uint16_t bits) {
-          if (slot >= 0 && slot < blocks * kBlockColumns) {
-            ptx::st_shared_u16(tile + slot / 64 * kPanelBytes + swizzle_128(row, slot % 64 / 8) + slot % 8 * 2, bits);
-          }
+          ptx::st_shared_u16(tile + slot / 64 * kPanelBytes + swizzle_128(row, slot % 64 / 8) + slot % 8 * 2, bits);
         };
-        const int listed = plan.list_sizes[item.tile];
-        if (listed <= kListCapacity) {
-          const uint2* list = plan.lists + static_cast<int64_t>(item.tile) * kListCapacity;
-#pragma unroll 8
-          for (int i = lane; i < listed; i += 32) {
-            const uint2 entry = __ldg(list + i);
-            put(entry.y, static_cast<int>(entry.x & 0xffff) - slot0, entry.x >> 16);
+        const uint16_t* offsets =
+            plan.offsets + (static_cast<int64_t>(item.tile) * (column_tiles + 1) + item.index) * kTileM;
+        for (int row0 = 0; row0 < kTileM; row0 += 32) {
+          const uint32_t begin = offsets[row0 + lane];
+          const uint32_t end = offsets[kTileM + row0 + lane];
+          // Eight lanes to a row, four rows at a time: the first eight nonzeros of all rows, the next eight, ...
+          const uint32_t* lists = plan.lists + (static_cast<int64_t>(item.tile) * kTileM + row0) * kRowCapacity;
+          const uint32_t longest = __reduce_max_sync(~0u, end - begin);
+          for (uint32_t first = lane % 8; first < longest + lane % 8; first += 8) {
+            uint32_t word[8];
+            bool valid[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              const int row = 4 * i + lane / 8;
+              const uint32_t at = __shfl_sync(~0u, begin, row) + first;
+              valid[i] = at < __shfl_sync(~0u, end, row);
+              word[i] = valid[i] ? __ldg(lists + row * kRowCapacity + at) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              if (valid[i]) put(row0 + 4 * i + lane / 8, (word[i] & 0xffff) - slot0, word[i] >> 16);
+            }
           }
-        } else {
-          const int64_t tile_words = static_cast<int64_t>(item.tile) * column_tiles * 8;
-          const uint16_t* neurons = plan.slots + tile_words * 32;
-          const int first_tile = neurons[slot0] / kColumnTile;
-          const int tiles = neurons[item.last * kBlockColumns - 1] / kColumnTile - first_tile + 1;
-          for_each_quad(
-              packed, n, words_per_tile, column_tiles, kTileM, first_tile, tiles, lane,
-              [&](int row) { return token_at(static_cast<int64_t>(item.tile) * kTileM + row); },
-              [&](int row, const uint4& four, uint32_t valid) {
-                for_each_word(four, valid, [&](uint32_t entry) {
-                  const uint32_t column = entry & 0xffff;
-                  const uint32_t word = __ldg(plan.mask + tile_words + column / 32);
-                  const int slot = __ldg(plan.prefix + tile_words + column / 32) +
-                                   __popc(word & ((1u << column % 32) - 1)) - slot0;
-                  put(row, slot, entry >> 16);
+          for (uint32_t rest = __ballot_sync(~0u, begin == kLongRow); rest != 0; rest &= rest - 1) {
+            const int row = row0 + __ffs(rest) - 1;
+            const int64_t tile_words = static_cast<int64_t>(item.tile) * column_tiles * 8;
+            const uint16_t* neurons = plan.slots + tile_words * 32;
+            const int first_tile = neurons[slot0] / kColumnTile;
+            const int tiles = neurons[item.last * kBlockColumns - 1] / kColumnTile - first_tile + 1;
+            for_each_quad(
+                packed, n, words_per_tile, column_tiles, 1, first_tile, tiles, lane,
+                [&](int) { return token_at(static_cast<int64_t>(item.tile) * kTileM + row); },
+                [&](int, const uint4& four, uint32_t valid) {
+                  for_each_word(four, valid, [&](uint32_t entry) {
+                    const uint32_t column = entry & 0xffff;
+                    const uint32_t word = __ldg(plan.mask + tile_words + column / 32);
+                    const int slot = __ldg(plan.prefix + tile_words + column / 32) +
+                                     __popc(word & ((1u << column % 32) - 1)) - slot0;
+                    if (slot >= 0 && slot < blocks * kBlockColumns) put(row, slot, entry >> 16);
+                  });
                 });
-              });
+          }
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(gate_ready);
-        prepare_rows(round + 1);
+        prepare_rows(round + 1, item_of(next));
         ptx::mbarrier_wait(hidden_ready, round & 1);
         if (lane == 0) {
           for (int b = 0; b < blocks; ++b) {
@@ -253,8 +267,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     Ring ring;
     uint32_t parity = 0;
-    for (int round = 0, position; (position = deal(round, blockIdx.x, gridDim.x)) < items; ++round, parity ^= 1) {
-      const Item item = item_at(position);
+    for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round, parity ^= 1) {
+      const Item item = item_of(item_in(round));
       float l1;
       switch (item.last - item.first) {
         case 1:

@@ -1,0 +1,123 @@
+// pointwise: the dense engine's elementwise half in one pass over memory: h = relu(z) * u, and the statistics that
+// gate_pack gives. One CTA per 128 tokens x 256 columns, eight columns to a lane; bound by DRAM.
+//
+// h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
+// Not gated (u == null): h = relu(z). l1_partials is 16-byte aligned; tickets is zero on entry and on exit.
+//
+// Numerics: relu(z) is exact, -0.0 gives 0.0 and NaN stays NaN (as the canonical one); h is rounded to bf16 once. A
+// neuron is active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order:
+// within a thread, a warp, a CTA, then over CTAs by the last of them. Same bits in every run.
+#include "common/host.h"
+#include "common/twell.cuh"
+#include "row/ordered_sum.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kPointwiseThreads = 256;
+constexpr int kPointwiseWarps = kPointwiseThreads / 32;
+constexpr int kPointwiseBatch = 4;  // rows whose loads are in flight together in each warp
+static_assert(kTokenTile % (kPointwiseWarps * kPointwiseBatch) == 0, "warps take whole batches");
+
+template <bool kGated>
+__global__ void __launch_bounds__(kPointwiseThreads, 4)
+    pointwise_kernel(const __nv_bfloat16* z, const __nv_bfloat16* u, int64_t m, int64_t n, __nv_bfloat16* h,
+                     float* l1_partials, float* l1, uint8_t* fired, unsigned long long* counters, int32_t* tickets) {
+  __shared__ uint32_t seen_words[kColumnTile / 32];
+  __shared__ float l1_warps[kPointwiseWarps];
+  __shared__ uint32_t nonzeros_warps[kPointwiseWarps];
+  __shared__ bool last;
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const int64_t row0 = static_cast<int64_t>(blockIdx.x / column_tiles) * kTokenTile;
+  const int64_t tile_column = static_cast<int64_t>(blockIdx.x % column_tiles) * kColumnTile;
+  const int64_t column = tile_column + 8 * lane;
+  if (threadIdx.x < kColumnTile / 32) seen_words[threadIdx.x] = 0;
+
+  float sum = 0.0f;
+  uint32_t seen = 0, nonzeros = 0;
+  const int rows = column < n ? static_cast<int>(min(static_cast<int64_t>(kTokenTile), m - row0)) : 0;
+  for (int first = warp; first < rows; first += kPointwiseWarps * kPointwiseBatch) {
+    uint4 gate[kPointwiseBatch], up[kPointwiseBatch];
+#pragma unroll
+    for (int b = 0; b < kPointwiseBatch; ++b) {
+      const int row = first + kPointwiseWarps * b;
+      gate[b] = up[b] = make_uint4(0, 0, 0, 0);
+      if (row < rows) {
+        const int64_t at = (row0 + row) * n + column;
+        gate[b] = __ldcs(reinterpret_cast<const uint4*>(z + at));
+        if constexpr (kGated) up[b] = __ldcs(reinterpret_cast<const uint4*>(u + at));
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kPointwiseBatch; ++b) {
+      const int row = first + kPointwiseWarps * b;
+      const auto product = [&](uint32_t& z_pair, uint32_t u_pair) {
+        const __nv_bfloat162 active =
+            __hmax2_nan(reinterpret_cast<const __nv_bfloat162&>(z_pair), __nv_bfloat162(0.0f, 0.0f));
+        z_pair = reinterpret_cast<const uint32_t&>(active);
+        if constexpr (!kGated) return z_pair;
+        const __nv_bfloat162 result = __hmul2_rn(active, reinterpret_cast<const __nv_bfloat162&>(u_pair));
+        return reinterpret_cast<const uint32_t&>(result);
+      };
+      const uint4 out = make_uint4(product(gate[b].x, up[b].x), product(gate[b].y, up[b].y),
+                                   product(gate[b].z, up[b].z), product(gate[b].w, up[b].w));
+      const uint32_t bits = nonzero_bits(gate[b]);
+      seen |= bits;
+      nonzeros += __popc(bits);
+      const auto magnitudes = [](uint32_t pair) {
+        return fabsf(__uint_as_float(pair << 16)) + fabsf(__uint_as_float(pair & 0xffff0000));
+      };
+      sum += (magnitudes(out.x) + magnitudes(out.y)) + (magnitudes(out.z) + magnitudes(out.w));
+      if (row < rows) *reinterpret_cast<uint4*>(h + (row0 + row) * n + column) = out;
+    }
+  }
+  sum = warp_sum(sum);
+  nonzeros = __reduce_add_sync(~0u, nonzeros);
+  __syncthreads();  // seen_words is clear
+  if (seen != 0) atomicOr(&seen_words[lane / 4], seen << (lane % 4 * 8));
+  if (lane == 0) {
+    l1_warps[warp] = sum;
+    nonzeros_warps[warp] = nonzeros;
+  }
+  __syncthreads();
+  if (seen_words[warp] >> lane & 1) fired[tile_column + threadIdx.x] = 1;
+  if (threadIdx.x == 0) {
+    float cta_sum = 0.0f;
+    uint32_t cta_nonzeros = 0, in_union = 0;
+    for (int w = 0; w < kPointwiseWarps; ++w) {
+      cta_sum += l1_warps[w];
+      cta_nonzeros += nonzeros_warps[w];
+      in_union += __popc(seen_words[w]);
+    }
+    l1_partials[blockIdx.x] = cta_sum;
+    if (cta_nonzeros != 0) {
+      atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
+      atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
+    }
+    __threadfence();
+    last = atomicAdd(tickets, 1) == static_cast<int>(gridDim.x) - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const float all = ordered_sum(l1_partials, gridDim.x, l1_warps);
+  if (threadIdx.x == 0) {
+    *l1 = all;
+    *tickets = 0;
+  }
+}
+
+}  // namespace
+
+cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
+                      uint8_t* fired, int64_t* counters, int32_t* tickets, cudaStream_t stream) {
+  const int64_t grid = ceil_div(m, kTokenTile) * ceil_div(n, kColumnTile);
+  return launch(u == nullptr ? pointwise_kernel<false> : pointwise_kernel<true>, grid, kPointwiseThreads, 0, 1, stream,
+                static_cast<const __nv_bfloat16*>(z), static_cast<const __nv_bfloat16*>(u), m, n,
+                static_cast<__nv_bfloat16*>(h), l1_partials, l1, fired,
+                reinterpret_cast<unsigned long long*>(counters), tickets);
+}
+
+}  // namespace sparsellm

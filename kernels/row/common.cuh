@@ -1,0 +1,108 @@
+// What both kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values, sums.
+#pragma once
+
+#include "common/twell.cuh"
+#include "row/ordered_sum.cuh"
+
+namespace sparsellm::row {
+
+constexpr int kListed = 64;  // nonzeros of a row that are listed at a time
+
+// Nonzeros first..last - 1 (of the row, columns ascending; last - first <= kListed) to list[0..]: packed words. One warp
+// together; its lanes may read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row, which
+// mostly is all of it.
+__device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
+                                              uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
+  constexpr int kBatch = 4;  // loads in flight in each lane
+  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const uint32_t* row_words = packed.words + row * tiles * words_per_tile;
+  const uint32_t size = last - first;
+  uint32_t seen = 0;  // nonzeros in the tiles before
+  for (int start = 0; start < tiles && seen < last; start += 16 * kBatch) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int tile = start + 16 * b + lane / 2;
+      v[b] = make_uint4(0, 0, 0, 0);
+      if (tile < tiles) v[b] = __ldg(reinterpret_cast<const uint4*>(row_words + tile * words_per_tile) + lane % 2);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (start + 16 * b >= tiles) break;
+      const int tile = start + 16 * b + lane / 2;
+      const uint32_t count = __shfl_sync(~0u, v[b].x, lane & ~1u);
+      const uint32_t mine = lane % 2 == 0 ? count : 0;
+      const uint32_t before = exclusive_scan(mine, lane);
+      const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // rank of the tile's first nonzero
+      seen += __shfl_sync(~0u, before + mine, 31);
+      const bool wanted = count != 0 && base < last && base + count > first;
+      const bool fits = count < static_cast<uint32_t>(words_per_tile);
+      if (wanted && fits) {
+        uint4 four = v[b];
+        for (uint32_t index = 4 * (lane % 2); index <= count; index += 8) {
+          if (index >= 8) four = __ldg(reinterpret_cast<const uint4*>(row_words + tile * words_per_tile + index));
+          const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t at = index + i - 1;  // of the tile's nonzeros; word 0 is the count, and wraps around
+            if (at < count && base + at - first < size) list[base + at - first] = words[i];
+          }
+        }
+      }
+      for (uint32_t rest = __ballot_sync(~0u, wanted && !fits && lane % 2 == 0); rest != 0; rest &= rest - 1) {
+        const int source = __ffs(rest) - 1;
+        const uint32_t column = (start + 16 * b + source / 2) * kColumnTile + 8 * lane;
+        uint4 eight = make_uint4(0, 0, 0, 0);
+        if (column < n) {
+          eight = __ldg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + row * n +
+                                                       column));
+        }
+        const uint32_t bits = nonzero_bits(eight);
+        uint32_t at = __shfl_sync(~0u, base, source) + exclusive_scan(__popc(bits), lane) - first;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if ((bits >> i & 1) == 0) continue;
+          if (at < size) list[at] = pack_word(half_of(eight, i), column + i);
+          ++at;
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+
+__device__ __forceinline__ void unpack(const uint4& v, float (&to)[8]) {
+  to[0] = low(v.x), to[1] = high(v.x), to[2] = low(v.y), to[3] = high(v.y);
+  to[4] = low(v.z), to[5] = high(v.z), to[6] = low(v.w), to[7] = high(v.w);
+}
+
+__device__ __forceinline__ uint4 pack(const float (&v)[8]) {
+  return make_uint4(ptx::cvt_bf16x2(v[0], v[1]), ptx::cvt_bf16x2(v[2], v[3]), ptx::cvt_bf16x2(v[4], v[5]),
+                    ptx::cvt_bf16x2(v[6], v[7]));
+}
+
+// Four sums side by side, so that no chain of additions is long.
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, const float (&x)[8]) {
+  float v[8];
+  unpack(w, v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[i % 4] = fmaf(v[i], x[i], sums[i % 4]);
+}
+
+__device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, float h) {
+  float v[8];
+  unpack(w, v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
+}
+
+// g of a packed word, and h = g u with u and the product each rounded to bf16 (the float32 product of two bf16 is exact).
+__device__ __forceinline__ float gate_of(uint32_t word) { return high(word); }
+__device__ __forceinline__ float hidden_of(uint32_t word, float u) {
+  const float rounded = __bfloat162float(__float2bfloat16_rn(u));
+  return __bfloat162float(__float2bfloat16_rn(gate_of(word) * rounded));
+}
+
+}  // namespace sparsellm::row

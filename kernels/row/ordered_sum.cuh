@@ -1,0 +1,44 @@
+// Float32 sums in a fixed order.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace sparsellm {
+
+// Over the warp, in every lane.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+// Over values[0, count) (16-byte aligned, written by other CTAs), by all threads of a CTA, whose number counts too; in
+// thread 0. scratch: shared, a float for each warp.
+__device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
+  constexpr int kBatch = 8;  // loads in flight in each thread
+  const int64_t quads = count / 4;
+  float sum = 0.0f;
+  for (int64_t start = threadIdx.x; start < quads; start += kBatch * blockDim.x) {
+    float4 v[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t at = start + b * blockDim.x;
+      v[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (at < quads) v[b] = __ldcg(reinterpret_cast<const float4*>(values) + at);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) sum += (v[b].x + v[b].y) + (v[b].z + v[b].w);
+  }
+  if (threadIdx.x < count % 4) sum += __ldcg(values + 4 * quads + threadIdx.x);
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float all = 0.0f;
+  if (threadIdx.x == 0) {
+    for (uint32_t w = 0; w < blockDim.x / 32; ++w) all += scratch[w];
+  }
+  return all;
+}
+
+}  // namespace sparsellm

@@ -1,0 +1,156 @@
+// row_ffn: the row engine. For each token y = sum over its nonzeros of h_n w_down_t[n], with h_n = g_n (x . w_up[n]),
+// from the packed gate; h is never in global memory. One kernel for few tokens (row/few.cuh), a small plan and one
+// kernel for many (row/many.cuh).
+//
+// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
+// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks whose size depends
+// on M and on how many there are; a chunk is summed in order from zero, and chunks are added in order, whether one
+// worker does them or many. l1, the float32 sum of |h|, likewise: over a chunk, a row, then over rows in a fixed order.
+// Same bits in every run. Rows without nonzeros give zeros.
+#include "common/host.h"
+#include "row/few.cuh"
+#include "row/many.cuh"
+
+namespace sparsellm {
+namespace {
+
+using namespace row;
+
+constexpr int64_t kSlotBytes = 64 << 20;   // bound on the partials of split rows,
+constexpr int64_t kMaxSlots = 8192;        // of which there are no more than this,
+constexpr int64_t kMinSlots = 64;          // nor less
+constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
+
+bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
+
+// CTAs per row of the kernel for few tokens: enough to fill the device, and no more than two on an SM.
+int few_ranks(int64_t m) { return m <= 32 ? 8 : 4; }
+int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
+
+int many_warps(int64_t k) {
+  const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);
+  return static_cast<int>(warps < 1 ? 1 : warps > kManyWarps ? kManyWarps : warps);
+}
+
+// Where things are in the workspace: byte offsets.
+struct Layout {
+  int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
+
+  Layout(int64_t m, int64_t k, int64_t n) {
+    if (is_few(m, k)) {
+      l1 = take(m * few_clusters(m) * few_ranks(m) * 4);
+      partials = take(few_clusters(m) > 1 ? m * few_clusters(m) * k * 4 : 0);
+      return;
+    }
+    slot_capacity = kSlotBytes / ((k + 8) * 4);
+    if (slot_capacity > kMaxSlots) slot_capacity = kMaxSlots;
+    if (slot_capacity < kMinSlots) slot_capacity = kMinSlots;
+    const int64_t chunks = ceil_div(n, kListed) > kEqualChunks ? ceil_div(n, kListed) : kEqualChunks;
+    if (slot_capacity > m * chunks) slot_capacity = m * chunks;
+    l1 = take(m * 4);
+    units = take((m + slot_capacity) * static_cast<int64_t>(sizeof(int4)));
+    arrivals = take(slot_capacity * 4);
+    slots = take(slot_capacity * (k + 8) * 4);
+    totals = take(kMaxGrid * many_warps(k) * k * 4);
+  }
+
+  int64_t take(int64_t size) {
+    const int64_t at = bytes;
+    bytes += ceil_div(size, 256) * 256;
+    return at;
+  }
+};
+
+template <int kVectors, int kRanks>
+cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
+  const int workers = static_cast<int>(ceil_div(a.k, 8 * kVectors * 32)) * 32;
+  const int64_t grid = static_cast<int64_t>(a.m) * a.clusters_per_row * kRanks;
+  return launch(a.w_up == nullptr ? row_few_kernel<kVectors, kRanks, false> : row_few_kernel<kVectors, kRanks, true>,
+                grid, workers + 32, a.k * 4, kRanks, stream, a);
+}
+
+template <int kVectors>
+cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
+  return few_ranks(a.m) == 8 ? launch_few<kVectors, 8>(a, stream) : launch_few<kVectors, 4>(a, stream);
+}
+
+template <int kVectors, bool kGated>
+cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
+  const bool full = a.k == a.pieces * 256 * kVectors;
+  return launch(full ? row_many_kernel<kVectors, true, kGated> : row_many_kernel<kVectors, false, kGated>, grid,
+                32 * many_warps(a.k), 0, 1, stream, a);
+}
+
+template <int kVectors>
+cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
+  return a.w_up == nullptr ? launch_many<kVectors, false>(a, grid, stream)
+                           : launch_many<kVectors, true>(a, grid, stream);
+}
+
+}  // namespace
+
+int64_t row_workspace(int64_t m, int64_t k, int64_t n) { return Layout(m, k, n).bytes; }
+
+cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
+                    int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
+                    cudaStream_t stream) {
+  const Layout layout(m, k, n);
+  char* base = static_cast<char*>(workspace);
+  const auto bf16 = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
+  if (is_few(m, k)) {
+    FewArguments a;
+    a.x = bf16(x);
+    a.w_up = bf16(w_up);
+    a.w_down_t = bf16(w_down_t);
+    a.packed = packed;
+    a.n = n;
+    a.m = static_cast<int>(m);
+    a.k = static_cast<int>(k);
+    a.words_per_tile = words_per_tile;
+    a.clusters_per_row = static_cast<int>(few_clusters(m));
+    a.partials = reinterpret_cast<float*>(base + layout.partials);
+    a.l1_parts = reinterpret_cast<float*>(base + layout.l1);
+    a.tickets = tickets;
+    a.l1 = l1;
+    a.y = static_cast<__nv_bfloat16*>(y);
+    if (k <= 8 * kFewWorkers) return launch_few<1>(a, stream);
+    if (k <= 16 * kFewWorkers) return launch_few<2>(a, stream);
+    return launch_few<4>(a, stream);
+  }
+
+  int processors = 0;
+  cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int grid = processors < kMaxGrid ? processors : kMaxGrid;
+  ManyArguments a;
+  a.x = bf16(x);
+  a.w_up = bf16(w_up);
+  a.w_down_t = bf16(w_down_t);
+  a.packed = packed;
+  a.n = n;
+  a.m = static_cast<int>(m);
+  a.k = static_cast<int>(k);
+  a.words_per_tile = words_per_tile;
+  a.pieces = static_cast<int>(ceil_div(k, 2048));
+  // With few rows, short chunks are what fills the device; with many, only a row that would make a tail is cut.
+  a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
+  a.heavy_above = m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
+  const int64_t range = m / (grid * kManyWarps);
+  a.range = static_cast<int>(range < 1 ? 1 : range > 32 ? 32 : range);
+  a.slot_capacity = static_cast<int>(layout.slot_capacity);
+  a.units = reinterpret_cast<int4*>(base + layout.units);
+  a.arrivals = reinterpret_cast<int32_t*>(base + layout.arrivals);
+  a.slots = reinterpret_cast<float*>(base + layout.slots);
+  a.totals = reinterpret_cast<float*>(base + layout.totals);
+  a.row_l1 = reinterpret_cast<float*>(base + layout.l1);
+  a.tickets = tickets;
+  a.l1 = l1;
+  a.y = static_cast<__nv_bfloat16*>(y);
+  if ((error = launch(row_plan_kernel, ceil_div(m, 256), 256, 0, 1, stream, a)) != cudaSuccess) return error;
+  if (k <= 256) return launch_many<1>(a, grid, stream);
+  if (k <= 512) return launch_many<2>(a, grid, stream);
+  if (k <= 1024) return launch_many<4>(a, grid, stream);
+  return launch_many<8>(a, grid, stream);
+}
+
+}  // namespace sparsellm

@@ -1,0 +1,638 @@
+// token_order: clusters of tokens that fire the same neurons, put one after the other; binary profiles, no state.
+//
+// Chunks of at most 8,192 tokens, cut between token tiles, are ordered alone, one after the other. In each:
+//   leaders   C = 16..128 tokens evenly spaced are the first profiles (a profile: a set of neurons, one bit in each row
+//             of a table [N + 1][128 bits] whose last row is empty); f[n] = how many leaders fire n
+//   assign    2,048, then 4,096 tokens evenly spaced, then all: token t goes to the cluster with the largest
+//             C |t & profile| - sum of f over the profile: the overlap less what a mean token would have
+//   profile   after the first two: the neurons that at least 1/16 of the cluster's tokens fire
+//   order     a greedy chain of the clusters by |c & d| / (|c| + |d|), from the one least like the others; within a
+//             cluster tokens by count, fewest first, every other cluster reversed
+// Ties go to the lowest index. All is integer sums and fixed orders: the same answer always, on any machine.
+// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice; a long row (see launch.h) counts
+// as empty, but for its place within its cluster.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/host.h"
+#include "common/twell.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kChunk = 8192;
+constexpr int kClusters = 128;
+constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
+constexpr int kGroups = kClusters / kGroup;
+constexpr int kMaxRange = 4096;  // neurons of one CTA of `leaders` or `profile`
+constexpr int kSamples[2] = {2048, 4096};
+constexpr int kShare = 16;           // a profile's neurons are fired by at least 1 / kShare of its tokens
+constexpr uint32_t kMaxOverlap = 255;
+constexpr uint32_t kMaxCount = 495;  // nonzeros of a row that are looked at: at most 255 in every other sixteen
+constexpr int kSharedTokens = 96;    // from so many tokens per CTA on, a copy of the table in shared memory pays
+constexpr int kMaxTable = 208 * 1024;
+constexpr int kMaxSamples = kSamples[1];
+
+struct Order {
+  const uint32_t* rows;
+  const int32_t* row_counts;
+  int64_t m;
+  int n, chunks;
+  int ranges, range;     // the neurons in `ranges` parts of `range`, a multiple of 32
+  int words;             // of a profile as a mask
+  uint4* leaders;        // [chunks][n + 1] table of the leaders
+  uint4* profiles;       // [chunks][n + 1] table of the profiles
+  uint32_t* masks;       // [chunks][kClusters][words] the last profiles, cluster by cluster
+  int32_t* prices;       // [chunks][ranges][kClusters] sum of f over the neurons of the profile in this part
+  int32_t* sizes;        // [chunks][ranges][kClusters] neurons of the last profile
+  uint32_t* similarity;  // [chunks][kClusters][kClusters] similarity << 7 | 127 - column; undefined diagonal
+  uint8_t* clusters;     // [chunks][kChunk] of the sampled tokens
+};
+
+struct Chunk {
+  int64_t first;
+  int tokens, clusters;
+};
+
+__device__ __forceinline__ Chunk chunk_of(const Order& order, int index) {
+  const int64_t tiles = (order.m + kTokenTile - 1) / kTokenTile;
+  Chunk chunk;
+  chunk.first = kTokenTile * (tiles * index / order.chunks);
+  const int64_t end = index + 1 == order.chunks ? order.m : kTokenTile * (tiles * (index + 1) / order.chunks);
+  chunk.tokens = static_cast<int>(end - chunk.first);
+  chunk.clusters = 16;
+  while (chunk.clusters < kClusters && chunk.clusters * 64 < chunk.tokens) chunk.clusters *= 2;
+  return chunk;
+}
+
+__device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int samples) {
+  return chunk.first + static_cast<uint32_t>(index) * static_cast<uint32_t>(chunk.tokens) / samples;
+}
+
+// How many nonzeros of a token's row are looked at.
+__device__ __forceinline__ uint32_t known_count(const Order& order, int64_t token) {
+  const uint32_t count = __ldg(order.row_counts + token);
+  return count > kRowCapacity ? 0 : min(count, kMaxCount);
+}
+
+// use(neuron) for the neurons of one token; lane `piece` of 8 takes its share. The first load does not wait for `count`:
+// every row has room for it.
+template <class Use>
+__device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
+                                                Use use) {
+  const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity);
+  uint4 quad = __ldg(quads + piece);
+  for (uint32_t at = 4 * piece; at < count;) {
+    use(quad.x & 0xffff);
+    if (at + 1 < count) use(quad.y & 0xffff);
+    if (at + 2 < count) use(quad.z & 0xffff);
+    if (at + 3 < count) use(quad.w & 0xffff);
+    at += 32;
+    if (at < count) quad = __ldg(quads + at / 4);
+  }
+}
+
+__device__ __forceinline__ int bits_of(const uint4& v) { return __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w); }
+
+// The table of the leaders and its prices: CTA (chunk, range).
+__global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
+  extern __shared__ uint4 shared[];  // this range of the table
+  ptx::griddepcontrol_launch_dependents();
+  const int range = blockIdx.x % order.ranges, index = blockIdx.x / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range;
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+
+  const int leader = threadIdx.x / 8;
+  const uint32_t piece = threadIdx.x % 8;
+  const bool valid = leader < chunk.clusters;
+  const int64_t token =
+      chunk.first + (valid ? (2 * leader + 1) * static_cast<int64_t>(chunk.tokens) / (2 * chunk.clusters) : 0);
+  const uint32_t count = valid ? known_count(order, token) : 0;
+  for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
+    if (neuron - first < order.range) {
+      atomicOr(reinterpret_cast<uint32_t*>(shared + (neuron - first)) + leader / 32, 1u << leader % 32);
+    }
+  });
+  __syncthreads();
+  int price = 0;
+  for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
+    if (neuron - first < order.range) price += bits_of(shared[neuron - first]);
+  });
+  __syncwarp();
+  for (int offset = 4; offset > 0; offset /= 2) price += __shfl_xor_sync(~0u, price, offset);
+  if (piece == 0) order.prices[blockIdx.x * kClusters + leader] = price;
+
+  uint4* table = order.leaders + static_cast<int64_t>(index) * (order.n + 1);
+  for (int i = threadIdx.x; i < order.range && first + i < order.n; i += kThreads) table[first + i] = shared[i];
+  if (range == 0 && threadIdx.x == 0) {
+    table[order.n] = make_uint4(0, 0, 0, 0);
+    order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
+// many tokens of each cluster fire each neuron. `last`: their masks and sizes too.
+__global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, int samples, bool last) {
+  extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
+  __shared__ uint16_t list[kMaxSamples];  // the group's tokens: sample << 3 | cluster in the group
+  __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
+  ptx::griddepcontrol_launch_dependents();
+  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
+  const int range = part % order.ranges, index = part / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range, lane = threadIdx.x % 32;
+  samples = min(samples, chunk.tokens);
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < kGroup) members[threadIdx.x] = price_sums[threadIdx.x] = size_sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) listed = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  static_assert(kMaxSamples <= 4 * kThreads, "four tokens to a thread");
+  if (4 * threadIdx.x < samples) {
+    const uint32_t four =
+        __ldcg(reinterpret_cast<const uint32_t*>(order.clusters + static_cast<int64_t>(index) * kChunk) + threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * threadIdx.x + j, cluster = four >> 8 * j & 0xff;
+      if (i < samples && cluster / kGroup == group) {
+        list[atomicAdd(&listed, 1)] = i * kGroup + cluster % kGroup;  // in any order: it is only summed over
+        atomicAdd(&members[cluster % kGroup], 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / 8; i < listed; i += kThreads / 8) {
+    const int64_t token = sample(chunk, list[i] / kGroup, samples);
+    const uint32_t cluster = list[i] % kGroup;
+    for_each_neuron(order, token, known_count(order, token), threadIdx.x % 8, [&](uint32_t neuron) {
+      if (neuron - first < order.range) {
+        atomicAdd(reinterpret_cast<uint32_t*>(shared + (neuron - first)) + cluster / 2, 1u << 16 * (cluster % 2));
+      }
+    });
+  }
+  __syncthreads();
+
+  uint32_t enough[kGroup];
+  int price[kGroup], size = 0;
+#pragma unroll
+  for (int c = 0; c < kGroup; ++c) {
+    enough[c] = max((members[c] + kShare - 1) / kShare, 1);
+    price[c] = 0;
+  }
+  const int64_t table = static_cast<int64_t>(index) * (order.n + 1);
+  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // whole warps
+    const int neuron = first + i;
+    const uint4 counts = shared[i];
+    const int weight = neuron < order.n ? bits_of(__ldcg(order.leaders + table + neuron)) : 0;
+    const uint32_t pairs[4] = {counts.x, counts.y, counts.z, counts.w};
+    uint32_t byte = 0;
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      if ((pairs[c / 2] >> 16 * (c % 2) & 0xffff) >= enough[c]) {
+        byte |= 1u << c;
+        price[c] += weight;
+      }
+    }
+    if (neuron < order.n) reinterpret_cast<uint8_t*>(order.profiles + table + neuron)[group] = byte;
+    if (last) {
+      uint32_t mask = 0;
+#pragma unroll
+      for (int c = 0; c < kGroup; ++c) {
+        const uint32_t ballot = __ballot_sync(~0u, byte >> c & 1);
+        if (lane == c) mask = ballot;
+      }
+      if (lane < kGroup && neuron / 32 < order.words) {
+        order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
+            mask;
+        size += __popc(mask);
+      }
+    }
+  }
+  int sum = 0;
+#pragma unroll
+  for (int c = 0; c < kGroup; ++c) {
+    const int all = __reduce_add_sync(~0u, price[c]);
+    if (lane == c) sum = all;
+  }
+  if (lane < kGroup) {
+    atomicAdd(&price_sums[lane], sum);
+    atomicAdd(&size_sums[lane], size);
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    const int at = part * kClusters + group * kGroup + threadIdx.x;
+    order.prices[at] = price_sums[threadIdx.x];
+    if (last) order.sizes[at] = size_sums[threadIdx.x];
+  }
+}
+
+// Adds three bits in each place: `sum`, and the carry, which it returns.
+__device__ __forceinline__ uint32_t carry_save(uint32_t& sum, uint32_t a, uint32_t b) {
+  const uint32_t s = sum;
+  sum = s ^ a ^ b;
+  return (s & a) | (s & b) | (a & b);
+}
+
+// Adds eight words of bits to counters kept as bit planes: plane k holds bit k of the 32 counts.
+__device__ __forceinline__ void add_planes(uint32_t (&plane)[8], const uint32_t (&v)[8]) {
+  const uint32_t a = carry_save(plane[0], v[0], v[1]), b = carry_save(plane[0], v[2], v[3]);
+  const uint32_t c = carry_save(plane[0], v[4], v[5]), d = carry_save(plane[0], v[6], v[7]);
+  const uint32_t e = carry_save(plane[1], a, b), f = carry_save(plane[1], c, d);
+  uint32_t carry = carry_save(plane[2], e, f);
+#pragma unroll
+  for (int k = 3; k < 8; ++k) {
+    const uint32_t next = plane[k] & carry;
+    plane[k] ^= carry;
+    carry = next;
+  }
+}
+
+// From planes to counts: afterwards byte b of word j is the count of place 8 b + j (the 8 x 8 bits of each byte column,
+// transposed).
+__device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
+  constexpr uint32_t kLow[3] = {0x55555555, 0x33333333, 0x0f0f0f0f};
+#pragma unroll
+  for (int level = 2; level >= 0; --level) {
+    const int step = 1 << level;
+    const uint32_t low = kLow[level];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k & step) continue;
+      const uint32_t a = plane[k], b = plane[k + step];
+      plane[k] = (a & low) | (b << step & ~low);
+      plane[k + step] = (a >> step & low) | (b & ~low);
+    }
+  }
+}
+
+// The cluster of each sampled token: CTA (chunk, part of the sample). Eight lanes to a token: lane 4 s + w counts, in bit
+// planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight neurons. `last`: a part of the similarity
+// of the clusters, too.
+template <bool kShared>
+__global__ void __launch_bounds__(kThreads)
+    assign_kernel(const Order order, int samples, bool first, bool last, int parts) {
+  extern __shared__ uint4 shared[];  // kShared: the table
+  __shared__ int bias[kClusters], sizes[kClusters];
+  ptx::griddepcontrol_launch_dependents();
+  const int part = blockIdx.x % parts, index = blockIdx.x / parts;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t word = lane % 4, slice = lane / 4 % 2;
+  samples = min(samples, chunk.tokens);
+  const uint4* table = (first ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
+  ptx::griddepcontrol_wait();
+
+  if (kShared) {
+    for (int i = threadIdx.x; i <= order.n; i += kThreads) shared[i] = __ldcg(table + i);
+  }
+  // A score is 128 (C overlap - price) + 127 - cluster: its maximum names the cluster, the lowest of equals.
+  if (threadIdx.x < kClusters) {
+    int price = 0, size = 0;
+    for (int r = 0; r < order.ranges; ++r) {
+      const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
+      price += __ldcg(order.prices + at);
+      if (last) size += __ldcg(order.sizes + at);
+    }
+    const int cluster = threadIdx.x;
+    bias[cluster] = cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
+    sizes[cluster] = size;
+  }
+  __syncthreads();
+  const int scale = kClusters * chunk.clusters;
+  int my_bias[16];  // of clusters 32 w + 8 b + 4 s + j at 4 j + b
+#pragma unroll
+  for (int i = 0; i < 16; ++i) my_bias[i] = bias[32 * word + 8 * (i % 4) + 4 * slice + i / 4];
+
+  const int share = (samples + parts - 1) / parts;
+  const int begin = part * share, end = min(begin + share, samples);
+  for (int at = begin; at < end; at += kThreads / 8) {
+    const int i = at + threadIdx.x / 8;
+    const int64_t token = sample(chunk, i < end ? i : begin, samples);
+    const uint32_t count = i < end ? known_count(order, token) : 0;
+    const uint32_t sparing = count > kMaxOverlap;
+    const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
+    uint4 x = __ldg(quads), y = __ldg(quads + 1);
+    uint32_t plane[8] = {};
+    const uint32_t step = 16 << sparing;
+    for (uint32_t from = 8 * slice; from < count; from += step) {
+      const uint32_t neurons[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+      if (from + step < count) {
+        quads += step / 4;
+        x = __ldg(quads);
+        y = __ldg(quads + 1);
+      }
+      uint32_t v[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const uint32_t row = from + k < count ? neurons[k] & 0xffff : order.n;  // row n is empty
+        v[k] = kShared ? reinterpret_cast<const uint32_t*>(shared + row)[word]
+                       : __ldcg(reinterpret_cast<const uint32_t*>(table + row) + word);
+      }
+      add_planes(plane, v);
+    }
+    __syncwarp();
+    planes_to_bytes(plane);
+    const int weight = scale << sparing;
+    int best = INT32_MIN;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // The other slice's counts of the places this lane scores.
+      const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
+      const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        best = max(best, static_cast<int>(overlaps >> 8 * b & 0xff) * weight + my_bias[4 * j + b]);
+      }
+    }
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
+    if (lane % 8 == 0 && i < end) {
+      order.clusters[static_cast<int64_t>(index) * kChunk + i] = kClusters - 1 - (best & (kClusters - 1));
+    }
+  }
+
+  if (!last) return;
+  // Clusters u and 127 - u with all after them: 127 pairs for any u, four to a warp.
+  const uint32_t* masks = order.masks + static_cast<int64_t>(index) * kClusters * order.words;
+  uint32_t* similarity = order.similarity + static_cast<int64_t>(index) * kClusters * kClusters;
+  constexpr int kPairs = 4;
+  for (int u = part; u < kClusters / 2; u += parts) {
+    const uint32_t *a[kPairs], *b[kPairs];
+    int c[kPairs], d[kPairs], both[kPairs];
+#pragma unroll
+    for (int t = 0; t < kPairs; ++t) {
+      const int pair = min(warp + 32 * t, kClusters - 2);
+      const bool lower = pair < kClusters - 1 - u;
+      c[t] = lower ? u : kClusters - 1 - u;
+      d[t] = lower ? u + 1 + pair : pair + 1;
+      a[t] = masks + c[t] * order.words;
+      b[t] = masks + d[t] * order.words;
+      both[t] = 0;
+    }
+    for (int w = lane; w < order.words; w += 32) {
+#pragma unroll
+      for (int t = 0; t < kPairs; ++t) both[t] += __popc(__ldcg(a[t] + w) & __ldcg(b[t] + w));
+    }
+#pragma unroll
+    for (int t = 0; t < kPairs; ++t) {
+      const uint32_t all = __reduce_add_sync(~0u, both[t]);
+      const uint32_t alike = (all << 15) / max(sizes[c[t]] + sizes[d[t]], 1);
+      if (lane == 0) {
+        similarity[c[t] * kClusters + d[t]] = alike << 7 | (kClusters - 1 - d[t]);
+        similarity[d[t] * kClusters + c[t]] = alike << 7 | (kClusters - 1 - c[t]);
+      }
+    }
+  }
+}
+
+constexpr int kSorters = 512;  // threads; one more warp makes the chain
+constexpr int kSortWarps = kSorters / 32;
+constexpr int kSortItems = kChunk / kSorters;
+
+// Ranks among equal keys, in the order of the positions 512 warp + 32 k + lane < tokens: of position k rank[k] within
+// the warp, to which before[warp][key] adds the warps before and, kSpread, all smaller keys.
+template <int kKeys, bool kSpread, class Key>
+__device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
+                                          int* totals, uint16_t (&rank)[kSortItems], Key key) {
+  for (int i = lane; i < kKeys; i += 32) before[warp][i] = 0;
+  __syncwarp();
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    const bool valid = warp * 32 * kSortItems + 32 * k + lane < tokens;
+    const uint32_t active = __ballot_sync(~0u, valid);
+    if (valid) {
+      const uint32_t mine = key(k);
+      const uint32_t same = __match_any_sync(active, mine);
+      const uint32_t seen = before[warp][mine], earlier = same & ((1u << lane) - 1);
+      rank[k] = seen + __popc(earlier);
+      __syncwarp(active);
+      if (earlier == 0) before[warp][mine] = seen + __popc(same);
+    }
+    __syncwarp();
+  }
+  ptx::bar_sync(1, kSorters);
+  if (warp * 32 + lane < kKeys) {
+    const uint32_t mine = warp * 32 + lane;
+    uint32_t total = 0;
+    for (int w = 0; w < kSortWarps; ++w) total += before[w][mine];
+    static_assert(!kSpread || kKeys == 32, "one warp scans");
+    uint32_t sum = kSpread ? exclusive_scan(total, lane) : 0;
+    for (int w = 0; w < kSortWarps; ++w) {
+      const uint32_t here = before[w][mine];
+      before[w][mine] = sum;
+      sum += here;
+    }
+    totals[mine] = total;
+  }
+  ptx::bar_sync(1, kSorters);
+}
+
+// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the others rank the tokens within
+// their clusters.
+__global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, int32_t* tokens) {
+  extern __shared__ uint4 shared[];  // the similarities
+  __shared__ uint8_t clusters[kChunk];
+  __shared__ uint16_t sorted[kChunk];
+  __shared__ uint16_t before[kSortWarps][kClusters];
+  __shared__ uint32_t likeness[kClusters];
+  __shared__ int totals[kClusters], start[kClusters], chain[kClusters], place[kClusters], nonzeros;
+  const Chunk chunk = chunk_of(order, blockIdx.x);
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) nonzeros = 0;
+  ptx::griddepcontrol_wait();
+
+  const uint4* similarity =
+      reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
+  for (int i = threadIdx.x; i < chunk.clusters * 32; i += kSorters + 32) shared[i] = __ldcg(similarity + i);
+  __syncthreads();
+  for (int c = warp; c < chunk.clusters; c += kSortWarps + 1) {
+    const uint4 four = shared[c * 32 + lane];
+    const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
+    uint32_t sum = 0;
+    for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) likeness[c] = sum;
+  }
+  __syncthreads();
+
+  uint16_t item[kSortItems], rank[kSortItems];
+  if (warp == kSortWarps) {
+    uint32_t taken[4];  // the sign bit: in the chain, or no cluster
+    uint32_t least = ~0u;
+    for (int e = 0; e < 4; ++e) {
+      const int c = 4 * lane + e;
+      taken[e] = c < chunk.clusters ? 0 : 1u << 31;
+      if (c < chunk.clusters) least = min(least, likeness[c] << 7 | c);
+    }
+    int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
+    for (int k = 0; k < chunk.clusters; ++k) {
+      const uint4 four = shared[c * 32 + lane];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (c == 4 * lane + e) taken[e] = 1u << 31;
+      }
+      if (lane == 0) {
+        chain[k] = c;
+        place[c] = k;
+      }
+      const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
+                           max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
+      c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
+    }
+  } else {
+    int count[kSortItems], sum = 0;
+    const int base = warp * 32 * kSortItems + lane;
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      const int i = base + 32 * k;
+      count[k] = 0;
+      if (i < chunk.tokens) {
+        count[k] = __ldg(order.row_counts + chunk.first + i);
+        clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
+      }
+      sum += count[k];
+    }
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) atomicAdd(&nonzeros, sum);
+    ptx::bar_sync(1, kSorters);
+    const int mean = max((nonzeros + chunk.tokens - 1) / chunk.tokens, 1);
+    const auto fullness = [&](int k) { return static_cast<uint32_t>(min(8 * count[k] / mean, 31)); };
+    rank_keys<32, true>(chunk.tokens, warp, lane, before, totals, rank, fullness);
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      if (base + 32 * k < chunk.tokens) sorted[before[warp][fullness(k)] + rank[k]] = base + 32 * k;
+    }
+    ptx::bar_sync(1, kSorters);
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) item[k] = base + 32 * k < chunk.tokens ? sorted[base + 32 * k] : 0;
+    rank_keys<kClusters, false>(chunk.tokens, warp, lane, before, totals, rank,
+                                [&](int k) { return static_cast<uint32_t>(clusters[item[k]]); });
+  }
+  __syncthreads();
+
+  if (warp == 0) {
+    int size[4], sum = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 4 * lane + e;
+      size[e] = k < chunk.clusters ? totals[chain[k]] : 0;
+      sum += size[e];
+    }
+    sum = exclusive_scan(sum, lane);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 4 * lane + e;
+      if (k < chunk.clusters) start[chain[k]] = sum;
+      sum += size[e];
+    }
+  }
+  __syncthreads();
+  if (warp < kSortWarps) {
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      if (warp * 32 * kSortItems + 32 * k + lane < chunk.tokens) {
+        const int c = clusters[item[k]];
+        const int within = before[warp][c] + rank[k];
+        sorted[start[c] + (place[c] % 2 == 0 ? within : totals[c] - 1 - within)] = item[k];
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < chunk.tokens; i += kSorters + 32) tokens[chunk.first + i] = chunk.first + sorted[i];
+}
+
+// Sizes and places of the workspace; returns its bytes.
+int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
+  order.m = m;
+  order.n = static_cast<int>(n);
+  order.chunks = static_cast<int>(ceil_div(m, kChunk));
+  order.ranges = static_cast<int>(ceil_div(n, kMaxRange));
+  order.range = static_cast<int>(ceil_div(ceil_div(n, order.ranges), 32) * 32);
+  order.words = static_cast<int>(ceil_div(n, 32));
+  int64_t bytes = 0;
+  const auto take = [&](auto*& pointer, int64_t elements) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(static_cast<char*>(workspace) + bytes);
+    bytes += ceil_div(elements * static_cast<int64_t>(sizeof(*pointer)), 256) * 256;
+  };
+  take(order.leaders, order.chunks * (n + 1));
+  take(order.profiles, order.chunks * (n + 1));
+  take(order.masks, static_cast<int64_t>(order.chunks) * kClusters * order.words);
+  take(order.prices, static_cast<int64_t>(order.chunks) * order.ranges * kClusters);
+  take(order.sizes, static_cast<int64_t>(order.chunks) * order.ranges * kClusters);
+  take(order.similarity, static_cast<int64_t>(order.chunks) * kClusters * kClusters);
+  take(order.clusters, static_cast<int64_t>(order.chunks) * kChunk);
+  return bytes;
+}
+
+// Launches `kernel` to start while the one before it ends; it waits for it itself (griddepcontrol_wait).
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
+                         cudaStream_t stream, Arguments&&... arguments) {
+  if (shared_bytes > 0) {
+    cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+}  // namespace
+
+int64_t order_workspace(int64_t m, int64_t n) {
+  Order order;
+  return lay_out(order, m, n, nullptr);
+}
+
+cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t m, int64_t n, void* workspace,
+                        int32_t* tokens, cudaStream_t stream) {
+  Order order;
+  lay_out(order, m, n, workspace);
+  order.rows = rows;
+  order.row_counts = row_counts;
+  int processors = 0;
+  cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t parts = std::min<int64_t>(std::max(processors / order.chunks, 8), 64);
+  const int64_t per_chunk = ceil_div(m, order.chunks);
+  const uint32_t table_bytes = static_cast<uint32_t>(n + 1) * sizeof(uint4);
+  const uint32_t range_bytes = order.range * sizeof(uint4);
+  const auto assign = [&](int64_t samples, bool first, bool last) {
+    const bool copied = table_bytes <= kMaxTable && ceil_div(std::min(samples, per_chunk), parts) >= kSharedTokens;
+    return copied ? launch_early(assign_kernel<true>, order.chunks * parts, kThreads, table_bytes, stream, order,
+                                 samples, first, last, parts)
+                  : launch_early(assign_kernel<false>, order.chunks * parts, kThreads, 0, stream, order, samples, first,
+                                 last, parts);
+  };
+  const auto profile = [&](int samples, bool last) {
+    return launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
+                        range_bytes, stream, order, samples, last);
+  };
+  error = launch(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1, stream,
+                 order);
+  if (error == cudaSuccess) error = assign(kSamples[0], true, false);
+  if (error == cudaSuccess) error = profile(kSamples[0], false);
+  if (error == cudaSuccess) error = assign(kSamples[1], false, false);
+  if (error == cudaSuccess) error = profile(kSamples[1], true);
+  if (error == cudaSuccess) error = assign(kChunk, false, true);
+  if (error == cudaSuccess) {
+    error = launch_early(sort_kernel, order.chunks, kSorters + 32, kClusters * kClusters * sizeof(uint32_t), stream,
+                         order, tokens);
+  }
+  return error;
+}
+
+}  // namespace sparsellm

@@ -1,0 +1,61 @@
+// pack_rows: the nonzeros of each row side by side, out of its packed tiles. One warp to a row, one lane to a tile.
+// Long rows (more than kRowCapacity nonzeros) are left out.
+#include "common/host.h"
+#include "common/twell.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kRowsThreads = 256;
+
+__global__ void __launch_bounds__(kRowsThreads)
+    pack_rows_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows) {
+  const uint32_t lane = threadIdx.x % 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kRowsThreads / 32) + threadIdx.x / 32;
+  if (token >= m) return;
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const uint32_t of_row = packed.row_counts[token];
+  if (of_row == 0 || of_row > kRowCapacity) return;
+  uint32_t* out = rows + token * kRowCapacity;
+  for (int first = 0; first < column_tiles; first += 32) {
+    const int tile = first + lane;
+    const uint32_t* words = packed.words + (token * column_tiles + tile) * words_per_tile;
+    uint4 low = make_uint4(0, 0, 0, 0), high = low;
+    if (tile < column_tiles) {
+      low = __ldg(reinterpret_cast<const uint4*>(words));
+      high = __ldg(reinterpret_cast<const uint4*>(words) + 1);
+    }
+    const uint32_t count = low.x;
+    const uint32_t before = exclusive_scan(count, lane);
+    uint32_t* at = out + before;
+    out += __shfl_sync(~0u, before + count, 31);
+    if (count < static_cast<uint32_t>(words_per_tile)) {
+      const uint32_t eight[7] = {low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 7; ++i) {
+        if (i < count) at[i] = eight[i];
+      }
+      for (uint32_t i = 8; i <= count; ++i) at[i - 1] = __ldg(words + i);
+    } else {
+      const uint32_t column = tile * kColumnTile;
+      const auto segment = static_cast<const __nv_bfloat16*>(packed.wide) + token * n + column;
+      for (uint32_t c = 0; c < kColumnTile && column + c < n; c += 8) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(segment + c));
+        for (uint32_t rest = nonzero_bits(v); rest != 0; rest &= rest - 1) {
+          const int i = __ffs(rest) - 1;
+          *at++ = pack_word(half_of(v, i), column + c + i);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
+                      cudaStream_t stream) {
+  return launch(pack_rows_kernel, ceil_div(m, kRowsThreads / 32), kRowsThreads, 0, 1, stream, packed, m, n,
+                words_per_tile, rows);
+}
+
+}  // namespace sparsellm
