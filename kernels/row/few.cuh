@@ -3,7 +3,7 @@
 //
 // A row's nonzeros are cut, by their count alone, into equal runs, one for each CTA of a cluster (rows with many take
 // several clusters). A thread keeps 8 kVectors columns of x and y; the neurons of a batch have both their weight rows in
-// flight at once, 64 KB per CTA. The cluster adds its CTAs' sums through distributed shared memory, each CTA a slice of
+// flight at once, up to 64 KB per CTA. The cluster adds its CTAs' sums through distributed shared memory, each CTA a slice of
 // the columns; where a row has several clusters, the last of them to finish a slice adds what all have left in global
 // memory. A warp of its own lists nonzeros ahead of the others, and takes the l1 norm to its end meanwhile.
 #pragma once
@@ -13,7 +13,7 @@
 namespace sparsellm::row {
 
 constexpr int kFewTokens = 128;
-constexpr int kFewMaxWidth = 8192;
+constexpr int kFewMaxWidth = 4096;  // K
 constexpr int kFewWorkers = 256;  // threads at most: the multiple of 32 that covers K / (8 kVectors)
 constexpr int kFewPerCta = 32;    // nonzeros of each CTA above which a row gets another cluster
 constexpr int kMaxRanks = 8;      // CTAs of a cluster
@@ -82,11 +82,12 @@ struct FewArguments {
   __nv_bfloat16* y;
 };
 
-template <int kVectors, int kRanks, bool kGated>
-__global__ void __launch_bounds__(kFewWorkers + 32, kVectors == 4 ? 1 : 2) row_few_kernel(const FewArguments a) {
-  constexpr int kBatch = 8 / kVectors;       // neurons in flight
-  constexpr int kGroup = 32 / kBatch;        // lanes that share a neuron's sum
-  extern __shared__ float4 part[];           // [k / 4] this CTA's sum
+template <int kVectors, int kRanks, int kInFlight, bool kGated>
+__global__ void __launch_bounds__(kFewWorkers + 32, kInFlight == 8 ? 1 : 2)
+    row_few_kernel(const FewArguments a) {
+  constexpr int kBatch = kInFlight / kVectors;  // neurons in flight
+  constexpr int kGroup = 32 / kBatch;           // lanes that share a neuron's sum
+  extern __shared__ float4 part[];              // [k / 4] this CTA's sum
   __shared__ uint32_t lists[2][kListed];
   __shared__ float dots[2][kBatch][kFewWorkers / 32];
   __shared__ float part_l1;
@@ -190,6 +191,8 @@ __global__ void __launch_bounds__(kFewWorkers + 32, kVectors == 4 ? 1 : 2) row_f
             float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
+              // x stays packed: the compiler would unpack it once and for all, and run out of registers.
+              asm volatile("" : "+r"(x[v].x), "+r"(x[v].y), "+r"(x[v].z), "+r"(x[v].w));
               float x8[8];
               unpack(x[v], x8);
               multiply_add(four, up[j][v], x8);

@@ -28,7 +28,6 @@ struct ManyArguments {
   Packed packed;
   int64_t n;
   int m, k, words_per_tile;
-  int pieces;         // of 256 kVectors columns, that cover k
   int smallest_chunk;
   int heavy_above;    // rows with more nonzeros are planned
   int range;          // neighbouring units a CTA takes at a time
@@ -72,7 +71,7 @@ __global__ void row_plan_kernel(const ManyArguments a) {
   }
 }
 
-// kFull: k is pieces * 256 * kVectors, and every lane has columns.
+// Columns are done in pieces of 256 kVectors. kFull: k is a multiple of that, and every lane has columns.
 template <int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const ManyArguments a) {
   constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
@@ -80,15 +79,16 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   __shared__ uint32_t lists[kManyWarps][kListed];
   __shared__ float hiddens[kManyWarps][kListed];
   __shared__ float scratch[kManyWarps];
-  __shared__ int lock, range_next, range_end;
+  __shared__ int lock, range_next, range_end, units;
   __shared__ bool last;
-  const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t* list = lists[warp];
-  float* hidden = hiddens[warp];
-  float* total = a.totals + static_cast<int64_t>(blockIdx.x * (blockDim.x / 32) + warp) * a.k;
-  const int units = a.tickets[kUnits];
-  if (threadIdx.x == 0) lock = range_next = range_end = 0;
+  const int pieces = (a.k + kPiece - 1) / kPiece;
+  uint32_t* list = lists[threadIdx.x / 32];
+  float* hidden = hiddens[threadIdx.x / 32];
+  if (threadIdx.x == 0) {
+    lock = range_next = range_end = 0;
+    units = a.tickets[kUnits];
+  }
   __syncthreads();
 
   // The next unit of the CTA's range; whoever finds the range empty gets another while the other warps wait.
@@ -116,23 +116,20 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   const auto valid_of = [&](int piece) { return kFull ? kVectors : (a.k - column_of(piece) + 255) >> 8; };
 
   // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0..size - 1 in turn.
+  // Vectors from `valid` on hold other columns of it: a load there costs less than a branch.
   const auto stream = [&](const __nv_bfloat16* weights, int piece, int size, auto use) {
-    const __nv_bfloat16* mine = weights + column_of(piece);
+    const __nv_bfloat16* mine = weights + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
     const int valid = valid_of(piece);
     uint4 rows[kDepth][kVectors];
     const auto load = [&](uint4 (&to)[kVectors], int i) {
       const __nv_bfloat16* weight_row = mine + static_cast<int64_t>(list[i] & 0xffff) * a.k;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (v < valid) to[v] = __ldg(reinterpret_cast<const uint4*>(weight_row + 256 * v));
+        to[v] = __ldg(reinterpret_cast<const uint4*>(weight_row + (v < valid ? 256 * v : 0)));
       }
     };
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      if constexpr (!kFull) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) rows[d][v] = make_uint4(0, 0, 0, 0);  // stays where no column is
-      }
       if (d < size) load(rows[d], d);
     }
 #pragma unroll 1
@@ -150,24 +147,21 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   // The listed nonzeros, `size` of them: their h to `hidden`; returns the sum of |h|.
   const auto compute_hidden = [&](int64_t row, int size) {
     if constexpr (kGated) {
-      for (int piece = 0; piece < a.pieces; ++piece) {
+      for (int piece = 0; piece < pieces; ++piece) {
         const __nv_bfloat16* columns = a.x + row * a.k + column_of(piece);
         const int valid = valid_of(piece);
-        uint4 x[kVectors];
+        float x[kVectors][8];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          x[v] = make_uint4(0, 0, 0, 0);
-          if (v < valid) x[v] = __ldg(reinterpret_cast<const uint4*>(columns + 256 * v));
+          uint4 eight = make_uint4(0, 0, 0, 0);
+          if (v < valid) eight = __ldg(reinterpret_cast<const uint4*>(columns + 256 * v));
+          unpack(eight, x[v]);
         }
         stream(a.w_up, piece, size, [&](int i, const uint4 (&w)[kVectors]) {
           float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            // x stays packed: unpacked once and for all, as the compiler would have it, it does not fit the registers.
-            asm volatile("" : "+r"(x[v].x), "+r"(x[v].y), "+r"(x[v].z), "+r"(x[v].w));
-            float x8[8];
-            unpack(x[v], x8);
-            multiply_add(four, w[v], x8);
+            if (v < valid) multiply_add(four, w[v], x[v]);
           }
           const float dot = warp_sum((four[0] + four[1]) + (four[2] + four[3]));
           if (lane == 0) hidden[i] = piece == 0 ? dot : hidden[i] + dot;
@@ -215,7 +209,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
     const int chunk = chunk_of(count, a.smallest_chunk);
     const int chunks = max((count + chunk - 1) / chunk, 1);
     const bool split = unit.y >= 0;
-    const int64_t stride = a.k + 8;
+    const int stride = a.k + 8;  // of slots
     const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed: registers are short
     float row_l1 = 0.0f;
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
@@ -225,7 +219,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
       __syncwarp();
       const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
       row_l1 += l1;
-      for (int piece = 0; piece < a.pieces; ++piece) {
+      for (int piece = 0; piece < pieces; ++piece) {
         float sums[kVectors][8];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -237,14 +231,15 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) scale_add(sums[v], w[v], h);
         });
+        float* total = a.totals + static_cast<int64_t>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.k;
         leave(split ? kFirst : chunks == 1 ? kWhole : c == 0 ? kFirst : c + 1 < chunks ? kMiddle : kLast, row,
-              split ? a.slots + (first_slot() + c) * stride : total, piece, sums);
+              split ? a.slots + static_cast<int64_t>(first_slot() + c) * stride : total, piece, sums);
       }
     }
     if (split) {
       int position = 0;
-      float* row_slots = a.slots + first_slot() * stride;
-      if (lane == 0) row_slots[unit.y * stride + a.k] = row_l1;
+      float* row_slots = a.slots + static_cast<int64_t>(first_slot()) * stride;
+      if (lane == 0) row_slots[static_cast<int64_t>(unit.y) * stride + a.k] = row_l1;
       __threadfence();
       __syncwarp();
       if (lane == 0) position = atomicAdd(a.arrivals + first_slot(), 1);
@@ -254,15 +249,15 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
         float sums[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) sums[i] = -0.0f;  // -0.0 + p is p, whatever its sign
-#pragma unroll 8
+#pragma unroll 4
         for (int c = 0; c < chunks; ++c) {
-          add_eight(reinterpret_cast<const float4*>(row_slots + c * stride) + 2 * vector, sums);
+          add_eight(reinterpret_cast<const float4*>(row_slots + static_cast<int64_t>(c) * stride) + 2 * vector, sums);
         }
         *reinterpret_cast<uint4*>(a.y + row * a.k + 8 * vector) = pack(sums);
       }
       row_l1 = 0.0f;
-#pragma unroll 8
-      for (int c = 0; c < chunks; ++c) row_l1 += __ldcg(row_slots + c * stride + a.k);
+#pragma unroll 4
+      for (int c = 0; c < chunks; ++c) row_l1 += __ldcg(row_slots + static_cast<int64_t>(c) * stride + a.k);
     }
     if (lane == 0) a.row_l1[row] = row_l1;
   }

@@ -23,8 +23,10 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
-// CTAs per row of the kernel for few tokens: enough to fill the device, and no more than two on an SM.
-int few_ranks(int64_t m) { return m <= 32 ? 8 : 4; }
+// The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
+// Up to 32 tokens there is a CTA for each SM, with all its registers; beyond, two and more share an SM.
+int few_ranks(int64_t m) { return m <= 16 ? 8 : 4; }
+int few_in_flight(int64_t m) { return m <= 32 ? 8 : 4; }
 int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
 
 int many_warps(int64_t k) {
@@ -61,30 +63,25 @@ struct Layout {
   }
 };
 
-template <int kVectors, int kRanks>
+template <int kVectors, int kRanks, int kInFlight>
 cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
+  const auto kernel = a.w_up == nullptr ? row_few_kernel<kVectors, kRanks, kInFlight, false>
+                                        : row_few_kernel<kVectors, kRanks, kInFlight, true>;
   const int workers = static_cast<int>(ceil_div(a.k, 8 * kVectors * 32)) * 32;
   const int64_t grid = static_cast<int64_t>(a.m) * a.clusters_per_row * kRanks;
-  return launch(a.w_up == nullptr ? row_few_kernel<kVectors, kRanks, false> : row_few_kernel<kVectors, kRanks, true>,
-                grid, workers + 32, a.k * 4, kRanks, stream, a);
+  return launch(kernel, grid, workers + 32, a.k * 4, kRanks, stream, a);
 }
 
 template <int kVectors>
 cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
-  return few_ranks(a.m) == 8 ? launch_few<kVectors, 8>(a, stream) : launch_few<kVectors, 4>(a, stream);
+  if (few_ranks(a.m) == 8) return launch_few<kVectors, 8, 8>(a, stream);
+  return few_in_flight(a.m) == 8 ? launch_few<kVectors, 4, 8>(a, stream) : launch_few<kVectors, 4, 4>(a, stream);
 }
 
-template <int kVectors, bool kGated>
+template <int kVectors, bool kFull>
 cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
-  const bool full = a.k == a.pieces * 256 * kVectors;
-  return launch(full ? row_many_kernel<kVectors, true, kGated> : row_many_kernel<kVectors, false, kGated>, grid,
-                32 * many_warps(a.k), 0, 1, stream, a);
-}
-
-template <int kVectors>
-cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
-  return a.w_up == nullptr ? launch_many<kVectors, false>(a, grid, stream)
-                           : launch_many<kVectors, true>(a, grid, stream);
+  return launch(a.w_up == nullptr ? row_many_kernel<kVectors, kFull, false> : row_many_kernel<kVectors, kFull, true>,
+                grid, 32 * many_warps(a.k), 0, 1, stream, a);
 }
 
 }  // namespace
@@ -113,9 +110,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
     a.tickets = tickets;
     a.l1 = l1;
     a.y = static_cast<__nv_bfloat16*>(y);
-    if (k <= 8 * kFewWorkers) return launch_few<1>(a, stream);
-    if (k <= 16 * kFewWorkers) return launch_few<2>(a, stream);
-    return launch_few<4>(a, stream);
+    return k <= 8 * kFewWorkers ? launch_few<1>(a, stream) : launch_few<2>(a, stream);
   }
 
   int processors = 0;
@@ -131,7 +126,6 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   a.m = static_cast<int>(m);
   a.k = static_cast<int>(k);
   a.words_per_tile = words_per_tile;
-  a.pieces = static_cast<int>(ceil_div(k, 2048));
   // With few rows, short chunks are what fills the device; with many, only a row that would make a tail is cut.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
@@ -147,10 +141,10 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   a.l1 = l1;
   a.y = static_cast<__nv_bfloat16*>(y);
   if ((error = launch(row_plan_kernel, ceil_div(m, 256), 256, 0, 1, stream, a)) != cudaSuccess) return error;
-  if (k <= 256) return launch_many<1>(a, grid, stream);
-  if (k <= 512) return launch_many<2>(a, grid, stream);
-  if (k <= 1024) return launch_many<4>(a, grid, stream);
-  return launch_many<8>(a, grid, stream);
+  if (k % 2048 == 0) return launch_many<8, true>(a, grid, stream);
+  if (k % 1024 == 0) return launch_many<4, true>(a, grid, stream);
+  if (k > 512) return launch_many<4, false>(a, grid, stream);
+  return launch_many<2, false>(a, grid, stream);
 }
 
 }  // namespace sparsellm

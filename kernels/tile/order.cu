@@ -9,8 +9,8 @@
 //   order     a greedy chain of the clusters by |c & d| / (|c| + |d|), from the one least like the others; within a
 //             cluster tokens by count, fewest first, every other cluster reversed
 // Ties go to the lowest index. All is integer sums and fixed orders: the same answer always, on any machine.
-// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice; a long row (see launch.h) counts
-// as empty, but for its place within its cluster.
+// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice. A long row (more than
+// kRowCapacity) counts as empty, but for its place within its cluster.
 #include <algorithm>
 #include <type_traits>
 
@@ -27,12 +27,12 @@ constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each t
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kMaxRange = 4096;  // neurons of one CTA of `leaders` or `profile`
 constexpr int kSamples[2] = {2048, 4096};
-constexpr int kShare = 16;           // a profile's neurons are fired by at least 1 / kShare of its tokens
+constexpr int kMaxSamples = kSamples[1];
+constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 constexpr uint32_t kMaxOverlap = 255;
 constexpr uint32_t kMaxCount = 495;  // nonzeros of a row that are looked at: at most 255 in every other sixteen
-constexpr int kSharedTokens = 96;    // from so many tokens per CTA on, a copy of the table in shared memory pays
+constexpr int kSharedTokens = 96;  // from so many tokens per CTA on, a copy of the table in shared memory pays
 constexpr int kMaxTable = 208 * 1024;
-constexpr int kMaxSamples = kSamples[1];
 
 struct Order {
   const uint32_t* rows;
@@ -76,8 +76,8 @@ __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t toke
   return count > kRowCapacity ? 0 : min(count, kMaxCount);
 }
 
-// use(neuron) for the neurons of one token; lane `piece` of 8 takes its share. The first load does not wait for `count`:
-// every row has room for it.
+// use(neuron) for the neurons of one token; lane `piece` of 8 takes its share. The first load does not wait for
+// `count`: every row has room for it.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {
@@ -269,14 +269,15 @@ __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   }
 }
 
-// The cluster of each sampled token: CTA (chunk, part of the sample). Eight lanes to a token: lane 4 s + w counts, in bit
-// planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight neurons. `last`: a part of the similarity
-// of the clusters, too.
+// The cluster of each sampled token: CTA (chunk, part of the sample). Eight lanes to a token: lane 4 s + w counts, in
+// bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight neurons. `last`: a part of the
+// similarity of the clusters, too.
 template <bool kShared>
 __global__ void __launch_bounds__(kThreads)
     assign_kernel(const Order order, int samples, bool first, bool last, int parts) {
   extern __shared__ uint4 shared[];  // kShared: the table
-  __shared__ int bias[kClusters], sizes[kClusters];
+  __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
+  __shared__ int sizes[kClusters];
   ptx::griddepcontrol_launch_dependents();
   const int part = blockIdx.x % parts, index = blockIdx.x / parts;
   const Chunk chunk = chunk_of(order, index);
@@ -298,14 +299,13 @@ __global__ void __launch_bounds__(kThreads)
       if (last) size += __ldcg(order.sizes + at);
     }
     const int cluster = threadIdx.x;
-    bias[cluster] = cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
+    const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
+    reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
+        cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
     sizes[cluster] = size;
   }
   __syncthreads();
   const int scale = kClusters * chunk.clusters;
-  int my_bias[16];  // of clusters 32 w + 8 b + 4 s + j at 4 j + b
-#pragma unroll
-  for (int i = 0; i < 16; ++i) my_bias[i] = bias[32 * word + 8 * (i % 4) + 4 * slice + i / 4];
 
   const int share = (samples + parts - 1) / parts;
   const int begin = part * share, end = min(begin + share, samples);
@@ -343,10 +343,11 @@ __global__ void __launch_bounds__(kThreads)
       // The other slice's counts of the places this lane scores.
       const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
       const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        best = max(best, static_cast<int>(overlaps >> 8 * b & 0xff) * weight + my_bias[4 * j + b]);
-      }
+      const int4 four = bias[8 * j + lane % 8];
+      best = max(best, static_cast<int>(overlaps & 0xff) * weight + four.x);
+      best = max(best, static_cast<int>(overlaps >> 8 & 0xff) * weight + four.y);
+      best = max(best, static_cast<int>(overlaps >> 16 & 0xff) * weight + four.z);
+      best = max(best, static_cast<int>(overlaps >> 24) * weight + four.w);
     }
 #pragma unroll
     for (int offset = 1; offset < 8; offset *= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
@@ -393,8 +394,9 @@ constexpr int kSorters = 512;  // threads; one more warp makes the chain
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;
 
-// Ranks among equal keys, in the order of the positions 512 warp + 32 k + lane < tokens: of position k rank[k] within
-// the warp, to which before[warp][key] adds the warps before and, kSpread, all smaller keys.
+// Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`, key(k) is the key of one:
+// rank[k] counts the equal keys before it in its warp, before[warp][key] those of the warps before and, kSpread, all
+// smaller keys; totals[key] all equal ones.
 template <int kKeys, bool kSpread, class Key>
 __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
                                           int* totals, uint16_t (&rank)[kSortItems], Key key) {

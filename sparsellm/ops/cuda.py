@@ -18,10 +18,9 @@ from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 4  # int32: the tile plan's number of items, and tickets
-ROW_UNIT = 64  # nonzeros of one row that one warp takes at a time
-ROW_UNITS_HEAD = 4  # int32 at the start of the row engine's units: number of units, tickets
-ROW_PARTIAL_BYTES = 64 << 20  # at most, for the sums of rows that several warps share
-ROW_PARTIAL_EXTRA = 8  # float32 behind each partial y
+ROW_CAPACITY = 512  # nonzeros of a row that the tile engine keeps side by side (launch.h: kRowCapacity)
+ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
+MIN_ORDERED_TOKENS = 1024  # fewer are left in their order: there is little to group
 
 
 class Gate(NamedTuple):
@@ -90,8 +89,14 @@ def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
     return gate
 
 
-def tile_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
-    """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K]."""
+def tile_engine(
+    gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor, ordered: bool = True
+) -> tuple[Tensor, Tensor]:
+    """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K].
+
+    ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
+    128 tokens in a row do.
+    """
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
     m, column_tiles, _ = gate.words.shape
@@ -100,15 +105,24 @@ def tile_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Ten
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return gate.words.new_empty(shape, dtype=dtype)
 
-    tokens = None  # natural order
+    rows = integers(m, ROW_CAPACITY)
+    ops.pack_rows(*gate, rows)
+    tokens, mask = None, gate.mask
+    if ordered and m >= MIN_ORDERED_TOKENS:
+        tokens, mask = integers(m), integers(token_tiles, mask_words)
+        workspace = integers(ops.order_workspace(m, n), dtype=torch.uint8)
+        ops.token_order(rows, gate.row_counts, n, workspace, tokens)
     plan = (
+        rows,
         tokens,
-        gate.mask,
+        mask,
         integers(token_tiles, mask_words, dtype=torch.int16),  # prefix, uint16 to the kernels
         integers(token_tiles, column_tiles * COLUMN_TILE, dtype=torch.int16),  # slots, likewise
         integers(token_tiles),  # sizes
-        integers(token_tiles),  # order
-        integers(token_tiles * column_tiles),  # items
+        integers(token_tiles * TOKEN_TILE, ROW_CAPACITY),  # lists
+        integers(token_tiles, column_tiles + 1, TOKEN_TILE, dtype=torch.int16),  # offsets, uint16 to the kernels
+        integers(token_tiles, 2),  # order
+        integers(token_tiles * column_tiles, 2),  # items
         *_zeros(gate.words.device, (TOTALS, torch.int32)),
     )
     h = gate.wide.new_empty((token_tiles * TOKEN_TILE, n))
@@ -122,16 +136,13 @@ def tile_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Ten
 
 def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
     """For each token, the weight rows of its own neurons. w_down_t [N, K]."""
+    ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
     m = gate.words.shape[0]
-    capacity = m * tiles(n, ROW_UNIT)
-    units = gate.words.new_empty(ROW_UNITS_HEAD + 2 * capacity)
-    units[:ROW_UNITS_HEAD].zero_()
-    row = k + ROW_PARTIAL_EXTRA
-    partials = gate.wide.new_empty((min(capacity, ROW_PARTIAL_BYTES // (4 * row)), row), dtype=torch.float32)
-    row_l1, l1 = _l1(gate.wide, m)
-    y = gate.wide.new_empty((m, k))
-    torch.ops.sparsellm_cuda.row_ffn(x, w_up, w_down_t, *gate, ROW_UNIT, units, partials, row_l1, l1, y)
+    workspace = gate.words.new_empty(ops.row_workspace(m, k, n), dtype=torch.uint8)
+    (tickets,) = _zeros(gate.words.device, (ROW_TICKETS, torch.int32))
+    y, l1 = gate.wide.new_empty((m, k)), gate.wide.new_empty((), dtype=torch.float32)
+    ops.row_ffn(x, w_up, w_down_t, *gate, workspace, tickets, l1, y)
     return y, l1
 
 

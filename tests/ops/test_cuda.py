@@ -11,6 +11,7 @@ from test_feedforward import operator, tokens, weights
 
 from sparsellm.ops import build, cuda, plan_of, twell
 
+ROWS = 5  # what stands for the rows
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 
 
@@ -40,15 +41,19 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(counters, torch.int64, 4)
 
 
-def expect_plan(wide, tokens, mask, prefix, slots, sizes, order, items, totals):
-    token_tiles, column_tiles = twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
-    assert tokens is None
+def expect_plan(wide, rows, tokens, mask, prefix, slots, sizes, lists, offsets, order, items, totals):
+    m, token_tiles, column_tiles = wide.shape[0], twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
+    expect(rows, torch.int32, m, 512)
+    if tokens is not None:
+        expect(tokens, torch.int32, m)
     expect(mask, torch.int32, token_tiles, column_tiles * 8)
     expect(prefix, torch.int16, token_tiles, column_tiles * 8)
     expect(slots, torch.int16, token_tiles, column_tiles * 256)
     expect(sizes, torch.int32, token_tiles)
-    expect(order, torch.int32, token_tiles)
-    expect(items, torch.int32, token_tiles * column_tiles)
+    expect(lists, torch.int32, token_tiles * 128, 512)
+    expect(offsets, torch.int16, token_tiles, column_tiles + 1, 128)
+    expect(order, torch.int32, token_tiles, 2)
+    expect(items, torch.int32, token_tiles * column_tiles, 2)
     expect(totals, torch.int32, 4)
 
 
@@ -71,37 +76,62 @@ def gate_pack(x, w, *packed):
     packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
 
 
+def pack_rows(*args):
+    expect_packed(*args[:6])
+    expect(args[6], torch.int32, args[1].shape[0], 512)
+    args[6].fill_(ROWS)
+
+
+def order_workspace(m, n):
+    return m + n
+
+
+def token_order(rows, row_counts, n, workspace, tokens):
+    m = len(rows)
+    assert (rows == ROWS).all()
+    expect(row_counts, torch.int32, m)
+    expect(workspace, torch.uint8, m + n)
+    expect(tokens, torch.int32, m)
+    tokens.copy_(torch.arange(m - 1, -1, -1))
+
+
 def tile_plan(*args):
     expect_packed(*args[:6])
     expect_plan(args[1], *args[6:])
-    assert args[6 + 1].data_ptr() == args[2].data_ptr()
+    rows, tokens, mask = args[6:9]
+    assert (rows == ROWS).all()
+    assert (tokens is None) == (args[1].shape[0] < cuda.MIN_ORDERED_TOKENS)
+    assert (mask.data_ptr() == args[2].data_ptr()) == (tokens is None)  # the plan of reordered tiles has its own
     assert not args[-1].any()
 
 
 def tile_up(x, w_up, *args):
-    packed, plan, (h, l1_partials, l1) = args[:6], args[6:14], args[14:]
+    packed, plan, (h, l1_partials, l1) = args[:6], args[6:17], args[17:]
     m, n = packed[1].shape
     expect_plan(packed[1], *plan)
     expect(h, torch.bfloat16, twell.tiles(m, 128) * 128, n)
     expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256))
-    h[:m] = hidden(x, w_up, packed)
+    h[:m] = hidden(x, w_up, packed) if plan[1] is None else hidden(x, w_up, packed)[plan[1].long()]
     l1.copy_(h[:m].abs().sum(dtype=torch.float32))
 
 
 def tile_down(h, w_down_t, *args):
-    y = args[-1]
+    tokens, y = args[1], args[-1]
     expect(w_down_t, torch.bfloat16, h.shape[1], y.shape[1])
-    y.copy_(h[: len(y)] @ w_down_t)
+    y[slice(None) if tokens is None else tokens.long()] = h[: len(y)] @ w_down_t
+
+
+def row_workspace(m, k, n):
+    return m + k + n
 
 
 def row_ffn(x, w_up, w_down_t, *args):
-    packed, (unit, units, partials, row_l1, l1, y) = args[:6], args[6:]
+    packed, (workspace, tickets, l1, y) = args[:6], args[6:]
     m, n = packed[1].shape
     expect_packed(*packed)
-    expect(units, torch.int32, 4 + 2 * m * twell.tiles(n, unit))
-    assert not units[:4].any()
-    expect(partials, torch.float32, len(partials), y.shape[1] + 8)
-    expect(row_l1, torch.float32, m)
+    expect(workspace, torch.uint8, m + y.shape[1] + n)
+    expect(tickets, torch.int32, 128)
+    assert not tickets.any()
     h = hidden(x, w_up, packed)
     l1.copy_(h.abs().sum(dtype=torch.float32))
     y.copy_(h @ w_down_t)
@@ -125,7 +155,9 @@ def pointwise(z, u, h, l1_partials, l1, fired, counters, tickets):
 def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
-    functions = (gate_pack, tile_plan, tile_up, tile_down, row_ffn, pointwise)
+    functions = (
+        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace, row_ffn, pointwise,
+    )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
     torch.use_deterministic_algorithms(True)  # with which torch fills new memory with NaN or the largest integer
@@ -133,7 +165,8 @@ def stand_ins():
         with torch.library._scoped_library("sparsellm_cuda", "DEF") as library:
             for schema, function in zip(found, functions, strict=True):
                 library.define(schema)
-                library.impl(function.__name__, function, "CPU")
+                device = "CompositeExplicitAutograd" if function in (order_workspace, row_workspace) else "CPU"
+                library.impl(function.__name__, function, device)
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -146,7 +179,7 @@ def forward(gated):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 @pytest.mark.parametrize("engine", ["dense", "row", "tile"])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (0, 8, 16)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (1030, 8, 16), (0, 8, 16)])
 def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
     x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
     expected = operator(gated)(x, *ws, plan_of())

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a GPU.
+#
+#     scripts/sanitize.sh [TOOL ...]      memcheck racecheck synccheck, unless tools are named
+#
+# PYTHON      the interpreter: .venv/bin/python if there is one, else python3
+# LOGS        where each tool's output goes: a new folder under /tmp, unless set
+# SECONDS_EACH  after which a tool is stopped and has failed: 120
+#
+# Exit code: 0 if every tool passed, 1 if one did not, 2 if nothing could run.
+#
+# What each tool proves here. memcheck: no access outside of a tensor; torch's caching allocator is off, so that every
+# tensor is an allocation of its own. racecheck: shared memory as threads see it; it does not follow TMA and WGMMA, the
+# asynchronous proxy, so its silence about those is no proof. synccheck: barriers are used as they may be.
+# initcheck would report reads that are meant: a packed row's first 32 bytes are loaded before its count is known.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+sanitizer=
+for candidate in "${CUDA_HOME:-/usr/local/cuda}"/bin/compute-sanitizer \
+                 "${CUDA_HOME:-/usr/local/cuda}"/compute-sanitizer/compute-sanitizer \
+                 "$(command -v compute-sanitizer)"; do
+    if [ -x "$candidate" ]; then sanitizer=$candidate; break; fi
+done
+if [ -z "$sanitizer" ]; then
+    echo "sanitize.sh: no compute-sanitizer in CUDA_HOME (${CUDA_HOME:-not set}), /usr/local/cuda or PATH:" \
+         "it is part of the CUDA toolkit" >&2
+    exit 2
+fi
+logs=${LOGS:-$(mktemp -d /tmp/sparsellm-sanitize.XXXXXX)}
+mkdir -p "$logs"
+
+echo "without a tool (builds the kernels if need be)"
+if ! "$python" -m scripts.sanitize_kernels; then
+    echo "sanitize.sh: the case fails without any tool" >&2
+    exit 2
+fi
+
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY
+if [ $# -eq 0 ]; then set -- memcheck racecheck synccheck; fi
+# Which kernels are checked: ours. The option's older name is --filter. Errors of CUDA calls that torch makes and handles
+# by itself are not ours either.
+only=--kernel-regex
+"$sanitizer" --help 2>&1 | grep -q -- "$only" || only=--filter
+failed=0
+summary=
+for tool in "$@"; do
+    started=$SECONDS
+    timeout "${SECONDS_EACH:-120}" "$sanitizer" --tool "$tool" "$only" kns=sparsellm --error-exitcode 1 \
+        --report-api-errors no --print-limit 20 "$python" -m scripts.sanitize_kernels >"$logs/$tool.log" 2>&1
+    code=$?
+    # The exit code alone would not tell a tool that never attached.
+    if [ $code -eq 0 ] && grep -Eq '(ERROR|RACECHECK) SUMMARY: 0 ' "$logs/$tool.log"; then
+        verdict=PASS
+    else
+        verdict=FAIL
+        failed=1
+        [ $code -eq 124 ] && echo "$tool: stopped after ${SECONDS_EACH:-120} s" >>"$logs/$tool.log"
+        tail -n 40 "$logs/$tool.log"
+    fi
+    summary+=$(printf '%-10s %s  %3d s  exit code %d  %s' "$tool" "$verdict" $((SECONDS - started)) $code "$logs/$tool.log")$'\n'
+done
+printf '\n%s' "$summary"
+exit $failed

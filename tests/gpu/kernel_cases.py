@@ -1,0 +1,314 @@
+"""What the tests of the kernels are fed, and what they are held against.
+
+Letters: M tokens, K model width, N neurons. A layer is (x, weights): x [M, K], weights (w_gate, w_up [N, K], w_down
+[K, N]), without w_gate for the non-gated operator; all bfloat16.
+
+Two kinds of layers have one right answer, bit for bit, whatever the order of summation:
+    `integers`  all entries small integers: every sum is an integer below 2^24, exact in float32
+    `one_hot`   x selects one column of w_gate for each token: any bfloat16 gate, value for value
+For others `assert_as_accurate` compares the error against float64 with that of the same computation in PyTorch.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts import ffn_patterns
+from sparsellm.ops import ENGINES, FeedForwardOutput, cuda, gated_ffn, nongated_ffn, plan_of, reference, twell
+from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE
+
+DEVICE = "cuda"
+HEIGHTS = (1, 16, 64, 65, 127, 128, 129, 255, 257, 4088)
+WIDTHS = (8, 264, 768, 1000, 1024, 2048)
+NEURONS = (8, 264, 1000, 5632)
+LAYERS = [(8, 8), (264, 264), (768, 1000), (1000, 264), (1024, 1000), (2048, 5632)]  # (K, N) of the operator's tests
+GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+ENGINE = pytest.mark.parametrize("engine", ENGINES)
+
+EXACT = 2**24  # integers up to here are exact in float32
+ROW_CAPACITY = 512  # kRowCapacity of launch.h: the tile engine reads fuller rows another way
+CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row about which the row engine and the order branch
+LONGEST_CHAIN = 8192  # additions of one float32 partial sum of l1, at most
+ACTIVATIONS = Path(os.environ.get("SPARSELLM_ACTIVATIONS", Path(__file__).parents[3] / "shared/data/activations"))
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def round_up(length: int, multiple: int = 8) -> int:
+    return -(-length // multiple) * multiple
+
+
+# Layers.
+
+
+def integers(m: int, k: int, n: int, gated: bool = True, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """Neurons fire at rates between a few and sixty percent."""
+    generator = random(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, device=DEVICE, generator=generator).bfloat16()
+
+    x = draw(-1, 1, m, k) * (torch.rand((m, k), device=DEVICE, generator=generator) < 12 / k)
+    x[:, 0] = 1
+    first = draw(-3, 3, n, k)
+    first[:, 0] = draw(-12, 0, n)  # each neuron's threshold
+    return x, [first, *([draw(-3, 3, n, k)] if gated else []), draw(-2, 2, k, n)]
+
+
+def normal(m: int, k: int, n: int, gated: bool = True, rate: float = 0.1, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """Real numbers; every neuron fires for a share `rate` of tokens."""
+    generator = random(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=generator)
+
+    x, first = draw(m, k), draw(n, k) / k**0.5
+    x[:, 0] = 1
+    first[:, 0] = -(2**0.5) * torch.special.erfinv(torch.tensor(1 - 2 * rate)).item()
+    ws = [first, *([draw(n, k) / k**0.5] if gated else []), draw(k, n) / n**0.5]
+    return x.bfloat16(), [w.bfloat16() for w in ws]
+
+
+def one_hot(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, w) with relu(x w^T) = relu(gate), for any finite bfloat16 gate [M, N]: K is M rounded up."""
+    m, n = gate.shape
+    x = torch.eye(m, round_up(m), device=DEVICE, dtype=torch.bfloat16)
+    w = gate.new_zeros((n, round_up(m)))
+    w[:, :m] = gate.T
+    return x, w
+
+
+def layer_of(gate: Tensor, gated: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """A layer with that gate, bit for bit; with small integers in `gate`, a layer of integers."""
+    x, first = one_hot(gate)
+    _, ws = integers(1, x.shape[1], len(first), gated, seed)
+    return x, [first, *ws[1:]]
+
+
+def recorded(name: str, tokens: int) -> ffn_patterns.Block:
+    """A pattern of ffn_patterns; skips where it needs recordings that are not there."""
+    if ffn_patterns.needs_recordings(name) and not ACTIVATIONS.is_dir():
+        pytest.skip(f"no recorded activations in {ACTIVATIONS}: SPARSELLM_ACTIVATIONS names their folder")
+    if name not in ffn_patterns.RECORDED:
+        return ffn_patterns.build(name, tokens, DEVICE, ACTIVATIONS)
+    fitted = ffn_patterns.fit(ffn_patterns.recorded(name, ACTIVATIONS)[:tokens].to(DEVICE), ffn_patterns.K)
+    return ffn_patterns._block(fitted.x, fitted.w_gate, 0)
+
+
+# Which neurons fire: patterns of a gate, bool [M, N].
+
+SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # beside W
+PATTERNS = (
+    *ffn_patterns.SYNTHETIC, "none", "all", "one neuron for every token", "one token for every neuron",
+    "every other tile", "last columns", *SLOTS, "255 of a tile", "256 of a tile", "full rows",
+)  # fmt: skip
+
+
+def firing(name: str, m: int, n: int, words_per_tile: int = 32) -> Tensor:
+    generator = random(len(name))
+    fires = torch.zeros((m, n), dtype=torch.bool, device=DEVICE)
+    noise = torch.rand((m, n), device=DEVICE, generator=generator)
+    if name in ffn_patterns.SYNTHETIC:
+        rates = ffn_patterns.firing_rates(ffn_patterns.SYNTHETIC[name] * n / ffn_patterns.N, n)
+        of_tokens = torch.exp(0.8 * torch.randn((m, 1), device=DEVICE, generator=generator))
+        fires = noise < torch.from_numpy(rates).to(DEVICE) * of_tokens
+    elif name == "all":
+        fires[:] = True
+    elif name == "one neuron for every token":
+        fires[:, n // 2] = True
+    elif name == "one token for every neuron":
+        fires[m // 2] = True
+    elif name == "every other tile":
+        fires = noise < 0.05
+        fires[torch.arange(m, device=DEVICE) // TOKEN_TILE % 2 == 1] = False
+        fires[:, torch.arange(n, device=DEVICE) // COLUMN_TILE % 2 == 0] = False
+    elif name == "last columns":
+        fires[:, -1] = fires[-1, -8:] = True
+    elif name == "full rows":  # about where rows are treated in another way, and as full as can be
+        counts = [ROW_CAPACITY - 1, ROW_CAPACITY, ROW_CAPACITY + 1, n, 0, 1, *CHUNKS]
+        for row, count in enumerate(counts):
+            of_row = noise[row :: len(counts)]
+            fires[row :: len(counts)] = of_row.argsort(1).argsort(1) < count
+    elif name != "none":
+        count = words_per_tile + SLOTS[name] if name in SLOTS else int(name.split()[0])
+        for of_tile, its_noise in zip(fires.split(COLUMN_TILE, 1), noise.split(COLUMN_TILE, 1), strict=True):
+            of_tile[:] = its_noise.argsort(1).argsort(1) < count
+    return fires
+
+
+def any_values(fires: Tensor, seed: int = 0) -> Tensor:
+    """Any positive normal bfloat16 number where it fires, elsewhere any negative one."""
+    bits = torch.randint(0x0080, 0x7F80, fires.shape, device=DEVICE, generator=random(seed))
+    values = bits.to(torch.int16).view(torch.bfloat16)
+    return torch.where(fires, values, -values)
+
+
+def small_integers(fires: Tensor, seed: int = 0) -> Tensor:
+    values = torch.randint(1, 5, fires.shape, device=DEVICE, generator=random(seed)).bfloat16()
+    return torch.where(fires, values, -values)
+
+
+# Memory.
+
+
+def poison(reserve: int = 1 << 30) -> None:
+    """Fill the free memory of torch's allocator with 0xff, NaN as a float, -1 as an integer: torch.empty returns it."""
+    mib = 1 << 20
+
+    def take(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=DEVICE)
+
+    held = [take(reserve), *(take(mib) for _ in range(32))]
+    stream = torch.cuda.current_stream().cuda_stream
+    sizes = []
+    for segment in torch.cuda.memory_snapshot():
+        if segment["stream"] != stream or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue  # neither another stream's memory nor a CUDA graph's comes here
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        if segment["segment_type"] == "small":  # more than a MiB would be taken from large segments
+            free = [part for size in free for part in [mib] * (size // mib) + [size % mib]]
+        sizes += free
+    held += [take(size) for size in sorted(sizes) if size]
+    for tensor in held:
+        tensor.fill_(0xFF)
+
+
+# What is right.
+
+
+def product(a: Tensor, w: Tensor) -> Tensor:
+    """a w^T without error, rounded once."""
+    return (a.double() @ w.double().T).bfloat16()
+
+
+def stepwise(x: Tensor, ws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(g, h, y): products without error, one rounding wherever the operators have one."""
+    g = torch.relu(product(x, ws[0]))
+    h = g if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16()
+    return g, h, product(h, ws[-1])
+
+
+def dense(x: Tensor, *ws: Tensor) -> Tensor:
+    h = torch.relu(x @ ws[0].T)
+    if len(ws) == 3:
+        h = h * (x @ ws[1].T)
+    return h @ ws[-1].T
+
+
+def run(engine: str, x: Tensor, ws: list[Tensor], compression: int = 8, w_down_t=None) -> FeedForwardOutput:
+    operator = gated_ffn if len(ws) == 3 else nongated_ffn
+    return operator(x, *ws, plan_of(engine, compression), w_down_t)
+
+
+def check_exact(x: Tensor, ws: list[Tensor], compression: int, what: str, engines: tuple[str, ...] = ENGINES) -> None:
+    """Every engine's results on a layer of integers are the right ones, bit for bit."""
+    g, h, y = stepwise(x, ws)
+    sums = torch.where(h.isfinite(), h, 0).abs().double() @ ws[-1].abs().double().T
+    assert sums.max() < EXACT, f"{what}: the test's own sums are not exact"
+    l1 = h.abs().sum(dtype=torch.float64)
+    for engine in engines:
+        name = f"{what}, compression {compression}, {engine}"
+        poison()
+        out = run(engine, x, ws, compression)
+        assert_equal(out.y, y, f"{name}: y")
+        if l1 < EXACT or l1.isnan():
+            assert_equal(out.l1, l1.float(), f"{name}: l1")
+        else:
+            assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24, f"{name}: l1")
+        check_statistics(out, g, engine, name)
+        segments = (twell.pack(g, compression).overflow if engine != "dense" else 0) if len(x) else 0
+        assert out.overflow >= segments, f"{name}: overflow {out.overflow}, but {segments} segments do not fit"
+
+
+def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) -> None:
+    active = g != 0
+    nnz, fired, union = active.sum(), active.any(0), reference.union(active)
+    assert_equal(out.nnz, nnz, f"{name}: nnz")
+    assert_equal(out.fired, fired, f"{name}: fired")
+    if engine == "tile" and len(g) >= cuda.MIN_ORDERED_TOKENS:  # its tiles are of tokens in another order
+        assert fired.sum() <= out.union <= nnz, f"{name}: union {out.union}, of {fired.sum()} neurons, {nnz} nonzeros"
+    else:
+        assert_equal(out.union, union, f"{name}: union")
+
+
+def check_packed(packed: twell.PackedGate, gate: Tensor, compression: int, what: str) -> None:
+    """All of the packed form is that of `gate` [M, N]; NaN may be any NaN."""
+    expected = twell.pack(gate, compression)
+    for field in ("row_counts", "fired", "mask", "nnz", "overflow", "union"):
+        assert_equal(getattr(packed, field), getattr(expected, field), f"{what}: {field}")
+    counts = expected.words[..., :1]
+    assert_equal(packed.words[..., :1], counts, f"{what}: counts")
+    position = torch.arange(expected.words.shape[2], device=DEVICE)
+    used = (position > 0) & (position <= counts) & (counts < expected.words.shape[2])
+    columns = (torch.where(used, p.words & 0xFFFF, 0) for p in (packed, expected))
+    assert_equal(*columns, f"{what}: columns")
+    n = gate.shape[1]
+    assert_equal(twell.unpack(packed, n), twell.unpack(expected, n), f"{what}: values")
+
+
+def check_accuracy(x: Tensor, ws: list[Tensor], what: str, compression: int = 8) -> None:
+    """Every engine's y is as accurate as dense PyTorch's, and its statistics are those of the gate it computed."""
+    exact, theirs = dense(x.double(), *(w.double() for w in ws)), dense(x, *ws)
+    for engine in ENGINES:
+        name = f"{what}, {engine}"
+        poison()
+        out = run(engine, x, ws, compression)
+        assert_as_accurate(out.y, theirs, exact, f"{name}: y")
+        if engine == "dense":
+            g = torch.relu(x @ ws[0].T)
+        else:
+            g = twell.unpack(cuda.gate_pack(x, ws[0], compression), len(ws[0]))
+        check_statistics(out, g, engine, name)
+        h = g.double() if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16().double()
+        l1 = h.abs().sum()
+        # A sum in another order may round u, and h after it, to a neighbour: each neuron on its own, up or down.
+        neighbours = 2**-7 * (h.norm() / l1.clamp(min=1e-30)).item()
+        assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24 + neighbours, f"{name}: l1")
+
+
+# Comparisons that say where and by how much.
+
+
+def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    """Equal values; NaN equals NaN, and -0.0 equals 0.0."""
+    assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if same.all():
+        return
+    places = (~same).nonzero()
+    first, last = tuple(places[0].tolist()), tuple(places[-1].tolist())
+    pytest.fail(
+        f"{what}: {len(places):,} of {same.numel():,} differ, from {first} ({found[first].item()} instead of"
+        f" {expected[first].item()}) to {last} ({found[last].item()} instead of {expected[last].item()})"
+    )
+
+
+def assert_close(found: Tensor, expected: Tensor, relative: float, what: str) -> None:
+    error = (found.double() - expected.double()).abs().item()
+    allowed = relative * expected.abs().item()
+    assert error <= allowed, (
+        f"{what}: {found.item()} instead of {expected.item()}, {error:.2e} off, {allowed:.2e} allowed"
+    )
+
+
+def assert_as_accurate(found: Tensor, theirs: Tensor, exact: Tensor, what: str, factor: float = 2) -> None:
+    """Neither the norm of the error nor its largest entry is more than `factor` times theirs."""
+    assert found.shape == exact.shape, f"{what}: shape {list(found.shape)}, not {list(exact.shape)}"
+    if not found.numel():
+        return
+    ours, other = (t.double() - exact for t in (found, theirs))
+    for measure, mine, allowed in (
+        ("error", ours.norm(), other.norm()), ("largest error", ours.abs().max(), other.abs().max())
+    ):  # fmt: skip
+        if not mine <= factor * allowed:  # NaN is refused
+            bad = torch.where(ours.isnan(), torch.inf, ours.abs())
+            place = tuple(int(i) for i in torch.unravel_index(bad.argmax(), bad.shape))
+            pytest.fail(
+                f"{what}: {measure} {mine:.3e}, {factor} x {allowed:.3e} allowed (the result's norm is"
+                f" {exact.norm():.3e}); worst at {place}: {found[place].item()} instead of {exact[place].item()}"
+            )

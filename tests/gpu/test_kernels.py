@@ -1,0 +1,314 @@
+"""What the CUDA kernels compute, against one right answer where there is one and else against float64.
+
+Memory is poisoned before every call and inputs are fresh. tests/gpu/test_kernels_in_torch.py: the same operators inside
+of graphs, streams, compilers, autograd and models.
+"""
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal, check_exact, check_packed
+
+from scripts import ffn_patterns
+from sparsellm.ops import cuda, neuron_major, reference, twell
+from sparsellm.ops.twell import COLUMN_TILE, COMPRESSIONS, TOKEN_TILE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+FEW, MANY = 60, 300  # tokens: gate_pack has a kernel for each
+
+
+def gate_pack(x, w, compression):
+    cases.poison()
+    return cuda.gate_pack(x, w, compression)
+
+
+def tile_engine(x, ws, ordered):
+    """(y, l1), with the order of tokens chosen."""
+    w_down_t = ws[-1].T.contiguous()
+    up = (x, ws[1]) if len(ws) == 3 else (None, None)
+    cases.poison()
+    return cuda.tile_engine(cuda.pack_gate(x, ws[0], 8), *up, w_down_t, ordered=ordered)
+
+
+def test_empty_memory_is_poisoned():
+    for _ in range(2):
+        cases.poison()
+        held = [torch.empty(n, dtype=torch.bfloat16, device=DEVICE) for n in (1, 77, 5_000, 600_000, 20_000_000)]
+        assert [bool(t.isnan().all()) for t in held] == [True] * len(held)
+        del held[::2]  # leaves holes
+
+
+# gate_pack.
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_gate_pack_keeps_every_value(pattern, compression):
+    for m, n in ((FEW, 1000), (MANY, 5632), (129, 264)):
+        fires = cases.firing(pattern, m, n, COLUMN_TILE // compression)
+        gate = cases.any_values(fires, seed=m)
+        packed = gate_pack(*cases.one_hot(gate), compression)
+        check_packed(packed, torch.relu(gate), compression, f"{pattern}, M {m}, N {n}")
+        assert_equal(packed.nnz, fires.sum(), "nnz")
+
+
+@pytest.mark.parametrize("m", cases.HEIGHTS)
+def test_gate_pack_is_exact_at_any_shape(m):
+    shapes = [(k, n) for k in cases.WIDTHS for n in cases.NEURONS]
+    for i, (k, n) in enumerate(shapes):
+        compression = COMPRESSIONS[(i + i // 4) % 4]  # each with each N
+        x, (w, *_) = cases.integers(m, k, n, seed=i)
+        packed = gate_pack(x, w, compression)
+        check_packed(packed, torch.relu(cases.product(x, w)), compression, f"M {m}, K {k}, N {n}")
+
+
+@pytest.mark.parametrize("m", [FEW, 130])
+@pytest.mark.parametrize(("k", "n"), [(8, 65_536), (65_536, 8)])
+def test_gate_pack_takes_the_widest_layers(k, n, m):
+    x, (w, *_) = cases.integers(m, k, n)
+    w[-1] = x[0]  # the last column fires
+    gate = torch.relu(cases.product(x, w))
+    assert gate[0, -1] > 0
+    check_packed(gate_pack(x, w, 16), gate, 16, f"K {k}, N {n}")
+
+
+@pytest.mark.parametrize("m", [16, 64, 65, 1000, 4088])
+@pytest.mark.parametrize(("k", "n"), [(264, 1000), (2048, 5632)])
+def test_gate_pack_is_as_accurate_as_cublas(k, n, m):
+    """Both round once, and float32 sums hardly matter beside: the error may exceed cuBLAS's by a twentieth."""
+    x, (w, *_) = cases.normal(m, k, n)
+    packed = gate_pack(x, w, 8)
+    g, exact = twell.unpack(packed, n), torch.relu(x.double() @ w.double().T)
+    assert_as_accurate(g, torch.relu(x @ w.T), exact, f"M {m}, K {k}, N {n}", factor=1.05)
+    check_packed(packed, g, 8, "the packed form of its own values")
+
+
+@pytest.mark.parametrize("m", [8, 136])
+def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
+    n, k = 264, 16
+    generator = cases.random(0)
+    w = torch.zeros((n, k), device=DEVICE, dtype=torch.bfloat16)
+    x = torch.zeros((8, k), device=DEVICE, dtype=torch.bfloat16)
+    bits = torch.tensor([0, -0x8000, 1, 2, 0x7F, 0x80, 0x7F7F, -0x7FFF, -0x8000 + 0x80, 0x3F80], device=DEVICE)
+    w[:, 0] = bits.to(torch.int16).view(torch.bfloat16).repeat(n // len(bits) + 1)[:n]  # zeros, subnormals, largest
+    x[0, 0] = 1
+    below = torch.tensor([2.0**-65, 2.0**-64, 1.5 * 2.0**-64, 2.0**-63, -(2.0**-63), 2.0**-56], device=DEVICE)
+    w[:, 1] = below.bfloat16().repeat(n // len(below))  # with 2^-70: to zero, a tie, the smallest number, itself
+    x[1, 1] = 2.0**-70
+    x[2] = -0.0
+    w[:, 3] = torch.randint(-1, 2, (n,), device=DEVICE, generator=generator).bfloat16()
+    x[3, 3] = torch.inf  # inf, -inf, and NaN for 0
+    x[4, 9] = torch.nan
+    w[:, 5], w[:, 6] = torch.finfo(torch.bfloat16).max, 2.0**119
+    x[5, 5:7] = 1  # rounds up to inf
+    x[6, :2] = -1
+    x = x.repeat(m // 8, 1)
+    gate = torch.relu(cases.product(x, w))
+    assert (gate[0] != 0).sum() < n
+    assert gate[1].count_nonzero() == n // 2
+    assert gate[3].isnan().any()
+    assert gate[3].isinf().any()
+    assert gate[4].isnan().all()
+    assert gate[5].isinf().all()
+    for compression in COMPRESSIONS:
+        check_packed(gate_pack(x, w, compression), gate, compression, f"compression {compression}")
+
+
+# The operators: one right answer.
+
+
+@GATED
+@pytest.mark.parametrize("m", cases.HEIGHTS)
+def test_every_engine_is_exact_at_any_shape(m, gated):
+    for i, (k, n) in enumerate(cases.LAYERS):
+        x, ws = cases.integers(m, k, n, gated, seed=i)
+        check_exact(x, ws, COMPRESSIONS[(i + m) % 4], f"M {m}, K {k}, N {n}")
+
+
+@GATED
+@pytest.mark.parametrize(("k", "n"), [(8, 65_536), (65_536, 8)])
+def test_every_engine_takes_the_widest_layers(k, n, gated):
+    check_exact(*cases.integers(130, k, n, gated), 8, f"K {k}, N {n}")
+
+
+@GATED
+@pytest.mark.parametrize("k", [2056, 4104, 8200])
+def test_every_engine_takes_wide_tokens(k, gated):
+    for m in (3, 40, 130):
+        check_exact(*cases.integers(m, k, 264, gated), 8, f"M {m}, K {k}")
+
+
+@GATED
+@pytest.mark.parametrize("m", [600, 1500, 8192, 9001, 20_000])
+def test_every_engine_takes_many_tokens(m, gated):
+    """Tokens ordered in several chunks, rows cut into other chunks, every CTA at work more than once."""
+    for name in ("synthetic29", "synthetic300", "full rows"):
+        gate = cases.small_integers(cases.firing(name, 256, 5632))
+        x, ws = cases.layer_of(gate, gated)
+        drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
+        check_exact(x[drawn], ws, 8, f"{name}, M {m}")
+
+
+@GATED
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_every_engine_is_exact_for_any_pattern(pattern, gated):
+    for i, (m, n) in enumerate(((5, 5632), (FEW, 1000), (MANY, 5632), (513, 264))):
+        compression = COMPRESSIONS[i]
+        gate = cases.small_integers(cases.firing(pattern, m, n, COLUMN_TILE // compression), seed=i)
+        check_exact(*cases.layer_of(gate, gated), compression, f"{pattern}, M {m}, N {n}")
+
+
+@GATED
+@ENGINE
+def test_no_tokens(engine, gated):
+    x, ws = cases.integers(3, 264, 1000, gated)
+    out = cases.run(engine, x[:0], ws)
+    assert out.y.shape == (0, 264)
+    assert [t.item() for t in (out.l1, out.nnz, out.overflow, out.union)] == [0, 0, 0, 0]
+    assert out.fired.shape == (1000,)
+    assert not out.fired.any()
+
+
+UNIONS = {  # neurons of consecutive token tiles
+    "around blocks and items": [1, 63, 64, 65, 255, 256, 257, 1],
+    "none between full": [5632, 0, 5632, 0, 0, 5632],
+    "none at the ends": [0, 0, 300, 0],
+    "one to nine blocks": [64 * blocks for blocks in range(1, 10)],
+    "nine blocks to one": [64 * blocks - 63 for blocks in range(9, 0, -1)],
+    "all but one": [5631, 5632, 1],
+}
+
+
+@GATED
+@pytest.mark.parametrize("sizes", UNIONS.values(), ids=UNIONS)
+def test_tiles_of_any_union(sizes, gated):
+    n = max(sizes) if 5632 not in sizes else 5632
+    n = cases.round_up(n)
+    generator = cases.random(len(sizes))
+    fires = torch.zeros((len(sizes) * TOKEN_TILE, n), dtype=torch.bool, device=DEVICE)
+    for size, tile in zip(sizes, fires.split(TOKEN_TILE), strict=True):
+        neurons = torch.randperm(n, device=DEVICE, generator=generator)[:size]
+        for _ in range(2):  # each fires for one token or two
+            tokens = torch.randint(TOKEN_TILE, (size,), device=DEVICE, generator=generator)
+            tile[tokens, neurons] = True
+    for rows in (len(fires), len(fires) - 1, len(fires) - 100):
+        x, ws = cases.layer_of(cases.small_integers(fires[:rows], seed=rows), gated)
+        check_exact(x, ws, 8, f"unions of {sizes}, M {rows}")
+        y, l1 = tile_engine(x, ws, ordered=False)
+        _, h, expected = cases.stepwise(x, ws)
+        assert_equal(y, expected, f"unions of {sizes}, M {rows}, tokens as they come: y")
+        assert_equal(l1, h.abs().sum(dtype=torch.float32), f"unions of {sizes}, M {rows}, tokens as they come: l1")
+
+
+@GATED
+@pytest.mark.parametrize("m", [1024, 1100, 4088, 9001])
+@pytest.mark.parametrize("pattern", ["synthetic29", "full rows", "none", "one neuron for every token"])
+def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated):
+    gate = cases.small_integers(cases.firing(pattern, 256, 1000))
+    x, ws = cases.layer_of(gate, gated)
+    drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
+    x, fires = x[drawn], gate[drawn] > 0
+    ordered, natural = (tile_engine(x, ws, ordered=ordered) for ordered in (True, False))
+    for name, ours, theirs in zip(("y", "l1"), ordered, natural, strict=True):
+        assert_equal(ours, theirs, f"{pattern}, M {m}: {name}")
+    assert_equal(ordered[0], cases.stepwise(x, ws)[-1], f"{pattern}, M {m}: y")
+
+    packed, ops = cuda.pack_gate(x, ws[0], 8), torch.ops.sparsellm_cuda
+    orders = []
+    for _ in range(2):
+        cases.poison()
+        rows = torch.empty((m, cuda.ROW_CAPACITY), dtype=torch.int32, device=DEVICE)
+        workspace = torch.empty(ops.order_workspace(m, 1000), dtype=torch.uint8, device=DEVICE)
+        orders.append(torch.empty(m, dtype=torch.int32, device=DEVICE))
+        ops.pack_rows(*packed, rows)
+        ops.token_order(rows, packed.row_counts, 1000, workspace, orders[-1])
+    assert_equal(orders[0], orders[1], f"{pattern}, M {m}: the order, twice")
+    assert_equal(orders[0].sort().values, torch.arange(m, device=DEVICE), f"{pattern}, M {m}: a permutation")
+    union = cases.run("tile", x, ws).union
+    assert_equal(union, reference.union(fires[orders[0].long()]), f"{pattern}, M {m}: the union of tiles so ordered")
+
+
+@GATED
+@pytest.mark.parametrize("m", [1, 2, 4, 16, 64, 200])
+def test_rows_that_fire_every_neuron(m, gated):
+    """Alone, among sparse rows, and nothing but such rows."""
+    n = 5632
+    sparse = torch.rand((m, n), device=DEVICE, generator=cases.random(m)) < 30 / n
+    for heavy in (slice(m // 2, m // 2 + 1), slice(0, None, 3), slice(None)):
+        fires = sparse.clone()
+        fires[heavy] = True
+        gate = cases.small_integers(fires, seed=m)
+        check_exact(*cases.layer_of(gate, gated), 8, f"M {m}, heavy rows {heavy}")
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("m", [FEW, MANY])
+def test_numbers_that_are_not_finite_stay_in_their_rows(m, engine, gated):
+    x, ws = cases.integers(m, 264, 1000, gated)
+    x[5], x[m - 2, 7], x[m // 2, 0] = torch.nan, torch.nan, torch.inf
+    *_, y = cases.stepwise(x, ws)
+    assert y.isnan().all(1).sum() == 3
+    check_exact(x, ws, 8, f"M {m}", (engine,))
+
+
+@GATED
+@pytest.mark.parametrize("engine", ["row", "tile"])
+@pytest.mark.parametrize("m", [FEW, MANY])
+def test_the_weights_of_neurons_that_never_fire_are_not_read(m, engine, gated):
+    fires = cases.firing("synthetic300", m, 1000)
+    fires[:, ::3] = False
+    x, ws = cases.layer_of(cases.small_integers(fires), gated)
+    *_, y = cases.stepwise(x, ws)
+    silent = ~fires.any(0)
+    if gated:
+        ws[1][silent] = torch.nan
+    ws[-1][:, silent] = torch.nan
+    cases.poison()
+    assert_equal(cases.run(engine, x, ws).y, y, f"M {m}: y")
+
+
+@GATED
+@ENGINE
+def test_inputs_of_any_layout(engine, gated):
+    m, k, n = 130, 264, 1000
+    x, ws = cases.integers(m, k, n, gated)
+    y = cases.stepwise(x, ws)[-1]
+
+    def elsewhere(t, layout):
+        if layout == "every other column":
+            return t.new_full((t.shape[0], 2 * t.shape[1]), torch.nan)[:, ::2].copy_(t)
+        if layout == "transposed":
+            return t.T.contiguous().T
+        if layout == "misaligned":
+            return t.new_full((t.numel() + 1,), torch.nan)[1:].view(t.shape).copy_(t)
+        return t.new_full((t.shape[0] + 2, t.shape[1] + 8), torch.nan)[1:-1, 8:].copy_(t)
+
+    for layout in ("every other column", "transposed", "misaligned", "inner"):
+        moved_x, moved = elsewhere(x, layout), [elsewhere(w, layout) for w in ws]
+        for inputs in ((moved_x, ws, None), (x, moved, None), (moved_x, moved, neuron_major(moved[-1]))):
+            cases.poison()
+            out = cases.run(engine, *inputs[:2], w_down_t=inputs[2])
+            assert_equal(out.y, y, f"{layout}: y")
+    repeated = x[7:8].expand(m, k)
+    assert_equal(cases.run(engine, repeated, ws).y, y[7:8].expand(m, k), "one row for all: y")
+
+
+# The operators: real numbers, against float64.
+
+
+@GATED
+@pytest.mark.parametrize("m", cases.HEIGHTS)
+def test_every_engine_is_as_accurate_as_dense_pytorch(m, gated):
+    for i, (k, n) in enumerate(cases.LAYERS):
+        rate = (0.01, 0.1, 0.5)[i % 3]
+        cases.check_accuracy(*cases.normal(m, k, n, gated, rate, seed=m + i), f"M {m}, K {k}, N {n}, rate {rate}")
+
+
+@pytest.mark.parametrize("pattern", ffn_patterns.PATTERNS)
+def test_patterns_as_they_occur(pattern):
+    block = cases.recorded(pattern, 4096)
+    gated, nongated = [block.w_gate, block.w_up, block.w_down], [block.w_gate, block.w_down]
+    for rows in (4096, 2047, 16):
+        cases.check_accuracy(block.x[:rows], gated, f"{pattern}, M {rows}")
+    cases.check_accuracy(block.x, nongated, f"{pattern}, M 4096, non-gated")

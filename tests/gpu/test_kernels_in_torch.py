@@ -1,0 +1,253 @@
+"""The operators on CUDA kernels as torch runs them: same bits, graphs, streams, compiling, autograd, models."""
+
+import copy
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal
+from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import sparsellm
+from sparsellm.config import Activation, ModelConfig
+from sparsellm.model import Decoder
+from sparsellm.ops import ENGINES, gated_ffn, neuron_major, plan_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+
+
+def assert_same(found, expected, what):
+    for name, ours, theirs in zip(expected._fields, found, expected, strict=True):
+        assert_equal(ours, theirs, f"{what}: {name}")
+
+
+# The same bits.
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("m", [1, 64, 129, 2048, 9001])
+def test_two_runs_give_the_same_bits(m, engine, gated):
+    x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
+    w_down_t = neuron_major(ws[-1])
+    first = cases.run(engine, x, ws, w_down_t=w_down_t)
+    for _ in range(5):
+        cases.poison()
+        assert_same(cases.run(engine, x, ws, w_down_t=w_down_t), first, "alone")
+    side, busy = torch.cuda.Stream(), x.new_ones((4096, 4096))
+    side.wait_stream(torch.cuda.current_stream())
+    for rounds in range(1, 6):  # other work takes some multiprocessors, for ever longer
+        with torch.cuda.stream(side):
+            for _ in range(rounds):
+                busy @ busy
+        assert_same(cases.run(engine, x, ws, w_down_t=w_down_t), first, "beside other work")
+    torch.cuda.synchronize()
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("m", [1, 300, 3000])
+def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
+    k, n = 264, 1000
+    x, ws = cases.integers(m, k, n, gated)
+    w_down_t = neuron_major(ws[-1])
+    cases.run(engine, x, ws, w_down_t=w_down_t)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cases.run(engine, x, ws, w_down_t=w_down_t)
+    none, all_ = torch.zeros(m, n, dtype=torch.bool, device=DEVICE), torch.ones(m, n, dtype=torch.bool, device=DEVICE)
+    for seed, fires in enumerate([none, all_, none, *[None] * 3]):
+        new_x, new_ws = cases.integers(m, k, n, gated, seed + 1)
+        if fires is not None:  # x holds nothing but the threshold's one
+            new_x[:, 1:] = 0
+            new_ws[0][:, 0] = 3.0 if fires.any() else -3.0
+        x.copy_(new_x)
+        for w, new in zip(ws[:-1], new_ws, strict=False):
+            w.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(captured, cases.run(engine, x, ws, w_down_t=w_down_t), f"replay {seed}")
+        assert_equal(captured.y, cases.stepwise(x, ws)[-1], f"replay {seed}: y")
+
+
+@GATED
+@ENGINE
+def test_nothing_waits_for_the_device(engine, gated):
+    layers = [cases.integers(m, 264, 1000, gated) for m in (1, 64, 300, 3000)]
+    copies = [neuron_major(ws[-1]) for _, ws in layers]
+
+    def calls():
+        given = [cases.run(engine, x, ws, w_down_t=made) for (x, ws), made in zip(layers, copies, strict=True)]
+        return given + [cases.run(engine, x, ws) for x, ws in layers]
+
+    calls()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@ENGINE
+@pytest.mark.parametrize("m", [16, 300])
+def test_work_goes_to_the_current_stream(m, engine):
+    """Where its input arrives late."""
+    x, ws = cases.integers(m, 264, 1000)
+    late, w_down_t = torch.full_like(x, torch.nan), neuron_major(ws[-1])
+    expected = cases.run(engine, x, ws, w_down_t=w_down_t)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        found = cases.run(engine, late, ws, w_down_t=w_down_t)
+    side.synchronize()
+    assert_same(found, expected, "on a side stream")
+
+
+# Compilers, autocast, autograd.
+
+
+def test_a_new_plan_does_not_recompile():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    function = torch.compile(gated_ffn, fullgraph=True, backend=counter)
+    x, ws = cases.integers(300, 264, 1000)
+    w_down_t = neuron_major(ws[-1])
+    for engine in (*ENGINES, *ENGINES):
+        for compression in (4, 8):
+            found = function(x, *ws, plan_of(engine, compression), w_down_t)
+            assert_same(found, cases.run(engine, x, ws, compression), f"compiled, {engine}")
+    assert counter.frame_count == 1
+
+
+@GATED
+@ENGINE
+def test_autocast_casts(engine, gated):
+    x, ws = cases.integers(130, 264, 1000, gated)
+    expected = cases.run(engine, x, ws)
+    with torch.autocast("cuda", torch.bfloat16):
+        wide = [w.float() for w in ws]
+        found = cases.run(engine, x.float(), wide, w_down_t=neuron_major(wide[-1]))
+    assert found.y.dtype == torch.bfloat16
+    assert_same(found, expected, "under autocast")
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("m", [16, 130])
+def test_opcheck(m, engine, gated):
+    x, ws = cases.integers(m, 64, 264, gated)
+    op = torch.ops.sparsellm.gated_ffn if gated else torch.ops.sparsellm.nongated_ffn
+    inputs = [t.requires_grad_() for t in (x, *ws)]
+    torch.library.opcheck(op, (*inputs, plan_of(engine), None, None))
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize(("m", "k", "n"), [(16, 264, 1000), (300, 768, 1000), (1024, 2048, 5632)])
+def test_gradients_are_as_accurate_as_dense_pytorchs(m, k, n, engine, gated):
+    x, ws = cases.normal(m, k, n, gated)
+    dy = torch.randn(m, k, device=DEVICE, generator=cases.random(9)).bfloat16()
+
+    def dense(x, *ws):
+        g = torch.relu(x @ ws[0].T)
+        h = g * (x @ ws[1].T) if gated else g
+        return h @ ws[-1].T, h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32))
+
+    def gradients(function, dtype):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (x, *ws)]
+        y, l1 = function(*inputs)
+        return [y.detach(), *torch.autograd.grad([y, l1], inputs, [dy.to(dtype), torch.full_like(l1, 0.1)])]
+
+    exact, theirs = gradients(dense, torch.float64), gradients(dense, torch.bfloat16)
+    ours = gradients(lambda x, *ws: cases.run(engine, x, ws)[:2], torch.bfloat16)
+    names = ["y", "dx", "dw_gate", "dw_up", "dw_down"] if gated else ["y", "dx", "dw_up", "dw_down"]
+    for name, *tensors in zip(names, ours, theirs, exact, strict=True):
+        assert_as_accurate(*tensors, name)
+
+
+@GATED
+@ENGINE
+def test_a_stale_neuron_major_weight_is_refused(engine, gated):
+    x, ws = cases.integers(130, 264, 1000, gated)
+    made = neuron_major(ws[-1])
+    assert_same(cases.run(engine, x, ws, w_down_t=made), cases.run(engine, x, ws), "fresh")
+    ws[-1].mul_(2)
+    with pytest.raises(ValueError, match="w_down_t is stale"):
+        cases.run(engine, x, ws, w_down_t=made)
+    with pytest.raises(ValueError, match="w_down_t is stale"):
+        cases.run(engine, x, [*ws[:-1], ws[-1].clone()], w_down_t=neuron_major(ws[-1]))
+    y = cases.stepwise(x, ws)[-1]
+    assert_equal(cases.run(engine, x, ws, w_down_t=neuron_major(ws[-1])).y, y, "made anew: y")
+
+
+# Models.
+
+SIZE = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+SETTINGS = {"num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1, "hidden_act": "relu"}
+
+
+def hugging_face(name):
+    torch.manual_seed(0)
+    config, model = (LlamaConfig, LlamaForCausalLM) if name == "llama" else (ArceeConfig, ArceeForCausalLM)
+    return model(config(**SIZE, **SETTINGS)).to(DEVICE, torch.bfloat16).eval()
+
+
+def token_ids(sequences, positions):
+    return torch.randint(96, (sequences, positions), device=DEVICE, generator=cases.random(positions))
+
+
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+@pytest.mark.parametrize("name", ["llama", "arcee"])
+@torch.no_grad()
+def test_an_accelerated_model_is_as_accurate_as_its_own(name, engine):
+    model = hugging_face(name)
+    precise = copy.deepcopy(model).float()
+    for ids in (token_ids(2, 100), token_ids(1, 5)):  # above and below one token tile
+        theirs, exact = model(ids).logits, precise(ids).logits.double()
+        sparsellm.accelerate(model, "cuda", engine)
+        for call in range(3):
+            assert_as_accurate(model(ids).logits, theirs, exact, f"{ids.numel()} tokens, call {call}")
+            torch.cuda.synchronize()  # counts arrive: the next call may choose another engine
+        sparsellm.restore(model)
+        assert_equal(model(ids).logits, theirs, "restored")
+
+
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+@pytest.mark.parametrize("name", ["llama", "arcee"])
+def test_an_accelerated_model_generates(name, engine):
+    model = sparsellm.accelerate(hugging_face(name), "cuda", engine)
+    ids = token_ids(2, 70)
+    once, again = (model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False) for _ in range(2))
+    assert once.shape == (2, 78)
+    assert torch.equal(once[:, :70], ids)
+    if engine is not None:  # the automatic choice may differ from run to run
+        assert torch.equal(once, again)
+
+
+@GATED
+@pytest.mark.parametrize("engine", [None, *ENGINES])
+@torch.no_grad()
+def test_our_decoder_under_autocast(engine, gated):
+    """As validation runs it: float32 weights, bfloat16 products."""
+    torch.manual_seed(0)
+    config = ModelConfig(96, 256, 512, 2, 4, context_length=256, init_std=0.1, gated=gated)
+    model = Decoder(config, Activation.relu).to(DEVICE).eval()
+    ids = token_ids(2, 100)
+    exact = model.logits(ids).double()
+
+    def under_autocast():
+        with torch.autocast("cuda", torch.bfloat16):
+            return model.logits(ids), model(ids, ids)
+
+    theirs, plain = under_autocast()
+    sparsellm.accelerate(model, "cuda", engine)
+    for _ in range(2):
+        logits, out = under_autocast()
+        assert_as_accurate(logits, theirs, exact, "logits")
+        # The first layer's input is the same: a gate that rounds to another side of zero is all that may differ.
+        assert abs(out.nnz[0] - plain.nnz[0]) <= 1 + plain.nnz[0] * 2**-8
+        assert out.fired.shape == plain.fired.shape
+        assert out.ce.isfinite()
+        torch.cuda.synchronize()
