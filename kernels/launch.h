@@ -75,9 +75,9 @@ cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64
 cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                       void* y, cudaStream_t stream);
 
-// The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is not
-// read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets], zero
-// on entry and on exit.
+// The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
+// not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
+// zero on entry and on exit.
 constexpr int kRowTickets = 128;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,

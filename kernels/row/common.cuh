@@ -8,9 +8,9 @@ namespace sparsellm::row {
 
 constexpr int kListed = 64;  // nonzeros of a row that are listed at a time
 
-// Nonzeros first..last - 1 (of the row, columns ascending; last - first <= kListed) to list[0..]: packed words. One warp
-// together; its lanes may read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row, which
-// mostly is all of it.
+// Nonzeros first..last - 1 (of the row, columns ascending; last - first <= kListed) to list[0..]: packed words. One
+// warp together; its lanes may read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row,
+// which mostly is all of it.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
                                               uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight in each lane
@@ -98,7 +98,8 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// g of a packed word, and h = g u with u and the product each rounded to bf16 (the float32 product of two bf16 is exact).
+// g of a packed word, and h = g u with u and the product each rounded to bf16 (the float32 product of two bf16 values
+// is exact).
 __device__ __forceinline__ float gate_of(uint32_t word) { return high(word); }
 __device__ __forceinline__ float hidden_of(uint32_t word, float u) {
   const float rounded = __bfloat162float(__float2bfloat16_rn(u));

@@ -2,21 +2,21 @@
 // the CTAs of a row.
 //
 // A row's nonzeros are cut, by their count alone, into equal runs, one for each CTA of a cluster (rows with many take
-// several clusters). A thread keeps 8 kVectors columns of x and y; the neurons of a batch have both their weight rows in
-// flight at once, up to 64 KB per CTA. The cluster adds its CTAs' sums through distributed shared memory, each CTA a slice of
-// the columns; where a row has several clusters, the last of them to finish a slice adds what all have left in global
-// memory. A warp of its own lists nonzeros ahead of the others, and takes the l1 norm to its end meanwhile.
+// several clusters). A thread keeps 8 kVectors columns of x and y; the neurons of a batch have both their weight rows
+// in flight at once, up to 64 KB per CTA. The cluster adds its CTAs' sums through distributed shared memory, each CTA a
+// slice of the columns; where a row has several clusters, the last of them to finish a slice adds what all have left in
+// global memory. A warp of its own lists nonzeros ahead of the others, and takes the l1 norm to its end meanwhile.
 #pragma once
 
 #include "row/common.cuh"
 
 namespace sparsellm::row {
 
-constexpr int kFewTokens = 128;
-constexpr int kFewMaxWidth = 4096;  // K
-constexpr int kFewWorkers = 256;  // threads at most: the multiple of 32 that covers K / (8 kVectors)
-constexpr int kFewPerCta = 32;    // nonzeros of each CTA above which a row gets another cluster
-constexpr int kMaxRanks = 8;      // CTAs of a cluster
+constexpr int kFewTokens = 128;     // M and
+constexpr int kFewMaxWidth = 4096;  // K at most
+constexpr int kFewWorkers = 256;    // threads at most: the multiple of 32 that covers K / (8 kVectors)
+constexpr int kFewPerCta = 32;      // nonzeros of each CTA above which a row gets another cluster
+constexpr int kMaxRanks = 8;        // CTAs of a cluster
 
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -228,8 +228,10 @@ __global__ void __launch_bounds__(kFewWorkers + 32, kInFlight == 8 ? 1 : 2)
   }
 
   if (helper) {
+    __syncwarp();
     cluster_arrive();
     if (!alone) finish_l1(part_l1);
+    __syncwarp();
     cluster_wait();
     if (alone && rank == 0 && lane == 0) {
       float sum = 0.0f;
@@ -245,6 +247,7 @@ __global__ void __launch_bounds__(kFewWorkers + 32, kInFlight == 8 ? 1 : 2)
         part[2 * vector + 1] = make_float4(sums[v][4], sums[v][5], sums[v][6], sums[v][7]);
       }
     }
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
     const int quads = a.k / 4, per_rank = (quads + kRanks - 1) / kRanks;
@@ -286,6 +289,7 @@ __global__ void __launch_bounds__(kFewWorkers + 32, kInFlight == 8 ? 1 : 2)
       }
     }
   }
+  __syncwarp();
   ptx::cluster_sync();  // the others may still read this CTA's shared memory
 }
 

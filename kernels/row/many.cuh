@@ -1,10 +1,10 @@
 // The row engine for many tokens, bound by what L2 gives: a warp for each unit of work, which mostly is a whole row.
 //
-// One CTA of 12 warps per SM, no barrier in its loop. A warp keeps 64 columns per lane: first of x, while it streams the
-// W_up rows of (up to) 64 nonzeros, then of y, while it streams the W_down rows of the same; either way 8 KB are in
-// flight in each warp, 96 KB per SM, the rest of whose shared memory stays L1. A warp per row rather than a CTA: nothing
-// to synchronise, a short row wastes no threads, and x and y take turns in the registers. The warps of a CTA take
-// neighbouring rows, which tend to share neurons and so find weights in L1.
+// One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns per lane: first of x, while it
+// streams the W_up rows of (up to) 64 nonzeros, then of y, while it streams the W_down rows of the same; either way
+// 8 KB are in flight in each warp, 96 KB per SM, whose shared memory nearly all stays L1. A warp per row rather than a
+// CTA: nothing to synchronise, a short row wastes no threads, and x and y take turns in the registers. The warps of a
+// CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
 //
 // Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each a unit that leaves a
 // float32 partial; the last to finish adds them. Where the room for partials ends, one warp does the chunks in turn and
