@@ -43,7 +43,7 @@ struct TilePlan {
   uint16_t* offsets;      // [MT, NT + 1, 128] where in its list each position's part of each item starts; kLongRow
   int2* order;            // [MT] tile and its 64-slot blocks, fullest first
   int2* items;            // [MT * NT] units of the up product, see tile/plan.cuh
-  int32_t* totals;        // [4] zeroed by the caller: number of items, tickets
+  int32_t* totals;        // [4] number of items, tickets: zero before tile_plan, and after tile_up
 };
 
 // The first kRowCapacity nonzeros of each row side by side, from the packed form: rows [M, kRowCapacity], words as there,

@@ -43,10 +43,11 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Launches `kernel`; `cluster` CTAs form a cluster.
+// Launches `kernel`. cluster: CTAs that form a cluster. early: the kernel may start while the one before it in the stream
+// ends, and waits for it itself (griddepcontrol_wait) before it reads or writes anything of the caller's.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes, int cluster,
-                   cudaStream_t stream, Arguments&&... arguments) {
+cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
+                        int cluster, cudaStream_t stream, Arguments&&... arguments) {
   if (shared_bytes > 48 * 1024) {
     cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                              cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -57,13 +58,33 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t grid, int block, uint3
   config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  config.numAttrs = 0;
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes, int cluster,
+                   cudaStream_t stream, Arguments&&... arguments) {
+  return launch_with(false, kernel, grid, block, shared_bytes, cluster, stream, arguments...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes, int cluster,
+                         cudaStream_t stream, Arguments&&... arguments) {
+  return launch_with(true, kernel, grid, block, shared_bytes, cluster, stream, arguments...);
 }
 
 }  // namespace sparsellm

@@ -85,7 +85,8 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Programmatic dependent launch: wait for the kernel before this one in the stream; let the next one start.
+// Programmatic dependent launch: wait for the kernel before this one in the stream; let the next one start. What a
+// kernel reads after the wait it reads with ordinary loads: __ldg promises data that never changes, and may move up.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
   __syncthreads();
   ptx::cluster_sync();
+  ptx::griddepcontrol_launch_dependents();
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();

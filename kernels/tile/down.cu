@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The tile of a round; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
   const auto tile_in = [&](int round) {
     const int unit = deal(round, blockIdx.x, gridDim.x);
-    return __ldg(plan.order + (unit < units ? unit / column_tiles : 0));
+    return *(plan.order + (unit < units ? unit / column_tiles : 0));
   };
 
   if (threadIdx.x == 0) {
@@ -62,6 +62,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
 
   if (warp < 4) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto load = [&](const uint4* slots) {
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          if (q < quads) next[q] = __ldg(slots + q);
+          if (q < quads) next[q] = *(slots + q);
         }
       };
       load(slots_of(next_tile.x));
@@ -189,7 +191,7 @@ cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k,
   CUtensorMap h_map;
   error = tensor_map(&h_map, h, ceil_div(m, kTokenTile) * kTokenTile, n, kTileM);
   if (error != cudaSuccess) return error;
-  return launch(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream, h_map,
+  return launch_early(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream, h_map,
                 static_cast<const __nv_bfloat16*>(w_down_t), m, k, n, plan, static_cast<__nv_bfloat16*>(y));
 }
 

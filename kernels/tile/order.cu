@@ -3,9 +3,9 @@
 // Chunks of at most 8,192 tokens, cut between token tiles, are ordered alone, one after the other. In each:
 //   leaders   C = 16..128 tokens evenly spaced are the first profiles (a profile: a set of neurons, one bit in each row
 //             of a table [N + 1][128 bits] whose last row is empty); f[n] = how many leaders fire n
-//   assign    2,048, then 4,096 tokens evenly spaced, then all: token t goes to the cluster with the largest
+//   assign    4,096 tokens evenly spaced, then all: token t goes to the cluster with the largest
 //             C |t & profile| - sum of f over the profile: the overlap less what a mean token would have
-//   profile   after the first two: the neurons that at least 1/16 of the cluster's tokens fire
+//   profile   after the first: the neurons that at least 1/16 of the cluster's tokens fire
 //   order     a greedy chain of the clusters by |c & d| / (|c| + |d|), from the one least like the others; within a
 //             cluster tokens by count, fewest first, every other cluster reversed
 // Ties go to the lowest index. All is integer sums and fixed orders: the same answer always, on any machine.
@@ -26,8 +26,7 @@ constexpr int kClusters = 128;
 constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kMaxRange = 4096;  // neurons of one CTA of `leaders` or `profile`
-constexpr int kSamples[2] = {2048, 4096};
-constexpr int kMaxSamples = kSamples[1];
+constexpr int kSamples = 4096;  // tokens that the profiles are made of
 constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 constexpr uint32_t kMaxOverlap = 255;
 constexpr uint32_t kMaxCount = 495;  // nonzeros of a row that are looked at: at most 255 in every other sixteen
@@ -72,7 +71,7 @@ __device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int sam
 
 // How many nonzeros of a token's row are looked at.
 __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t token) {
-  const uint32_t count = __ldg(order.row_counts + token);
+  const uint32_t count = *(order.row_counts + token);
   return count > kRowCapacity ? 0 : min(count, kMaxCount);
 }
 
@@ -82,14 +81,14 @@ template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {
   const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity);
-  uint4 quad = __ldg(quads + piece);
+  uint4 quad = *(quads + piece);
   for (uint32_t at = 4 * piece; at < count;) {
     use(quad.x & 0xffff);
     if (at + 1 < count) use(quad.y & 0xffff);
     if (at + 2 < count) use(quad.z & 0xffff);
     if (at + 3 < count) use(quad.w & 0xffff);
     at += 32;
-    if (at < count) quad = __ldg(quads + at / 4);
+    if (at < count) quad = *(quads + at / 4);
   }
 }
 
@@ -103,6 +102,7 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   const Chunk chunk = chunk_of(order, index);
   const uint32_t first = range * order.range;
   for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  ptx::griddepcontrol_wait();
   __syncthreads();
 
   const int leader = threadIdx.x / 8;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
 // many tokens of each cluster fire each neuron. `last`: their masks and sizes too.
 __global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, int samples, bool last) {
   extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
-  __shared__ uint16_t list[kMaxSamples];  // the group's tokens: sample << 3 | cluster in the group
+  __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
   __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
   ptx::griddepcontrol_launch_dependents();
   const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, in
   __syncthreads();
   ptx::griddepcontrol_wait();
 
-  static_assert(kMaxSamples <= 4 * kThreads, "four tokens to a thread");
+  static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
   if (4 * threadIdx.x < samples) {
     const uint32_t four =
         __ldcg(reinterpret_cast<const uint32_t*>(order.clusters + static_cast<int64_t>(index) * kChunk) + threadIdx.x);
@@ -315,15 +315,15 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t count = i < end ? known_count(order, token) : 0;
     const uint32_t sparing = count > kMaxOverlap;
     const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
-    uint4 x = __ldg(quads), y = __ldg(quads + 1);
+    uint4 x = *quads, y = *(quads + 1);
     uint32_t plane[8] = {};
     const uint32_t step = 16 << sparing;
     for (uint32_t from = 8 * slice; from < count; from += step) {
       const uint32_t neurons[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
       if (from + step < count) {
         quads += step / 4;
-        x = __ldg(quads);
-        y = __ldg(quads + 1);
+        x = *quads;
+        y = *(quads + 1);
       }
       uint32_t v[8];
 #pragma unroll
@@ -493,7 +493,7 @@ __global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, 
       const int i = base + 32 * k;
       count[k] = 0;
       if (i < chunk.tokens) {
-        count[k] = __ldg(order.row_counts + chunk.first + i);
+        count[k] = *(order.row_counts + chunk.first + i);
         clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
       }
       sum += count[k];
@@ -570,28 +570,6 @@ int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   return bytes;
 }
 
-// Launches `kernel` to start while the one before it ends; it waits for it itself (griddepcontrol_wait).
-template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
-                         cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 0) {
-    cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(block);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
-}
-
 }  // namespace
 
 int64_t order_workspace(int64_t m, int64_t n) {
@@ -614,25 +592,23 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
   const uint32_t range_bytes = order.range * sizeof(uint4);
   const auto assign = [&](int64_t samples, bool first, bool last) {
     const bool copied = table_bytes <= kMaxTable && ceil_div(std::min(samples, per_chunk), parts) >= kSharedTokens;
-    return copied ? launch_early(assign_kernel<true>, order.chunks * parts, kThreads, table_bytes, stream, order,
+    return copied ? launch_early(assign_kernel<true>, order.chunks * parts, kThreads, table_bytes, 1, stream, order,
                                  samples, first, last, parts)
-                  : launch_early(assign_kernel<false>, order.chunks * parts, kThreads, 0, stream, order, samples, first,
-                                 last, parts);
+                  : launch_early(assign_kernel<false>, order.chunks * parts, kThreads, 0, 1, stream, order, samples,
+                                 first, last, parts);
   };
   const auto profile = [&](int samples, bool last) {
     return launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
-                        range_bytes, stream, order, samples, last);
+                        range_bytes, 1, stream, order, samples, last);
   };
-  error = launch(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1, stream,
+  error = launch_early(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1, stream,
                  order);
-  if (error == cudaSuccess) error = assign(kSamples[0], true, false);
-  if (error == cudaSuccess) error = profile(kSamples[0], false);
-  if (error == cudaSuccess) error = assign(kSamples[1], false, false);
-  if (error == cudaSuccess) error = profile(kSamples[1], true);
+  if (error == cudaSuccess) error = assign(kSamples, true, false);
+  if (error == cudaSuccess) error = profile(kSamples, true);
   if (error == cudaSuccess) error = assign(kChunk, false, true);
   if (error == cudaSuccess) {
-    error = launch_early(sort_kernel, order.chunks, kSorters + 32, kClusters * kClusters * sizeof(uint32_t), stream,
-                         order, tokens);
+    error = launch_early(sort_kernel, order.chunks, kSorters + 32, kClusters * kClusters * sizeof(uint32_t), 1,
+                         stream, order, tokens);
   }
   return error;
 }

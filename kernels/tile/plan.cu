@@ -44,6 +44,9 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int64_t tile = blockIdx.x;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+
   // A warp has kRows positions: lane r keeps the token of the r-th (-1: none) and how many nonzeros it has.
   constexpr int kRows = kTokenTile / kPlanWarps;
   const int row0 = warp * kRows;
@@ -69,7 +72,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       for (int r = 0; r < kRows; ++r) {
         const int64_t token = __shfl_sync(~0u, my_token, r);
         count[r] = __shfl_sync(~0u, my_count, r);
-        word[r] = count[r] <= kRowCapacity && i < count[r] ? __ldg(plan.rows + token * kRowCapacity + i) : 0;
+        word[r] = count[r] <= kRowCapacity && i < count[r] ? *(plan.rows + token * kRowCapacity + i) : 0;
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -90,10 +93,15 @@ __global__ void __launch_bounds__(kPlanThreads)
     for_each_row([&](int, int count, int i, uint32_t word) {
       if (i < count) add(word);
     });
-    for (uint32_t rest = __ballot_sync(~0u, my_count > kRowCapacity); rest != 0; rest &= rest - 1) {
-      const int64_t token = __shfl_sync(~0u, my_token, __ffs(rest) - 1);
+    if (__any_sync(~0u, my_count > kRowCapacity)) {  // the warp's long rows together, from the packed form
       for_each_quad(
-          packed, n, words_per_tile, column_tiles, 1, 0, column_tiles, lane, [&](int) { return token; },
+          packed, n, words_per_tile, column_tiles, kRows, 0, column_tiles, lane,
+          [&](int r) -> int64_t {
+            const int64_t position = tile * kTokenTile + row0 + r;
+            if (position >= m) return -1;
+            const int64_t token = plan.tokens[position];
+            return packed.row_counts[token] > kRowCapacity ? token : -1;
+          },
           [&](int, const uint4& four, uint32_t valid) { for_each_word(four, valid, add); });
     }
   }
@@ -200,7 +208,7 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream) {
-  return launch(tile_plan_kernel, ceil_div(m, kTokenTile), kPlanThreads, 0, 1, stream, packed, m, n, words_per_tile,
+  return launch_early(tile_plan_kernel, ceil_div(m, kTokenTile), kPlanThreads, 0, 1, stream, packed, m, n, words_per_tile,
                 plan);
 }
 

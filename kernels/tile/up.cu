@@ -104,12 +104,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
 
   const int items = plan.totals[0];
   // The item of a round; one that does not exist repeats the first.
   const auto item_in = [&](int round) {
     const int position = deal(round, blockIdx.x, gridDim.x);
-    return __ldg(plan.items + (position < items ? position : 0));
+    return *(plan.items + (position < items ? position : 0));
   };
   const auto token_at = [&](int64_t position) -> int64_t {
     return position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
@@ -204,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         };
         const uint16_t* offsets =
             plan.offsets + (static_cast<int64_t>(item.tile) * (column_tiles + 1) + item.index) * kTileM;
+        bool any_long = false;
         for (int row0 = 0; row0 < kTileM; row0 += 32) {
           const uint32_t begin = offsets[row0 + lane];
           const uint32_t end = offsets[kTileM + row0 + lane];
@@ -218,32 +221,34 @@ __global__ void __launch_bounds__(kThreads, 1)
               const int row = 4 * i + lane / 8;
               const uint32_t at = __shfl_sync(~0u, begin, row) + first;
               valid[i] = at < __shfl_sync(~0u, end, row);
-              word[i] = valid[i] ? __ldg(lists + row * kRowCapacity + at) : 0;
+              word[i] = valid[i] ? *(lists + row * kRowCapacity + at) : 0;
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
               if (valid[i]) put(row0 + 4 * i + lane / 8, (word[i] & 0xffff) - slot0, word[i] >> 16);
             }
           }
-          for (uint32_t rest = __ballot_sync(~0u, begin == kLongRow); rest != 0; rest &= rest - 1) {
-            const int row = row0 + __ffs(rest) - 1;
-            const int64_t tile_words = static_cast<int64_t>(item.tile) * column_tiles * 8;
-            const uint16_t* neurons = plan.slots + tile_words * 32;
-            const int first_tile = neurons[slot0] / kColumnTile;
-            const int tiles = neurons[item.last * kBlockColumns - 1] / kColumnTile - first_tile + 1;
-            for_each_quad(
-                packed, n, words_per_tile, column_tiles, 1, first_tile, tiles, lane,
-                [&](int) { return token_at(static_cast<int64_t>(item.tile) * kTileM + row); },
-                [&](int, const uint4& four, uint32_t valid) {
-                  for_each_word(four, valid, [&](uint32_t entry) {
-                    const uint32_t column = entry & 0xffff;
-                    const uint32_t word = __ldg(plan.mask + tile_words + column / 32);
-                    const int slot = __ldg(plan.prefix + tile_words + column / 32) +
-                                     __popc(word & ((1u << column % 32) - 1)) - slot0;
-                    if (slot >= 0 && slot < blocks * kBlockColumns) put(row, slot, entry >> 16);
-                  });
+          any_long |= __any_sync(~0u, begin == kLongRow);
+        }
+        if (any_long) {  // all long rows of the tile together, from the packed form
+          const int64_t tile_words = static_cast<int64_t>(item.tile) * column_tiles * 8;
+          const uint16_t* neurons = plan.slots + tile_words * 32;
+          const int first_tile = neurons[slot0] / kColumnTile;
+          const int tiles = neurons[item.last * kBlockColumns - 1] / kColumnTile - first_tile + 1;
+          for_each_quad(
+              packed, n, words_per_tile, column_tiles, kTileM, first_tile, tiles, lane,
+              [&](int row) {
+                return offsets[row] == kLongRow ? token_at(static_cast<int64_t>(item.tile) * kTileM + row) : -1;
+              },
+              [&](int row, const uint4& four, uint32_t valid) {
+                for_each_word(four, valid, [&](uint32_t entry) {
+                  const uint32_t column = entry & 0xffff;
+                  const uint32_t word = *(plan.mask + tile_words + column / 32);
+                  const int slot = *(plan.prefix + tile_words + column / 32) +
+                                   __popc(word & ((1u << column % 32) - 1)) - slot0;
+                  if (slot >= 0 && slot < blocks * kBlockColumns) put(row, slot, entry >> 16);
                 });
-          }
+              });
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(gate_ready);
@@ -313,6 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float all = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) all += shared.l1_warps[w];
     *l1_out = all;
+    for (int i = 0; i < 3; ++i) plan.totals[i] = 0;  // as they were found
   }
 }
 
@@ -328,7 +334,7 @@ cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64
   error = tensor_map(&h_map, h, ceil_div(m, kTokenTile) * kTokenTile, n, kTileM);
   if (error != cudaSuccess) return error;
   const auto kernel = w_up != nullptr ? tile_up_kernel<true> : tile_up_kernel<false>;
-  return launch(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(x),
+  return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(x),
                 static_cast<const __nv_bfloat16*>(w_up), h_map, m, k, n, words_per_tile, packed, plan, l1_partials, l1);
 }
 

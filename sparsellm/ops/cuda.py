@@ -17,10 +17,11 @@ from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, 
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
-TOTALS = 4  # int32: the tile plan's number of items, and tickets
+TOTALS = 4  # int32: the tile plan's number of items, and its tickets
 ROW_CAPACITY = 512  # nonzeros of a row that the tile engine keeps side by side (launch.h: kRowCapacity)
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
-MIN_ORDERED_TOKENS = 1024  # fewer are left in their order: there is little to group
+SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
+MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 
 
 class Gate(NamedTuple):
@@ -31,17 +32,21 @@ class Gate(NamedTuple):
     mask: Tensor  # int32 [MT, NT * 8]
     row_counts: Tensor  # int32 [M]
     fired: Tensor  # uint8 [N]
-    counters: Tensor  # int64 [COUNTERS]
+    counters: Tensor  # int64 [COUNTERS + SCRATCH]
 
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(nnz, fired, overflow, union), each in memory of its own, as an operator must return them."""
-        return _statistics(self.fired, self.counters)
+    def scratch(self) -> tuple[Tensor, Tensor]:
+        """(totals of the tile engine, tickets of the row engine), int32."""
+        return self.counters[COUNTERS:].view(torch.int32).split((TOTALS, ROW_TICKETS))
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """(fired bool [N], counts int64 [3]: nonzeros, overflow, union)."""
+        return self.fired.view(torch.bool), self.counters[:3]
 
 
 def gated_forward(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, nnz, fired, overflow, union) of sparsellm.ops.gated_ffn by the engine of `plan`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, fired, counts) of sparsellm.ops.gated_ffn by the engine of `plan`."""
     engine, compression = plan.tolist()
     if not x.shape[0]:
         return _nothing(x, w_down.shape[1])
@@ -55,8 +60,8 @@ def gated_forward(
 
 def nongated_forward(
     x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, nnz, fired, overflow, union) of sparsellm.ops.nongated_ffn by the engine of `plan`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, fired, counts) of sparsellm.ops.nongated_ffn by the engine of `plan`."""
     engine, compression = plan.tolist()
     if not x.shape[0]:
         return _nothing(x, w_down.shape[1])
@@ -71,14 +76,15 @@ def nongated_forward(
 def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
     gate = pack_gate(_readable(x), _readable(w), compression)
-    nnz, fired, overflow, union = gate.statistics()
-    return PackedGate(gate.words, gate.wide, gate.mask, gate.row_counts, fired, nnz, overflow, union)
+    fired, counts = gate.statistics()
+    return PackedGate(gate.words, gate.wide, gate.mask, gate.row_counts, fired, *counts)
 
 
 def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
-    counters, row_counts, fired = _zeros(x.device, (COUNTERS, torch.int64), (m, torch.int32), (n, torch.uint8))
+    counters = x.new_zeros(COUNTERS + SCRATCH, dtype=torch.int64)  # apart: results must not share memory
+    row_counts, fired = _zeros(x.device, (m, torch.int32), (n, torch.uint8))
     gate = Gate(
         words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
         wide=x.new_empty((m, n)),
@@ -123,7 +129,7 @@ def tile_engine(
         integers(token_tiles, column_tiles + 1, TOKEN_TILE, dtype=torch.int16),  # offsets, uint16 to the kernels
         integers(token_tiles, 2),  # order
         integers(token_tiles * column_tiles, 2),  # items
-        *_zeros(gate.words.device, (TOTALS, torch.int32)),
+        gate.scratch()[0],
     )
     h = gate.wide.new_empty((token_tiles * TOKEN_TILE, n))
     y = gate.wide.new_empty((m, k))
@@ -140,33 +146,25 @@ def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tens
     n, k = w_down_t.shape
     m = gate.words.shape[0]
     workspace = gate.words.new_empty(ops.row_workspace(m, k, n), dtype=torch.uint8)
-    (tickets,) = _zeros(gate.words.device, (ROW_TICKETS, torch.int32))
+    _, tickets = gate.scratch()
     y, l1 = gate.wide.new_empty((m, k)), gate.wide.new_empty((), dtype=torch.float32)
     ops.row_ffn(x, w_up, w_down_t, *gate, workspace, tickets, l1, y)
     return y, l1
 
 
-def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y, l1, nnz, fired, overflow, union) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel."""
+def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, fired, counts) from z, u [M, N], which it overwrites: cuBLAS, with the elementwise half in one kernel."""
     m, n = z.shape
-    counters, tickets, fired = _zeros(z.device, (COUNTERS, torch.int64), (1, torch.int32), (n, torch.uint8))
-    h = torch.empty_like(z)
+    counters = z.new_zeros(COUNTERS, dtype=torch.int64)
+    tickets, fired = _zeros(z.device, (1, torch.int32), (n, torch.uint8))
     l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
-    torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters, tickets)
-    return h @ w_down.T, l1, *_statistics(fired, counters)
+    torch.ops.sparsellm_cuda.pointwise(z, u, z, l1_partials, l1, fired, counters, tickets)
+    return z @ w_down.T, l1, fired.view(torch.bool), counters[:3]
 
 
-def _statistics(fired: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nnz, overflow, union, _ = counters.unbind()
-    return nnz.clone(), fired.view(torch.bool).clone(), overflow.clone(), union.clone()
-
-
-def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def none() -> Tensor:
-        return x.new_zeros((), dtype=torch.int64)
-
-    l1 = x.new_zeros((), dtype=torch.float32)
-    return torch.zeros_like(x), l1, none(), x.new_zeros(n, dtype=torch.bool), none(), none()
+def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(3, dtype=torch.int64)
+    return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def gated_ffn(
     transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
         return _unmeasured_union(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
-    return FeedForwardOutput(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan, *transposed))
+    return _output(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan, *transposed))
 
 
 def nongated_ffn(
@@ -79,7 +79,12 @@ def nongated_ffn(
     transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
         return _unmeasured_union(*_Nongated.apply(x, w_up, w_down)[:5])
-    return FeedForwardOutput(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan, *transposed))
+    return _output(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan, *transposed))
+
+
+def _output(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:
+    nnz, overflow, union = counts.unbind()
+    return FeedForwardOutput(y, l1, nnz, fired, overflow, union)
 
 
 def _unmeasured_union(*outputs: Tensor) -> FeedForwardOutput:
@@ -205,21 +210,22 @@ class _Nongated(torch.autograd.Function):
 
 
 # The registered operators. Their backward is an operator too: autograd of a registered operator must not look inside.
-# They save their inputs alone.
+# They save their inputs alone, and return (y, l1, fired, counts): an operator's results may not share memory, and
+# counts, int64 [3] of nonzeros, overflow and union, is one result.
 
 
 @torch.library.custom_op("sparsellm::gated_ffn", mutates_args=())
 def _gated_op(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, w_down, w_gate=w_gate, w_up=w_up)
     _check_plan(plan)
     if w_down_t is not None:
         check_fresh(w_down_t, stamp, w_down)
     if kernels := _kernels(x, plan):
         return kernels.gated_forward(x, w_gate, w_up, w_down, plan, w_down_t)
-    *outputs, g, _ = reference.gated_forward(x, w_gate, w_up, w_down)
-    return *outputs, reference.union(g != 0)
+    y, l1, nnz, fired, overflow, g, _ = reference.gated_forward(x, w_gate, w_up, w_down)
+    return y, l1, fired, torch.stack([nnz, overflow, reference.union(g != 0)])
 
 
 @torch.library.custom_op("sparsellm::gated_ffn_backward", mutates_args=())
@@ -232,15 +238,15 @@ def _gated_backward_op(
 @torch.library.custom_op("sparsellm::nongated_ffn", mutates_args=())
 def _nongated_op(
     x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, w_down, w_up=w_up)
     _check_plan(plan)
     if w_down_t is not None:
         check_fresh(w_down_t, stamp, w_down)
     if kernels := _kernels(x, plan):
         return kernels.nongated_forward(x, w_up, w_down, plan, w_down_t)
-    *outputs, h = reference.nongated_forward(x, w_up, w_down)
-    return *outputs, reference.union(h != 0)
+    y, l1, nnz, fired, overflow, h = reference.nongated_forward(x, w_up, w_down)
+    return y, l1, fired, torch.stack([nnz, overflow, reference.union(h != 0)])
 
 
 @torch.library.custom_op("sparsellm::nongated_ffn_backward", mutates_args=())
@@ -255,14 +261,14 @@ def _nongated_backward_op(
 
 @_gated_op.register_fake
 def _(x, w_gate, w_up, w_down, plan, w_down_t, stamp):
-    *outputs, _, _ = reference.gated_forward(x, w_gate, w_up, w_down)
-    return *outputs, torch.empty_like(outputs[2])
+    y, l1, nnz, fired, *_ = reference.gated_forward(x, w_gate, w_up, w_down)
+    return y, l1, fired, nnz.new_empty(3)
 
 
 @_nongated_op.register_fake
 def _(x, w_up, w_down, plan, w_down_t, stamp):
-    *outputs, _ = reference.nongated_forward(x, w_up, w_down)
-    return *outputs, torch.empty_like(outputs[2])
+    y, l1, nnz, fired, *_ = reference.nongated_forward(x, w_up, w_down)
+    return y, l1, fired, nnz.new_empty(3)
 
 
 _gated_backward_op.register_fake(reference.gated_recomputed_backward)
