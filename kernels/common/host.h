@@ -48,7 +48,7 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes > 0) {  // with static memory, less than 48 KB may need it too
     cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                              cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;

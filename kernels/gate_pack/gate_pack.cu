@@ -122,6 +122,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t* words = out.words + (row0 * column_tiles + column_tile) * words_per_tile;
         __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
         const int row_words = column_tiles * words_per_tile;
+        // Behind the last column stand zeros of w, but zero times infinity is no zero.
+        const bool inside = column + 8 * lane < n;
         // Lane l keeps the counts of the warp's rows l and 32 + l (rows warp - 1, warp + 2, ...).
         uint32_t counts[2] = {0, 0};
 #pragma unroll
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int b = 0; b < kPackBatch; ++b) {
               const int row = min(warp - 1 + kPackWarps * (32 * half + step + b), kTileM - 1);
-              v[b] = ptx::ld_shared_v4(tile + tile_offset(row, lane));
+              v[b] = inside ? ptx::ld_shared_v4(tile + tile_offset(row, lane)) : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
             for (int b = 0; b < kPackBatch; ++b) {

@@ -130,7 +130,9 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   uint32_t seen = 0;
   unsigned long long nonzeros = 0, overflow = 0;
   for (int token = warp; token < m; token += kSmallThreads / 32) {
-    const uint4 v = ptx::ld_shared_v4(tile + token * 512 + lane * 16);
+    // Behind the last column stand zeros of w, but zero times infinity is no zero.
+    const uint4 v =
+        column + 8 * lane < n ? ptx::ld_shared_v4(tile + token * 512 + lane * 16) : make_uint4(0, 0, 0, 0);
     uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
     const uint32_t count = pack_row(v, lane, column, n, words_per_tile, words,
                                     static_cast<__nv_bfloat16*>(out.wide) + token * n + column, seen);

@@ -203,7 +203,8 @@ def test_tiles_of_any_union(sizes, gated):
 @GATED
 @pytest.mark.parametrize("m", [1024, 1100, 4088, 9001])
 @pytest.mark.parametrize("pattern", ["synthetic29", "full rows", "none", "one neuron for every token"])
-def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated):
+def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated, monkeypatch):
+    monkeypatch.setattr(cuda, "MIN_ORDERED_TOKENS", 1)
     gate = cases.small_integers(cases.firing(pattern, 256, 1000))
     x, ws = cases.layer_of(gate, gated)
     drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
