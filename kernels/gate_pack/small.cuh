@@ -1,8 +1,8 @@
 // gate_pack for few tokens (decoding): the product is a stream of w, so it is cut by columns over many SMs.
 //
 // Four CTAs of a cluster share a column tile, 64 neurons each. Operands are swapped: neurons are the rows of the
-// matrix instruction, tokens (up to 64) its columns. Each CTA fetches a quarter of the tokens for all four; the results
-// meet in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
+// matrix instruction, tokens (up to 16 or 64) its columns. The CTAs take turns to fetch the tokens for all four; the
+// results meet in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -17,21 +17,23 @@ namespace small {
 
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 11;                                    // stages in flight
-constexpr uint32_t kOperandBytes = 64 * kTileK * 2;           // 64 neurons, and 64 tokens
-constexpr uint32_t kResultBytes = kSmallTokens * kNeurons * 2;
-constexpr uint32_t kPackedBytes = kSmallTokens * kColumnTile * 2;
 constexpr int kSmallThreads = 160;  // four consumer warps, one producer
 
-struct Shared {
-  uint64_t full[kDepth];
-  uint64_t empty[kDepth];
-  uint32_t fired[8];
+template <int kTokens>
+struct Sizes {
+  static constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
+  static constexpr uint32_t kStage = kNeuronBytes + kTokens * kTileK * 2;
+  static constexpr int kDepth = kTokens == 16 ? 20 : 11;  // stages in flight
+  static constexpr uint32_t kPacked = kTokens * kColumnTile * 2;
+  struct Shared {
+    uint64_t full[kDepth];
+    uint64_t empty[kDepth];
+    uint32_t fired[8];
+  };
+  static constexpr uint32_t kBytes = 1024 + kDepth * kStage + kPacked + sizeof(Shared);
+  static_assert(kBytes <= kMaxSharedBytes, "the stages and the packed tile share one CTA's memory");
+  static_assert(kTokens * kNeurons * 2 <= kStage, "the result reuses the first stage");
 };
-
-constexpr uint32_t kSharedBytes = 1024 + kDepth * 2 * kOperandBytes + kPackedBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "the stages and the packed tile share one CTA's memory");
-static_assert(kResultBytes <= kOperandBytes * 2, "the result reuses the first stage");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {
@@ -49,13 +51,16 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t rank, u
       : "memory");
 }
 
+template <int kTokens>
 __global__ void __launch_bounds__(kSmallThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
                            int64_t n, int k_blocks, int words_per_tile, const Packed out) {
+  using Size = Sizes<kTokens>;
+  constexpr int kDepth = Size::kDepth;
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t tile = stages + kDepth * 2 * kOperandBytes;  // rank 0: [64 tokens][256 columns], rows of 512 bytes
-  Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kPackedBytes - ptx::smem_address(raw)));
+  const uint32_t tile = stages + kDepth * Size::kStage;  // rank 0: [tokens][256 columns], rows of 512 bytes
+  auto& shared = *reinterpret_cast<typename Size::Shared*>(raw + (tile + Size::kPacked - ptx::smem_address(raw)));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const int warp = threadIdx.x / 32;
@@ -74,6 +79,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   if (threadIdx.x < 8) shared.fired[threadIdx.x] = 0;
   __syncthreads();
   ptx::cluster_sync();
+  ptx::griddepcontrol_launch_dependents();
 
   if (warp == 4) {
     if (lane == 0) {
@@ -81,24 +87,30 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
         const int stage = kb % kDepth;
         const uint32_t barrier = full + 8 * stage;
         ptx::mbarrier_wait(empty + 8 * stage, (kb / kDepth & 1) ^ 1);
-        const uint32_t a = stages + stage * 2 * kOperandBytes;
-        ptx::mbarrier_arrive_expect_tx(barrier, 2 * kOperandBytes);
+        const uint32_t a = stages + stage * Size::kStage;
+        ptx::mbarrier_arrive_expect_tx(barrier, Size::kStage);
         ptx::tma_load_2d(a, &w_map, kb * kTileK, column_tile * kColumnTile + rank * kNeurons, barrier);
-        ptx::tma_load_2d_multicast(a + kOperandBytes + rank * (kOperandBytes / kCluster), &x_map, kb * kTileK,
-                                   rank * (kSmallTokens / kCluster), barrier, (1 << kCluster) - 1);
+        if (kb % kCluster == static_cast<int>(rank)) {
+          ptx::tma_load_2d_multicast(a + Size::kNeuronBytes, &x_map, kb * kTileK, 0, barrier, (1 << kCluster) - 1);
+        }
       }
     }
   } else {
-    float d[32];
+    float d[kTokens / 2];
     for (int kb = 0; kb < k_blocks; ++kb) {
       const int stage = kb % kDepth;
       ptx::mbarrier_wait(full + 8 * stage, kb / kDepth & 1);
-      const uint32_t a = stages + stage * 2 * kOperandBytes;
+      const uint32_t a = stages + stage * Size::kStage;
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTileK / 16; ++step) {
-        ptx::wgmma<1, 0>(d, ptx::wgmma_descriptor(a + 32 * step, 16, 1024),
-                         ptx::wgmma_descriptor(a + kOperandBytes + 32 * step, 16, 1024), kb != 0 || step != 0);
+        const uint64_t neurons = ptx::wgmma_descriptor(a + 32 * step, 16, 1024);
+        const uint64_t tokens = ptx::wgmma_descriptor(a + Size::kNeuronBytes + 32 * step, 16, 1024);
+        if constexpr (kTokens == 16) {
+          ptx::wgmma_n16(d, neurons, tokens, kb != 0 || step != 0);
+        } else {
+          ptx::wgmma<1, 0>(d, neurons, tokens, kb != 0 || step != 0);
+        }
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<0>();
@@ -108,7 +120,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     // still receive nothing more, because all its loads have been waited for.
     ptx::bar_sync(1, 128);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {  // 16 tokens
+    for (int j = 0; j < kTokens / 16; ++j) {
       const uint32_t token = 16 * j + 8 * (lane / 16) + lane % 8;
       stmatrix_x4_trans(stages + swizzle_128(token, 2 * warp + (lane / 8 & 1)),
                         ptx::cvt_relu_bf16x2(d[8 * j], d[8 * j + 1]),
@@ -160,17 +172,24 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   }
 }
 
+template <int kTokens>
+cudaError_t launch_gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
+                             const Packed& out, cudaStream_t stream) {
+  CUtensorMap x_map, w_map;
+  cudaError_t error = tensor_map(&x_map, x, m, k, kTokens);
+  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
+  if (error != cudaSuccess) return error;
+  return launch(gate_pack_small_kernel<kTokens>, ceil_div(n, kColumnTile) * kCluster, kSmallThreads,
+                Sizes<kTokens>::kBytes, kCluster, stream, x_map, w_map, static_cast<int>(m), n,
+                static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+}
+
 }  // namespace small
 
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                                    const Packed& out, cudaStream_t stream) {
-  CUtensorMap x_map, w_map;
-  cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens / small::kCluster);
-  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, small::kNeurons);
-  if (error != cudaSuccess) return error;
-  return launch(small::gate_pack_small_kernel, ceil_div(n, kColumnTile) * small::kCluster, small::kSmallThreads,
-                small::kSharedBytes, small::kCluster, stream, x_map, w_map, static_cast<int>(m), n,
-                static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+  return m <= 16 ? small::launch_gate_pack<16>(x, w, m, k, n, words_per_tile, out, stream)
+                 : small::launch_gate_pack<kSmallTokens>(x, w, m, k, n, words_per_tile, out, stream);
 }
 
 }  // namespace sparsellm

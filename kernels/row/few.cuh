@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kFewWorkers + 32, kInFlight == 8 ? 1 : 2)
   const int64_t row = blockIdx.x / (kRanks * a.clusters_per_row);
   const int vectors = a.k / 8;  // of a weight row
 
+  ptx::griddepcontrol_wait();
   const uint32_t count = a.packed.row_counts[row];
   const int clusters = min(max((count + kFewPerCta * kRanks - 1) / (kFewPerCta * kRanks), 1u),
                            static_cast<uint32_t>(a.clusters_per_row));

@@ -25,8 +25,8 @@ bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth;
 
 // The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
 // Up to 32 tokens there is a CTA for each SM, with all its registers; beyond, two and more share an SM.
-int few_ranks(int64_t m) { return m <= 16 ? 8 : 4; }
-int few_in_flight(int64_t m) { return m <= 32 ? 8 : 4; }
+int few_ranks(int64_t m) { return m <= 8 ? 8 : m <= 48 ? 4 : 2; }
+int few_in_flight(int64_t m) { return m <= 24 ? 8 : 4; }
 int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
 
 int many_warps(int64_t k) {
@@ -69,12 +69,13 @@ cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
                                         : row_few_kernel<kVectors, kRanks, kInFlight, true>;
   const int workers = static_cast<int>(ceil_div(a.k, 8 * kVectors * 32)) * 32;
   const int64_t grid = static_cast<int64_t>(a.m) * a.clusters_per_row * kRanks;
-  return launch(kernel, grid, workers + 32, a.k * 4, kRanks, stream, a);
+  return launch_early(kernel, grid, workers + 32, a.k * 4, kRanks, stream, a);
 }
 
 template <int kVectors>
 cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
   if (few_ranks(a.m) == 8) return launch_few<kVectors, 8, 8>(a, stream);
+  if (few_ranks(a.m) == 2) return launch_few<kVectors, 2, 4>(a, stream);
   return few_in_flight(a.m) == 8 ? launch_few<kVectors, 4, 8>(a, stream) : launch_few<kVectors, 4, 4>(a, stream);
 }
 

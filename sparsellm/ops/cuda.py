@@ -84,7 +84,7 @@ def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
     counters = x.new_zeros(COUNTERS + SCRATCH, dtype=torch.int64)  # apart: results must not share memory
-    row_counts, fired = _zeros(x.device, (m, torch.int32), (n, torch.uint8))
+    fired, row_counts = _zeros(x.device, (n, torch.uint8), (m, torch.int32))  # a result starts its memory
     gate = Gate(
         words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
         wide=x.new_empty((m, n)),
@@ -156,7 +156,7 @@ def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, T
     """(y, l1, fired, counts) from z, u [M, N], which it overwrites: cuBLAS, with the elementwise half in one kernel."""
     m, n = z.shape
     counters = z.new_zeros(COUNTERS, dtype=torch.int64)
-    tickets, fired = _zeros(z.device, (1, torch.int32), (n, torch.uint8))
+    fired, tickets = _zeros(z.device, (n, torch.uint8), (1, torch.int32))
     l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
     torch.ops.sparsellm_cuda.pointwise(z, u, z, l1_partials, l1, fired, counters, tickets)
     return z @ w_down.T, l1, fired.view(torch.bool), counters[:3]
