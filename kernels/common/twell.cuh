@@ -45,18 +45,19 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 __device__ __forceinline__ uint32_t pack_row(const uint4& v, uint32_t lane, uint32_t first, int64_t n,
                                              int words_per_tile, uint32_t* words, __nv_bfloat16* wide,
                                              uint32_t& seen) {
-  const uint32_t lanes = __ballot_sync(~0u, ((v.x | v.y | v.z | v.w) & kMagnitude) != 0);
-  if (lanes == 0) return 0;
+  if (!__any_sync(~0u, ((v.x | v.y | v.z | v.w) & kMagnitude) != 0)) return 0;
   const uint32_t bits = nonzero_bits(v);
   const uint32_t mine = __popc(bits);
   seen |= bits;
-  uint32_t before, count;
-  if (__any_sync(~0u, mine > 1)) {
-    before = exclusive_scan(mine, lane);
-    count = __shfl_sync(~0u, before + mine, 31);
-  } else {
-    before = __popc(lanes & ((1u << lane) - 1));
-    count = __popc(lanes);
+  // How many lie before, and in all: `mine` is at most 8, so four ballots hold all lanes' numbers. (A scan by shuffles
+  // waits five times for what this asks for at once.)
+  const uint32_t below = (1u << lane) - 1;
+  uint32_t before = 0, count = 0;
+#pragma unroll
+  for (int bit = 0; bit < 4; ++bit) {
+    const uint32_t with = __ballot_sync(~0u, mine >> bit & 1);
+    before += __popc(with & below) << bit;
+    count += __popc(with) << bit;
   }
   if (count < static_cast<uint32_t>(words_per_tile)) {
     uint32_t* slot = words + 1 + before;

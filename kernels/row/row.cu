@@ -24,10 +24,10 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 // The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
-// Up to 32 tokens there is a CTA for each SM, with all its registers; beyond, two and more share an SM.
-int few_ranks(int64_t m) { return m <= 8 ? 8 : m <= 48 ? 4 : 2; }
+// Up to 24 tokens a CTA has an SM and all its registers; beyond, two share one. Clusters that a row needs not end at once.
+int few_ranks(int64_t m) { return m <= 8 ? 8 : 4; }
 int few_in_flight(int64_t m) { return m <= 24 ? 8 : 4; }
-int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
+int64_t few_clusters(int64_t m) { return m < 4 ? ceil_div(16, m) : 4; }
 
 int many_warps(int64_t k) {
   const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);
@@ -75,7 +75,6 @@ cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
 template <int kVectors>
 cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
   if (few_ranks(a.m) == 8) return launch_few<kVectors, 8, 8>(a, stream);
-  if (few_ranks(a.m) == 2) return launch_few<kVectors, 2, 4>(a, stream);
   return few_in_flight(a.m) == 8 ? launch_few<kVectors, 4, 8>(a, stream) : launch_few<kVectors, 4, 4>(a, stream);
 }
 

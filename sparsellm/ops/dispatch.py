@@ -1,7 +1,8 @@
 """Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
 
-The estimates are seconds on one H200 for what follows the gate product, which all engines share. Every constant comes
-from the fits of KERNELS.md, to be refitted in docs/LOG.md. Letters: M tokens, K model width, N neurons.
+The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
+costs the sparse engines a little. The constants are fits of scripts/bench_ffn.py (docs/LOG.md, 2026-11-20). Letters: M
+tokens, K model width, N neurons.
 """
 
 from sparsellm.ops.twell import TOKEN_TILE
@@ -9,11 +10,13 @@ from sparsellm.ops.twell import TOKEN_TILE
 DENSE, ROW, TILE = 0, 1, 2  # plan[0]: the engine
 ENGINES = ("dense", "row", "tile")  # their names
 
-TILE_FLOPS = 560e12  # per second, gathered products of the tile engine
-TILE_SECONDS_PER_TOKEN = 2e-9
-ROW_SECONDS_PER_NONZERO = 1.0e-9  # at ROW_WIDTH
+PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
+TILE_FLOPS = 600e12  # per second, gathered products of the tile engine
+TILE_SECONDS = 50e-6  # lists, order and plan of any batch
+TILE_SECONDS_PER_TOKEN = 2.5e-9
+ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
-DENSE_FLOPS = 640e12  # per second, cuBLAS
+DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
 FEW_TOKENS = TOKEN_TILE  # fewer than one tile: gathered rows have no other token to serve
 FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
@@ -37,8 +40,9 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
 
 def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
     """Seconds of everything after the gate product, by engine; arguments as of `choose_engine`."""
+    gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
     return {
         DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
-        ROW: ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
-        TILE: 4 * union * TOKEN_TILE * width / TILE_FLOPS + TILE_SECONDS_PER_TOKEN * tokens,
+        ROW: PACKING_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
+        TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + gathered,
     }
