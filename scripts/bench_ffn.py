@@ -122,7 +122,8 @@ class Bench:
         words, wide, mask, row_counts = (torch.cat([part[i] for part in parts]) for i in range(4))
         fired = torch.stack([part.fired for part in parts]).any(0).to(torch.uint8)
         nnz, overflow, union = (sum(getattr(part, key) for part in parts) for key in ("nnz", "overflow", "union"))
-        gate = cuda.Gate(words, wide, mask, row_counts, fired, torch.cat([torch.stack([nnz, overflow, union]), nnz.new_zeros(1 + cuda.SCRATCH)]))
+        counters = torch.cat([torch.stack([nnz, overflow, union]), nnz.new_zeros(1 + cuda.SCRATCH)])
+        gate = cuda.Gate(words, wide, mask, row_counts, fired, counters)
         w_down_t = [one.weights[-1].T.contiguous() for one in inputs]
 
         def run(i: int) -> object:

@@ -24,10 +24,10 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 // The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
-// Up to 24 tokens a CTA has an SM and all its registers; beyond, two share one. Clusters that a row needs not end at once.
+// Up to 24 tokens a CTA has an SM and all its registers; beyond, two share one.
 int few_ranks(int64_t m) { return m <= 8 ? 8 : 4; }
 int few_in_flight(int64_t m) { return m <= 24 ? 8 : 4; }
-int64_t few_clusters(int64_t m) { return m < 4 ? ceil_div(16, m) : 4; }
+int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
 
 int many_warps(int64_t k) {
   const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);

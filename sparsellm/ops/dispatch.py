@@ -14,6 +14,7 @@ PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further produ
 TILE_FLOPS = 600e12  # per second, gathered products of the tile engine
 TILE_SECONDS = 50e-6  # lists, order and plan of any batch
 TILE_SECONDS_PER_TOKEN = 2.5e-9
+TILE_SECONDS_PER_NONZERO = 0.1e-9
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
 DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
@@ -40,9 +41,10 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
 
 def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
     """Seconds of everything after the gate product, by engine; arguments as of `choose_engine`."""
+    listed = TILE_SECONDS_PER_NONZERO * nnz
     gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
     return {
         DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
         ROW: PACKING_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
-        TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + gathered,
+        TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }

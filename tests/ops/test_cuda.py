@@ -156,7 +156,8 @@ def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
     functions = (
-        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace, row_ffn, pointwise,
+        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace, row_ffn,
+        pointwise,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]

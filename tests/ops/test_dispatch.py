@@ -30,6 +30,11 @@ def test_very_few_nonzeros_take_the_row_engine():
     assert choose(16_384, 1.5, 150) == ROW
 
 
+@pytest.mark.parametrize(("per_token", "per_tile"), [(300, 3306), (900, 3853)])
+def test_many_nonzeros_take_the_dense_engine_however_shared(per_token, per_tile):
+    assert choose(16_384, per_token, per_tile) == choose(131_072, per_token, per_tile) == DENSE
+
+
 @pytest.mark.parametrize("per_token", [300, 1000, 2800, N])
 def test_half_dense_activations_take_the_dense_engine(per_token):
     assert choose(16_384, per_token, N) == DENSE
@@ -38,11 +43,12 @@ def test_half_dense_activations_take_the_dense_engine(per_token):
 def test_the_tile_engine_must_win_by_a_margin_and_then_stays():
     tokens = 16_384
     dense = estimates(tokens, K, N, 0, 0)[DENSE]
-    fixed, per_union = estimates(tokens, K, N, 0, 0)[TILE], estimates(tokens, K, N, 0, 1)[TILE]
+    nnz = 100 * tokens  # too many for the row engine
+    fixed, per_union = estimates(tokens, K, N, nnz, 0)[TILE], estimates(tokens, K, N, nnz, 1)[TILE]
     per_union -= fixed
 
     def at(share, current):
-        return choose_engine(tokens, K, N, N * tokens, (share * dense - fixed) / per_union, current)
+        return choose_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
 
     assert at(1 - TILE_MARGIN - 0.01, DENSE) == TILE
     assert at(1 - TILE_MARGIN / 2, DENSE) == DENSE
