@@ -8,7 +8,7 @@ Mistral with hidden_act relu, Arcee with relu. Results are the dense model's but
 bfloat16 on a Hopper GPU; other inputs take the dense one. In training mode, gradients are computed as PyTorch does it.
 
 Each block decides which engine runs, dense, row or tile, from what its earlier calls counted, separately for calls of
-fewer than 128 tokens (decoding) and for longer ones. The host never waits: counts travel one copy at a time, sent when
+few tokens (decoding) and of many; between the two it stays dense (sparsellm.ops.dispatch). The host never waits: counts travel one copy at a time, sent when
 a forward pass ends and read when a later one begins. So the choice, and with it the last bits, may differ from run to
 run; `engine=` fixes it. While a CUDA graph is captured nothing is chosen: it keeps the engines it was captured with.
 Plans are data, so a new choice recompiles nothing. Sending and reading happen outside of compiled code, in hooks of the
@@ -33,7 +33,7 @@ from sparsellm.ops import (
     nongated_ffn,
     plan_of,
 )
-from sparsellm.ops.dispatch import FEW_TOKENS
+from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS
 from sparsellm.ops.layout import check_fresh
 
 ATTRIBUTE = "_sparsellm_dispatch"  # of an accelerated model: its Dispatch
@@ -147,9 +147,10 @@ class SparseFeedForward(nn.Module):
         device, dtype = rows.device.type, rows.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        if self.engine is None and not sparse_engines_take(device, dtype):
+        m = rows.shape[0]
+        if self.engine is None and (FEW_TOKENS < m < MANY_TOKENS or not sparse_engines_take(device, dtype)):
             return self.dense
-        return self.plans[rows.shape[0] >= FEW_TOKENS]
+        return self.plans[m >= MANY_TOKENS]
 
     def prepare(self) -> None:
         """Before a call: a neuron-major W_d of the weight as it is now, and room for the counts beside it."""
@@ -177,8 +178,10 @@ class SparseFeedForward(nn.Module):
 
     def decide(self, tokens: int, nnz: int, union: int) -> None:
         """Choose the engine for calls of the size of one of `tokens` tokens that gave these counts."""
+        if FEW_TOKENS < tokens < MANY_TOKENS:
+            return
         neurons, width = self.up_proj.weight.shape
-        plan = self.plans[tokens >= FEW_TOKENS]
+        plan = self.plans[tokens >= MANY_TOKENS]
         plan.copy_(plan_of(ENGINES[choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))]))
 
     def take_back(self) -> nn.Module:

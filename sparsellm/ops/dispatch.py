@@ -18,8 +18,9 @@ TILE_SECONDS_PER_NONZERO = 0.1e-9
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
 DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
-FEW_TOKENS = TOKEN_TILE  # fewer than one tile: gathered rows have no other token to serve
+FEW_TOKENS = 16  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
+MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 
@@ -30,8 +31,10 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
     FeedForwardOutput counts them (union < 0: not measured, so no tile engine). `current`: the engine now in use; the
     tile engine stays while it is the fastest, and is entered only if it beats dense by TILE_MARGIN.
     """
-    if tokens < FEW_TOKENS:
+    if tokens <= FEW_TOKENS:
         return ROW if nnz <= FEW_TOKENS_MAX_DENSITY * tokens * neurons else DENSE
+    if tokens < MANY_TOKENS:
+        return DENSE
     seconds = estimates(tokens, width, neurons, nnz, union)
     needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
     if union < 0 or seconds[TILE] > needed:

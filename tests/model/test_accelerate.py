@@ -91,6 +91,7 @@ class Hollow:
 def hollow(monkeypatch):
     stand_in = Hollow()
     monkeypatch.setattr(module.build, "load", lambda: None)
+    monkeypatch.setattr(module, "MANY_TOKENS", 128)  # enough tokens to be many, in models this small
     monkeypatch.setattr(module, "sparse_engines_take", lambda _device, dtype: dtype == torch.float32)
     for name in ("gated_ffn", "nongated_ffn"):
         monkeypatch.setattr(module, name, stand_in.stand_for(getattr(module, name)))
@@ -479,6 +480,7 @@ def compiled(how):
 @pytest.mark.parametrize("how", ["whole", "fullgraph", "layers"])
 def test_new_plans_and_weights_recompile_nothing(how, monkeypatch):
     monkeypatch.setattr(module.build, "load", lambda: None)
+    monkeypatch.setattr(module, "MANY_TOKENS", 128)
     monkeypatch.setattr(module, "sparse_engines_take", lambda _device, dtype: dtype == torch.float32)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -19,11 +19,16 @@ def test_real_patterns_take_the_tile_engine(pattern, tokens):
     assert choose(tokens, *PATTERNS[pattern]) == TILE
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 127])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
 def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens):
     assert choose(tokens, 0, 0) == ROW
     assert choose(tokens, 0.15 * N, N) == ROW
     assert choose(tokens, 0.16 * N, N) == DENSE
+
+
+@pytest.mark.parametrize("tokens", [17, 64, 2047])
+def test_neither_few_nor_many_tokens_take_the_dense_engine(tokens):
+    assert choose(tokens, 0, 0) == choose(tokens, 20, 500) == DENSE
 
 
 def test_very_few_nonzeros_take_the_row_engine():
