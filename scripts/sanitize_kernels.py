@@ -27,11 +27,13 @@ def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
 
     x = draw(-1, 1, m, K) * (torch.rand((m, K), generator=generator) < 12 / K)
     x[:, :2] = torch.tensor([1.0, 0.0])
-    x[1, :2], x[2, :2] = torch.tensor([64.0, 0.0]), torch.tensor([1.0, 200.0])  # nothing, everything
+    x[1, :2], x[2, :2] = torch.tensor([64.0, 0.0]), torch.tensor([1.0, 64.0])  # nothing, everything
     first = draw(-3, 3, N, K)
     first[:, 0], first[:, 1] = draw(-12, -6, N), 1
     first[7, 0] = 100  # for every token
-    ws = [first, *([draw(-3, 3, N, K)] if gated else []), draw(-2, 2, K, N)]
+    second = draw(-3, 3, N, K)
+    second[:, 1] = 0  # or what fires everything would take sums past 2^24, where their order shows
+    ws = [first, *([second] if gated else []), draw(-2, 2, K, N)]
     return tuple(t.cuda() for t in (x, *ws))
 
 

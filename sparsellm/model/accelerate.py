@@ -10,8 +10,8 @@ bfloat16 on a Hopper GPU; other inputs take the dense one. In training mode, gra
 Each block decides which engine runs, dense, row or tile, from what its earlier calls counted, separately for calls of
 few tokens (decoding) and of many; between the two it stays dense (sparsellm.ops.dispatch). The host never waits: counts
 travel one copy at a time, sent when a forward pass ends and read when a later one begins. So the choice, and with it
-the last bits, may differ from run to run; `engine=` fixes it. While a CUDA graph is captured nothing is chosen: it keeps
-the engines it was captured with.
+the last bits, may differ from run to run; `engine=` fixes it. While a CUDA graph is captured nothing is chosen: it
+keeps the engines it was captured with.
 Plans are data, so a new choice recompiles nothing. Sending and reading happen outside of compiled code, in hooks of the
 model and of its stack of layers: torch.compile(model) breaks its graph at both ends of the model; for fullgraph=True,
 accelerate what torch.compile returns; a stack compiled as a whole and called by itself chooses nothing.
