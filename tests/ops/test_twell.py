@@ -150,6 +150,8 @@ def test_the_counters_are_those_of_the_kernels():
     header = LAUNCH_H.read_text()
     counters = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Counter \{(.*?)\}", header)[1]))
     assert counters == {"kNonzeros": "0", "kOverflow": "1", "kUnion": "2", "kCounters": str(cuda.COUNTERS)}
+    for name, value in (("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS)):
+        assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
 
 
 def test_words_hold_a_column_of_the_widest_layer():
