@@ -1,7 +1,7 @@
-// The launchers of launch.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
-// torch 2.10 and later. Each operator writes into tensors that its caller has allocated (sparsellm/ops/cuda.py, which
-// also checks shapes), on the current stream of the first tensor's device, and returns nothing. Sizes come from the
-// tensors; every tensor must be contiguous and on one CUDA device.
+// The launchers of launch.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build
+// serves torch 2.10 and later. Each operator writes into tensors that its caller has allocated (sparsellm/ops/cuda.py,
+// which also checks shapes), on the current stream of the first tensor's device, and returns nothing. Sizes come from
+// the tensors; every tensor must be contiguous and on one CUDA device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -90,18 +90,21 @@ void tile_plan(Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor
   const Call call("tile_plan", words);
   call.check(sparsellm::tile_plan(packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0),
                                   wide.size(1), static_cast<int>(words.size(2)),
-                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order, items, totals),
+                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
+                                          items, totals),
                                   call.stream()));
 }
 
 void tile_up(OptionalTensor x, OptionalTensor w_up, Tensor words, Tensor wide, Tensor mask, Tensor row_counts,
              Tensor fired, Tensor counters, Tensor rows, OptionalTensor tokens, Tensor tile_mask, Tensor prefix,
-             Tensor slots, Tensor sizes, Tensor lists, Tensor offsets, Tensor order, Tensor items, Tensor totals, Tensor h, Tensor l1_partials, Tensor l1) {
+             Tensor slots, Tensor sizes, Tensor lists, Tensor offsets, Tensor order, Tensor items, Tensor totals,
+             Tensor h, Tensor l1_partials, Tensor l1) {
   const Call call("tile_up", words);
   call.check(sparsellm::tile_up(call.data(x), call.data(w_up), wide.size(0), x ? x->size(1) : 0, wide.size(1),
                                 static_cast<int>(words.size(2)),
                                 packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order, items, totals),
+                                plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
+                                        items, totals),
                                 call.data(h), call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
 }
 
@@ -110,7 +113,8 @@ void tile_down(Tensor h, Tensor w_down_t, Tensor rows, OptionalTensor tokens, Te
                Tensor y) {
   const Call call("tile_down", h);
   call.check(sparsellm::tile_down(call.data(h), call.data(w_down_t), y.size(0), y.size(1), w_down_t.size(0),
-                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order, items, totals),
+                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
+                                          items, totals),
                                   call.data(y), call.stream()));
 }
 

@@ -1,6 +1,8 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
-// allocates nothing and returns cudaSuccess or the first error. Callers have checked shapes and layouts
-// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+// allocates nothing and returns cudaSuccess or the first error. A kernel may start while the one before it ends, but
+// touches no memory of the caller's before that one is done; the first of a chain (gate_pack, pointwise) starts as any
+// kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is
+// asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -15,10 +17,10 @@ namespace sparsellm {
 constexpr int kTokenTile = 128;   // tokens of a token tile
 constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
 
-// counters: int64 [kCounters], zeroed by the caller
 constexpr int kRowCapacity = 512;     // nonzeros of a row that pack_rows keeps; a row with more is a long row
 constexpr uint16_t kLongRow = 0xffff;
 
+// counters: int64 [kCounters], zeroed by the caller
 enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
@@ -46,8 +48,8 @@ struct TilePlan {
   int32_t* totals;        // [4] number of items, tickets: zero before tile_plan, and after tile_up
 };
 
-// The first kRowCapacity nonzeros of each row side by side, from the packed form: rows [M, kRowCapacity], words as there,
-// columns ascending. A row with more ("long") is left out: its readers go to the packed form.
+// The first kRowCapacity nonzeros of each row side by side, from the packed form: rows [M, kRowCapacity], words as
+// there, columns ascending. A row with more ("long") is left out: its readers go to the packed form.
 cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
                       cudaStream_t stream);
 
@@ -61,12 +63,12 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                       const Packed& out, cudaStream_t stream);
 
-// The neurons of each token tile, and the units of work over them. Adds to counters[kUnion] if tokens are reordered.
+// The neurons of each token tile, and the units of work over them. Sets counters[kUnion] to the union of these tiles.
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream);
 
 // h = g * (x w_up^T) on each tile's neurons: h bf16 [MT * 128, N], row p the token at position p, columns its tile's
-// slots. x == null: h = g (non-gated). l1: float32 [1]; l1_partials: float32 [MT * NT].
+// slots. w_up == null: h = g (non-gated), and x is not read. l1: float32 [1]; l1_partials: float32 [MT * NT].
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, int words_per_tile,
                     const Packed& packed, const TilePlan& plan, void* h, float* l1_partials, float* l1,
                     cudaStream_t stream);

@@ -7,12 +7,14 @@
 
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
+#include "launch.h"
 
 namespace sparsellm {
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;
 constexpr int kTileK = 64;  // one 128-byte row of bf16: the swizzle's width
+static_assert(kTileM == kTokenTile && kTileN == kColumnTile, "a product's tile is a tile of the formats");
 constexpr int kStages = 3;
 constexpr int kBlockColumns = 64;  // columns are counted in blocks of 64: n of a product is 64, 128, 192 or 256
 
@@ -46,9 +48,9 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the
-// producer that a stage may be filled again. kCopied: cp.async wrote (part of) the stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64
-// columns.
+// d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
+// may be filled again. kCopied: cp.async wrote (part of) the stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64
+// kBlocks] in panels of 64 columns.
 template <int kBlocks, int kBMajorMN, bool kCopied, class Release>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, int count, uint32_t stages,
                                          uint32_t full, int warpgroup, Release release) {

@@ -71,10 +71,10 @@ __device__ __forceinline__ uint32_t pack_row(const uint4& v, uint32_t lane, uint
   return count;
 }
 
-// The nonzeros of `tiles` column tiles, from `first_tile` on, of `rows` rows, by one warp together: calls
-// use(row, words, valid) with four packed words for each lane, of which the bits of `valid` (maybe none) count. All lanes
-// call together, always in the same order. token_of(row) is the row's token, or -1 for none.
-// Two lanes read the first 32 bytes of a packed tile row, which mostly is all of it.
+// The nonzeros of `tiles` column tiles, from `first_tile` on, of `rows` rows, by one warp together: calls use(row,
+// words, valid) with four packed words for each lane, of which the bits of `valid` (maybe none) count. All lanes call
+// together, always in the same order. token_of(row) is the row's token, or -1 for none. Two lanes read the first 32
+// bytes of a packed tile row, which mostly is all of it.
 template <class TokenOf, class Use>
 __device__ __forceinline__ void for_each_quad(const Packed& packed, int64_t n, int words_per_tile, int column_tiles,
                                               int rows, int first_tile, int tiles, uint32_t lane, TokenOf token_of,

@@ -28,7 +28,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 }
 
 #define SPARSELLM_D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define SPARSELLM_D32(i) SPARSELLM_D8(i), SPARSELLM_D8(i + 8), SPARSELLM_D8(i + 16), SPARSELLM_D8(i + 24)
 
 // d = (accumulate ? d : 0) + A B. kBMajorMN: 0 for a K-major B, 1 for an MN-major one.

@@ -1,8 +1,8 @@
 // tile_down: y = h w_down_t[slots], each token tile over its own neurons.
 //
-// A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. h comes by
-// TMA; three warps gather rows of w_down_t with cp.async (an MN-major operand); the fourth writes the finished tile to
-// the rows of its tokens while the next is multiplied.
+// A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. h comes
+// by TMA; three warps gather rows of w_down_t with cp.async (an MN-major operand); the fourth writes the finished tile
+// to the rows of its tokens while the next is multiplied.
 //
 // Numerics: float32 over the slots in ascending order, rounded to bf16 once. Deterministic.
 #include "common/host.h"

@@ -601,8 +601,8 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
     return launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
                         range_bytes, 1, stream, order, samples, last);
   };
-  error = launch_early(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1, stream,
-                 order);
+  error = launch_early(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1,
+                       stream, order);
   if (error == cudaSuccess) error = assign(kSamples, true, false);
   if (error == cudaSuccess) error = profile(kSamples, true);
   if (error == cudaSuccess) error = assign(kChunk, false, true);

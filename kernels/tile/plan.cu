@@ -1,6 +1,6 @@
 // tile_plan: for each token tile the neurons that fire in it, ascending, and the nonzeros of its tokens in terms of
-// them; then, by the last CTA to finish, the order of the tiles (fullest first) and the items of the up product. Integers only. The order of
-// equally full tiles may differ between runs; no result depends on it.
+// them; then, by the last CTA to finish, the order of the tiles (fullest first) and the items of the up product.
+// Integers only. The order of equally full tiles may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kPlanThreads)
       my_count = packed.row_counts[my_token];
     }
   }
-  // Calls use(r, count, i, word) for each position that is no long row: its nonzeros 32 at a time (i = 0, 32, ... + lane,
-  // until i exceeds the count), all lanes together. The loads of all the warp's rows are in flight at once.
+  // Calls use(r, count, i, word) for each position that is no long row: its nonzeros 32 at a time (i = 0, 32, ... +
+  // lane, until i exceeds the count), all lanes together. The loads of all the warp's rows are in flight at once.
   const auto for_each_row = [&](auto use) {
     int longest = my_count > kRowCapacity ? 0 : my_count;
     longest = __reduce_max_sync(~0u, longest);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     for (uint32_t rest = mask[w]; rest != 0; rest &= rest - 1) slots[before++] = 32 * w + __ffs(rest) - 1;
   }
   if (threadIdx.x == 0) plan.sizes[tile] = size;
-  // The last block is filled up with its last neuron: any would do, since no token's gate is there.
+  // The last block is filled up with its last neuron: no token's gate is there, so what is finite becomes zero.
   if (mine != 0 && before == size) {
     const uint16_t neuron = slots[size - 1];
     for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = neuron;
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream) {
-  return launch_early(tile_plan_kernel, ceil_div(m, kTokenTile), kPlanThreads, 0, 1, stream, packed, m, n, words_per_tile,
-                plan);
+  return launch_early(tile_plan_kernel, ceil_div(m, kTokenTile), kPlanThreads, 0, 1, stream, packed, m, n,
+                      words_per_tile, plan);
 }
 
 }  // namespace sparsellm

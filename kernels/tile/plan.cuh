@@ -41,8 +41,8 @@ __device__ __forceinline__ Item item_of(int2 code) {
   return {code.x, code.y >> 22 & 0x3ff, code.y >> 11 & 0x7ff, code.y & 0x7ff};
 }
 
-// Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always dealt
-// the larger one.
+// Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always
+// dealt the larger one.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {
   return round * ctas + (round & 1 ? ctas - 1 - cta : cta);
 }

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kRowsThreads)
 cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
                       cudaStream_t stream) {
   return launch_early(pack_rows_kernel, ceil_div(m, kRowsThreads / 32), kRowsThreads, 0, 1, stream, packed, m, n,
-                words_per_tile, rows);
+                      words_per_tile, rows);
 }
 
 }  // namespace sparsellm

@@ -199,7 +199,7 @@ class Dispatch:
 
     def __init__(self, model: nn.Module, stack: nn.Module, blocks: list[SparseFeedForward]) -> None:
         self.blocks = blocks
-        self.sent: tuple[Tensor, list[int]] | None = None  # counts [blocks, 2] for the host, and each one's tokens
+        self.sent: tuple[Tensor, list] | None = None  # counts [blocks, 2]; of which blocks and tokens
         self.arrival: torch.cuda.Event | None = None  # of what is sent; None: it is there
         self.hooks = [model.register_forward_pre_hook(self.before), model.register_forward_hook(self.after)]
         if stack is not model:  # it may be called by itself
@@ -231,24 +231,24 @@ class Dispatch:
         if weight.is_cuda and weight.dtype != torch.bfloat16 and not torch.is_autocast_enabled("cuda"):
             _say_dense(weight.dtype)
         if self.sent is not None and (self.arrival is None or self.arrival.query()):
-            (counts, tokens), self.sent = self.sent, None
-            for block, m, (nnz, union) in zip(self.blocks, tokens, counts.tolist(), strict=True):
-                if m:
-                    block.decide(m, nnz, union)
+            (counts, counted), self.sent = self.sent, None
+            for (block, m), (nnz, union) in zip(counted, counts.tolist(), strict=True):
+                block.decide(m, nnz, union)
 
     @torch.compiler.disable
     @torch.inference_mode(False)
     def after(self, _model: nn.Module, _inputs: tuple, _output: object) -> None:
-        if _is_capturing() or self.sent is not None or not any(block.tokens for block in self.blocks):
+        counted = [(block, block.tokens) for block in self.blocks if block.tokens]
+        if _is_capturing() or self.sent is not None or not counted:
             return
-        device = self.blocks[0].counts.device
-        counts = torch.stack([block.counts.to(device, non_blocking=True) for block in self.blocks])
+        device = counted[0][0].counts.device
+        counts = torch.stack([block.counts.to(device, non_blocking=True) for block, _ in counted])
         if counts.is_cuda:
             counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
             self.arrival = torch.cuda.Event()
             self.arrival.record(torch.cuda.current_stream(device))
-        self.sent = counts, [block.tokens for block in self.blocks]
-        for block in self.blocks:
+        self.sent = counts, counted
+        for block, _ in counted:
             block.tokens = 0
 
 

@@ -174,7 +174,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _transposed(w_down: Tensor, w_down_t: Tensor | None) -> Tensor:
-    return w_down.t().contiguous() if w_down_t is None else _readable(w_down_t)
+    return _readable(w_down.t() if w_down_t is None else w_down_t)
 
 
 def _l1(like: Tensor, partials: int) -> tuple[Tensor, Tensor]:

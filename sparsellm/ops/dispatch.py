@@ -1,8 +1,8 @@
 """Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
-costs the sparse engines a little. The constants are fits of scripts/bench_ffn.py (docs/LOG.md, 2026-11-20). Letters: M
-tokens, K model width, N neurons.
+costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, 2026-11-20, "Policy").
+Letters: M tokens, K model width, N neurons.
 """
 
 from sparsellm.ops.twell import TOKEN_TILE
@@ -21,6 +21,7 @@ DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
 FEW_TOKENS = 16  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
+TILE_MAX_NONZEROS = 256  # per token: rows of more than 512 are read one by one (launch.h: kRowCapacity)
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 
@@ -37,7 +38,7 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
         return DENSE
     seconds = estimates(tokens, width, neurons, nnz, union)
     needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
-    if union < 0 or seconds[TILE] > needed:
+    if union < 0 or nnz > TILE_MAX_NONZEROS * tokens or seconds[TILE] > needed:
         del seconds[TILE]
     return min(seconds, key=seconds.__getitem__)
 

@@ -348,6 +348,20 @@ def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypa
     assert asked[:4] == [(200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 1), (200, 32, 64, 7, 9, 2)]
 
 
+def test_blocks_that_do_not_count_are_no_hindrance(hollow):
+    """A model in training of which one layer is not: its block alone runs on the operator."""
+    model = sparsellm.accelerate(make("llama"), "cuda").train()
+    layers(model)[1].eval()
+    hollow.nnz, hollow.union = 1, 1
+    ids = tokens(200)
+    model(input_ids=ids)
+    dispatch = vars(model)[module.ATTRIBUTE]
+    assert [block for block, _ in dispatch.sent[1]] == [blocks(model)[1]]
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+
+
 def test_counts_under_way_are_not_waited_for(hollow):
     class Event:
         there = False

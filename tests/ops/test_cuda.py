@@ -200,6 +200,8 @@ def test_inputs_of_any_layout_are_read():
     expected = cuda.gated_forward(x, *ws, plan_of("tile"), None)
     strided = torch.empty(9, 2 * k, dtype=torch.bfloat16)[:, ::2].copy_(x)
     misaligned = torch.empty(9 * k + 1, dtype=torch.bfloat16)[1:].view(9, k).copy_(x)
+    column_major = torch.empty(k * n + 1, dtype=torch.bfloat16)[1:].view(n, k).copy_(ws[-1].T).T
+    assert cuda._transposed(column_major, None).data_ptr() % 16 == 0
     for layout in (strided, misaligned):
         for ours, theirs in zip(cuda.gated_forward(layout, *ws, plan_of("tile"), None), expected, strict=True):
             assert torch.equal(ours, theirs)

@@ -40,6 +40,12 @@ def test_many_nonzeros_take_the_dense_engine_however_shared(per_token, per_tile)
     assert choose(16_384, per_token, per_tile) == choose(131_072, per_token, per_tile) == DENSE
 
 
+def test_long_rows_never_take_the_tile_engine():
+    neurons, tokens = 65_536, 16_384
+    assert choose_engine(tokens, K, neurons, 700 * tokens, 20_000 * tokens // 128) != TILE
+    assert choose_engine(tokens, K, neurons, 200 * tokens, 8_000 * tokens // 128) == TILE
+
+
 @pytest.mark.parametrize("per_token", [300, 1000, 2800, N])
 def test_half_dense_activations_take_the_dense_engine(per_token):
     assert choose(16_384, per_token, N) == DENSE
