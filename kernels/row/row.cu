@@ -24,7 +24,7 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 // The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
-// Up to 32 tokens a CTA has an SM and all its registers; beyond, two share one. (Measured on M 16 and 64 with heavy rows:
+// Up to 32 tokens a CTA has an SM and all its registers; beyond, two share one. (With heavy rows, at M 16 and 64,
 // narrower clusters, or more of them for every row, are slower.)
 int few_ranks(int64_t m) { return m <= 16 ? 8 : 4; }
 int few_in_flight(int64_t m) { return m <= 32 ? 8 : 4; }
