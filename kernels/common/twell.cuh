@@ -91,7 +91,7 @@ __device__ __forceinline__ void for_each_quad(const Packed& packed, int64_t n, i
       token[b] = pair < pairs ? token_of(pair / tiles) : -1;
       if (token[b] >= 0) {
         const uint32_t* words = packed.words + (token[b] * column_tiles + first_tile + pair % tiles) * words_per_tile;
-        v[b] = *(reinterpret_cast<const uint4*>(words) + lane % 2);
+        v[b] = reinterpret_cast<const uint4*>(words)[lane % 2];
       }
     }
 #pragma unroll
@@ -106,8 +106,8 @@ __device__ __forceinline__ void for_each_quad(const Packed& packed, int64_t n, i
         uint32_t valid = 0;
         if (index <= last) {
           if (index >= 8) {
-            four = *(reinterpret_cast<const uint4*>(
-                packed.words + (token[b] * column_tiles + first_tile + pair % tiles) * words_per_tile + index));
+            four = *reinterpret_cast<const uint4*>(
+                packed.words + (token[b] * column_tiles + first_tile + pair % tiles) * words_per_tile + index);
           }
           valid = last - index >= 3 ? 15 : (2u << (last - index)) - 1;
           if (index == 0) valid &= 14;
@@ -120,8 +120,8 @@ __device__ __forceinline__ void for_each_quad(const Packed& packed, int64_t n, i
         uint4 eight = make_uint4(0, 0, 0, 0);
         const int64_t its_token = __shfl_sync(~0u, token[b], __ffs(wide) - 1);
         if (column < n) {
-          eight = *(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) +
-                                                       its_token * n + column));
+          eight = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + its_token * n +
+                                                  column);
         }
         const uint32_t bits = nonzero_bits(eight);
         use(of / tiles,

@@ -24,7 +24,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
     for (int b = 0; b < kBatch; ++b) {
       const int tile = start + 16 * b + lane / 2;
       v[b] = make_uint4(0, 0, 0, 0);
-      if (tile < tiles) v[b] = *(reinterpret_cast<const uint4*>(row_words + tile * words_per_tile) + lane % 2);
+      if (tile < tiles) v[b] = reinterpret_cast<const uint4*>(row_words + tile * words_per_tile)[lane % 2];
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       if (wanted && fits) {
         uint4 four = v[b];
         for (uint32_t index = 4 * (lane % 2); index <= count; index += 8) {
-          if (index >= 8) four = *(reinterpret_cast<const uint4*>(row_words + tile * words_per_tile + index));
+          if (index >= 8) four = *reinterpret_cast<const uint4*>(row_words + tile * words_per_tile + index);
           const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {

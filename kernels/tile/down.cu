@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The tile of a round; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
   const auto tile_in = [&](int round) {
     const int unit = deal(round, blockIdx.x, gridDim.x);
-    return *(plan.order + (unit < units ? unit / column_tiles : 0));
+    return plan.order[unit < units ? unit / column_tiles : 0];
   };
 
   if (threadIdx.x == 0) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto load = [&](const uint4* slots) {
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          if (q < quads) next[q] = *(slots + q);
+          if (q < quads) next[q] = slots[q];
         }
       };
       load(slots_of(next_tile.x));
@@ -192,7 +192,7 @@ cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k,
   error = tensor_map(&h_map, h, ceil_div(m, kTokenTile) * kTokenTile, n, kTileM);
   if (error != cudaSuccess) return error;
   return launch_early(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream, h_map,
-                static_cast<const __nv_bfloat16*>(w_down_t), m, k, n, plan, static_cast<__nv_bfloat16*>(y));
+                      static_cast<const __nv_bfloat16*>(w_down_t), m, k, n, plan, static_cast<__nv_bfloat16*>(y));
 }
 
 }  // namespace sparsellm

@@ -71,7 +71,7 @@ __device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int sam
 
 // How many nonzeros of a token's row are looked at.
 __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t token) {
-  const uint32_t count = *(order.row_counts + token);
+  const uint32_t count = order.row_counts[token];
   return count > kRowCapacity ? 0 : min(count, kMaxCount);
 }
 
@@ -81,14 +81,14 @@ template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {
   const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity);
-  uint4 quad = *(quads + piece);
+  uint4 quad = quads[piece];
   for (uint32_t at = 4 * piece; at < count;) {
     use(quad.x & 0xffff);
     if (at + 1 < count) use(quad.y & 0xffff);
     if (at + 2 < count) use(quad.z & 0xffff);
     if (at + 3 < count) use(quad.w & 0xffff);
     at += 32;
-    if (at < count) quad = *(quads + at / 4);
+    if (at < count) quad = quads[at / 4];
   }
 }
 
@@ -315,15 +315,15 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t count = i < end ? known_count(order, token) : 0;
     const uint32_t sparing = count > kMaxOverlap;
     const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
-    uint4 x = *quads, y = *(quads + 1);
+    uint4 x = quads[0], y = quads[1];
     uint32_t plane[8] = {};
     const uint32_t step = 16 << sparing;
     for (uint32_t from = 8 * slice; from < count; from += step) {
       const uint32_t neurons[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
       if (from + step < count) {
         quads += step / 4;
-        x = *quads;
-        y = *(quads + 1);
+        x = quads[0];
+        y = quads[1];
       }
       uint32_t v[8];
 #pragma unroll
@@ -493,7 +493,7 @@ __global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, 
       const int i = base + 32 * k;
       count[k] = 0;
       if (i < chunk.tokens) {
-        count[k] = *(order.row_counts + chunk.first + i);
+        count[k] = order.row_counts[chunk.first + i];
         clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
       }
       sum += count[k];

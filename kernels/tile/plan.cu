@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       for (int r = 0; r < kRows; ++r) {
         const int64_t token = __shfl_sync(~0u, my_token, r);
         count[r] = __shfl_sync(~0u, my_count, r);
-        word[r] = count[r] <= kRowCapacity && i < count[r] ? *(plan.rows + token * kRowCapacity + i) : 0;
+        word[r] = count[r] <= kRowCapacity && i < count[r] ? plan.rows[token * kRowCapacity + i] : 0;
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -126,7 +126,6 @@ __global__ void __launch_bounds__(kPlanThreads)
     const uint16_t neuron = slots[size - 1];
     for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = neuron;
   }
-
 
   // Each position's nonzeros with slots for columns, and where in them the items begin: both ascend.
   const int blocks = blocks_of(size);

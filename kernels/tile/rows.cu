@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kRowsThreads)
     const uint32_t* words = packed.words + (token * column_tiles + tile) * words_per_tile;
     uint4 low = make_uint4(0, 0, 0, 0), high = low;
     if (tile < column_tiles) {
-      low = *(reinterpret_cast<const uint4*>(words));
-      high = *(reinterpret_cast<const uint4*>(words) + 1);
+      low = reinterpret_cast<const uint4*>(words)[0];
+      high = reinterpret_cast<const uint4*>(words)[1];
     }
     const uint32_t count = low.x;
     const uint32_t before = exclusive_scan(count, lane);
@@ -37,12 +37,12 @@ __global__ void __launch_bounds__(kRowsThreads)
       for (int i = 0; i < 7; ++i) {
         if (i < count) at[i] = eight[i];
       }
-      for (uint32_t i = 8; i <= count; ++i) at[i - 1] = *(words + i);
+      for (uint32_t i = 8; i <= count; ++i) at[i - 1] = words[i];
     } else {
       const uint32_t column = tile * kColumnTile;
       const auto segment = static_cast<const __nv_bfloat16*>(packed.wide) + token * n + column;
       for (uint32_t c = 0; c < kColumnTile && column + c < n; c += 8) {
-        const uint4 v = *(reinterpret_cast<const uint4*>(segment + c));
+        const uint4 v = *reinterpret_cast<const uint4*>(segment + c);
         for (uint32_t rest = nonzero_bits(v); rest != 0; rest &= rest - 1) {
           const int i = __ffs(rest) - 1;
           *at++ = pack_word(half_of(v, i), column + c + i);

@@ -13,9 +13,9 @@ namespace sparsellm {
 namespace {
 
 constexpr int kGatherWarps = 3;  // the first copies tokens, the others neurons
-constexpr int kGroup = 32;        // rows of a stage that a warp copies with eight instructions
+constexpr int kGroup = 32;  // rows of a stage that a warp copies with eight instructions
 constexpr int kTokenGroups = kTileM / kGroup;
-constexpr int kMaxGroups = 4;     // of one warp: the tokens' four, or half of each of four blocks
+constexpr int kMaxGroups = 4;  // of one warp: the tokens' four, or half of each of four blocks
 constexpr int kRows = kTileM + kTileN;
 
 struct Shared {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The item of a round; one that does not exist repeats the first.
   const auto item_in = [&](int round) {
     const int position = deal(round, blockIdx.x, gridDim.x);
-    return *(plan.items + (position < items ? position : 0));
+    return plan.items[position < items ? position : 0];
   };
   const auto token_at = [&](int64_t position) -> int64_t {
     return position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               const int row = 4 * i + lane / 8;
               const uint32_t at = __shfl_sync(~0u, begin, row) + first;
               valid[i] = at < __shfl_sync(~0u, end, row);
-              word[i] = valid[i] ? *(lists + row * kRowCapacity + at) : 0;
+              word[i] = valid[i] ? (lists + row * kRowCapacity)[at] : 0;
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -243,8 +243,8 @@ __global__ void __launch_bounds__(kThreads, 1)
               [&](int row, const uint4& four, uint32_t valid) {
                 for_each_word(four, valid, [&](uint32_t entry) {
                   const uint32_t column = entry & 0xffff;
-                  const uint32_t word = *(plan.mask + tile_words + column / 32);
-                  const int slot = *(plan.prefix + tile_words + column / 32) +
+                  const uint32_t word = plan.mask[tile_words + column / 32];
+                  const int slot = plan.prefix[tile_words + column / 32] +
                                    __popc(word & ((1u << column % 32) - 1)) - slot0;
                   if (slot >= 0 && slot < blocks * kBlockColumns) put(row, slot, entry >> 16);
                 });
@@ -335,7 +335,8 @@ cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64
   if (error != cudaSuccess) return error;
   const auto kernel = w_up != nullptr ? tile_up_kernel<true> : tile_up_kernel<false>;
   return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(x),
-                static_cast<const __nv_bfloat16*>(w_up), h_map, m, k, n, words_per_tile, packed, plan, l1_partials, l1);
+                      static_cast<const __nv_bfloat16*>(w_up), h_map, m, k, n, words_per_tile, packed, plan,
+                      l1_partials, l1);
 }
 
 }  // namespace sparsellm
