@@ -6,6 +6,19 @@
 
 namespace sparsellm::row {
 
+// What both kernels take.
+struct RowArguments {
+  const __nv_bfloat16* x;
+  const __nv_bfloat16* w_up;
+  const __nv_bfloat16* w_down_t;
+  Packed packed;
+  int64_t n;
+  int m, k, words_per_tile;
+  int32_t* tickets;  // as many as each kernel says; zero between calls
+  float* l1;
+  __nv_bfloat16* y;
+};
+
 constexpr int kListed = 64;  // nonzeros of a row that are listed at a time
 
 // Nonzeros first..last - 1 (of the row, columns ascending; last - first <= kListed) to list[0..]: packed words. One

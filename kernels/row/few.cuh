@@ -67,19 +67,10 @@ __device__ __forceinline__ float warp_sums(float (&s)[kBatch], uint32_t lane) {
   return s[0];
 }
 
-struct FewArguments {
-  const __nv_bfloat16* x;
-  const __nv_bfloat16* w_up;
-  const __nv_bfloat16* w_down_t;
-  Packed packed;
-  int64_t n;
-  int m, k, words_per_tile;
-  int clusters_per_row;  // at most
-  float* partials;       // [m, clusters_per_row, k], if clusters_per_row > 1
-  float* l1_parts;       // [CTAs]
-  int32_t* tickets;      // 1 + [m, kMaxRanks] if clusters_per_row > 1
-  float* l1;
-  __nv_bfloat16* y;
+struct FewArguments : RowArguments {  // tickets: 1 + [m, kMaxRanks] if clusters_per_row > 1
+  int clusters_per_row;               // at most
+  float* partials;                    // [m, clusters_per_row, k], if clusters_per_row > 1
+  float* l1_parts;                    // [CTAs]
 };
 
 template <int kVectors, int kRanks, int kInFlight, bool kGated>

@@ -21,13 +21,7 @@ constexpr int kEqualChunks = 16;       // a row is cut into this many chunks bef
 
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
-struct ManyArguments {
-  const __nv_bfloat16* x;
-  const __nv_bfloat16* w_up;
-  const __nv_bfloat16* w_down_t;
-  Packed packed;
-  int64_t n;
-  int m, k, words_per_tile;
+struct ManyArguments : RowArguments {  // tickets: [4]
   int smallest_chunk;
   int heavy_above;    // rows with more nonzeros are planned
   int range;          // neighbouring units a CTA takes at a time
@@ -37,9 +31,6 @@ struct ManyArguments {
   float* slots;       // [slot_capacity, k + 8] a chunk's sum, then its l1
   float* totals;      // [warps, k] a warp's sum over the chunks so far
   float* row_l1;      // [m]
-  int32_t* tickets;   // [4]
-  float* l1;
-  __nv_bfloat16* y;
 };
 
 // Nonzeros per chunk: depends on the row's count and the number of tokens alone.

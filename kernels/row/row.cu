@@ -95,22 +95,13 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   const Layout layout(m, k, n);
   char* base = static_cast<char*>(workspace);
   const auto bf16 = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
+  const RowArguments common = {bf16(x), bf16(w_up), bf16(w_down_t), packed, n, static_cast<int>(m), static_cast<int>(k),
+                               words_per_tile, tickets, l1, static_cast<__nv_bfloat16*>(y)};
   if (is_few(m, k)) {
-    FewArguments a;
-    a.x = bf16(x);
-    a.w_up = bf16(w_up);
-    a.w_down_t = bf16(w_down_t);
-    a.packed = packed;
-    a.n = n;
-    a.m = static_cast<int>(m);
-    a.k = static_cast<int>(k);
-    a.words_per_tile = words_per_tile;
+    FewArguments a = {common};
     a.clusters_per_row = static_cast<int>(few_clusters(m));
     a.partials = reinterpret_cast<float*>(base + layout.partials);
     a.l1_parts = reinterpret_cast<float*>(base + layout.l1);
-    a.tickets = tickets;
-    a.l1 = l1;
-    a.y = static_cast<__nv_bfloat16*>(y);
     return k <= 8 * kFewWorkers ? launch_few<1>(a, stream) : launch_few<2>(a, stream);
   }
 
@@ -118,15 +109,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
   const int grid = processors < kMaxGrid ? processors : kMaxGrid;
-  ManyArguments a;
-  a.x = bf16(x);
-  a.w_up = bf16(w_up);
-  a.w_down_t = bf16(w_down_t);
-  a.packed = packed;
-  a.n = n;
-  a.m = static_cast<int>(m);
-  a.k = static_cast<int>(k);
-  a.words_per_tile = words_per_tile;
+  ManyArguments a = {common};
   // With few rows, short chunks are what fills the device; with many, only a row that would make a tail is cut.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
@@ -138,9 +121,6 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   a.slots = reinterpret_cast<float*>(base + layout.slots);
   a.totals = reinterpret_cast<float*>(base + layout.totals);
   a.row_l1 = reinterpret_cast<float*>(base + layout.l1);
-  a.tickets = tickets;
-  a.l1 = l1;
-  a.y = static_cast<__nv_bfloat16*>(y);
   if ((error = launch(row_plan_kernel, ceil_div(m, 256), 256, 0, 1, stream, a)) != cudaSuccess) return error;
   if (k % 2048 == 0) return launch_many<8, true>(a, grid, stream);
   if (k % 1024 == 0) return launch_many<4, true>(a, grid, stream);

@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
 }
 
 // New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
-// many tokens of each cluster fire each neuron. `last`: their masks and sizes too.
-__global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, int samples, bool last) {
+// many tokens of each cluster fire each neuron.
+__global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
   extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
   __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
   __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
@@ -198,18 +198,16 @@ __global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, in
       }
     }
     if (neuron < order.n) reinterpret_cast<uint8_t*>(order.profiles + table + neuron)[group] = byte;
-    if (last) {
-      uint32_t mask = 0;
+    uint32_t mask = 0;
 #pragma unroll
-      for (int c = 0; c < kGroup; ++c) {
-        const uint32_t ballot = __ballot_sync(~0u, byte >> c & 1);
-        if (lane == c) mask = ballot;
-      }
-      if (lane < kGroup && neuron / 32 < order.words) {
-        order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
-            mask;
-        size += __popc(mask);
-      }
+    for (int c = 0; c < kGroup; ++c) {
+      const uint32_t ballot = __ballot_sync(~0u, byte >> c & 1);
+      if (lane == c) mask = ballot;
+    }
+    if (lane < kGroup && neuron / 32 < order.words) {
+      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
+          mask;
+      size += __popc(mask);
     }
   }
   int sum = 0;
@@ -226,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) profile_kernel(const Order order, in
   if (threadIdx.x < kGroup) {
     const int at = part * kClusters + group * kGroup + threadIdx.x;
     order.prices[at] = price_sums[threadIdx.x];
-    if (last) order.sizes[at] = size_sums[threadIdx.x];
+    order.sizes[at] = size_sums[threadIdx.x];
   }
 }
 
@@ -269,12 +267,12 @@ __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   }
 }
 
-// The cluster of each sampled token: CTA (chunk, part of the sample). Eight lanes to a token: lane 4 s + w counts, in
-// bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight neurons. `last`: a part of the
-// similarity of the clusters, too.
+// The cluster of each sampled token, by the leaders or by the profiles: CTA (chunk, part of the sample). Eight lanes to
+// a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight
+// neurons. With the profiles, a part of the clusters' similarity too.
 template <bool kShared>
 __global__ void __launch_bounds__(kThreads)
-    assign_kernel(const Order order, int samples, bool first, bool last, int parts) {
+    assign_kernel(const Order order, int samples, bool to_leaders, int parts) {
   extern __shared__ uint4 shared[];  // kShared: the table
   __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
   __shared__ int sizes[kClusters];
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t word = lane % 4, slice = lane / 4 % 2;
   samples = min(samples, chunk.tokens);
-  const uint4* table = (first ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
+  const uint4* table = (to_leaders ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
   ptx::griddepcontrol_wait();
 
   if (kShared) {
@@ -296,7 +294,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int r = 0; r < order.ranges; ++r) {
       const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
       price += __ldcg(order.prices + at);
-      if (last) size += __ldcg(order.sizes + at);
+      if (!to_leaders) size += __ldcg(order.sizes + at);
     }
     const int cluster = threadIdx.x;
     const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
@@ -356,7 +354,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  if (!last) return;
+  if (to_leaders) return;
   // Clusters u and 127 - u with all after them: 127 pairs for any u, four to a warp.
   const uint32_t* masks = order.masks + static_cast<int64_t>(index) * kClusters * order.words;
   uint32_t* similarity = order.similarity + static_cast<int64_t>(index) * kClusters * kClusters;
@@ -590,22 +588,21 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
   const int64_t per_chunk = ceil_div(m, order.chunks);
   const uint32_t table_bytes = static_cast<uint32_t>(n + 1) * sizeof(uint4);
   const uint32_t range_bytes = order.range * sizeof(uint4);
-  const auto assign = [&](int64_t samples, bool first, bool last) {
+  const auto assign = [&](int64_t samples, bool to_leaders) {
     const bool copied = table_bytes <= kMaxTable && ceil_div(std::min(samples, per_chunk), parts) >= kSharedTokens;
     return copied ? launch_early(assign_kernel<true>, order.chunks * parts, kThreads, table_bytes, 1, stream, order,
-                                 samples, first, last, parts)
+                                 samples, to_leaders, parts)
                   : launch_early(assign_kernel<false>, order.chunks * parts, kThreads, 0, 1, stream, order, samples,
-                                 first, last, parts);
-  };
-  const auto profile = [&](int samples, bool last) {
-    return launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
-                        range_bytes, 1, stream, order, samples, last);
+                                 to_leaders, parts);
   };
   error = launch_early(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1,
                        stream, order);
-  if (error == cudaSuccess) error = assign(kSamples, true, false);
-  if (error == cudaSuccess) error = profile(kSamples, true);
-  if (error == cudaSuccess) error = assign(kChunk, false, true);
+  if (error == cudaSuccess) error = assign(kSamples, true);
+  if (error == cudaSuccess) {
+    error = launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
+                         range_bytes, 1, stream, order, kSamples);
+  }
+  if (error == cudaSuccess) error = assign(kChunk, false);
   if (error == cudaSuccess) {
     error = launch_early(sort_kernel, order.chunks, kSorters + 32, kClusters * kClusters * sizeof(uint32_t), 1,
                          stream, order, tokens);
