@@ -66,13 +66,16 @@ sparsellm::Packed packed_of(const Call& call, const Tensor& words, const Tensor&
           call.data<int32_t>(row_counts), call.data<uint8_t>(fired), call.data<int64_t>(counters)};
 }
 
-sparsellm::TilePlan plan_of(const Call& call, const Tensor& rows, const OptionalTensor& tokens, const Tensor& tile_mask,
-                            const Tensor& prefix, const Tensor& slots, const Tensor& sizes, const Tensor& lists,
-                            const Tensor& offsets, const Tensor& order, const Tensor& items, const Tensor& totals) {
-  return {call.data<uint32_t>(rows),   call.data<int32_t>(tokens), call.data<uint32_t>(tile_mask),
-          call.data<uint16_t>(prefix), call.data<uint16_t>(slots), call.data<int32_t>(sizes),
-          call.data<uint32_t>(lists),  call.data<uint16_t>(offsets), call.data<int2>(order),
-          call.data<int2>(items),      call.data<int32_t>(totals)};
+// rows is flat: of m tokens a row each, and behind them what there is room for of long rows.
+sparsellm::TilePlan plan_of(const Call& call, int64_t m, const Tensor& rows, const OptionalTensor& tokens,
+                            const Tensor& slots, const Tensor& starts, const Tensor& lists, const Tensor& tiles,
+                            const Tensor& order, const Tensor& items, const Tensor& totals) {
+  return {call.data<uint32_t>(rows),   rows.numel() - m * sparsellm::kRowCapacity,
+          call.data<int32_t>(tokens),  call.data<uint16_t>(slots),
+          call.data<uint32_t>(starts), call.data<uint32_t>(lists),
+          lists.numel() / 4 * 4,       call.data<int4>(tiles),  // lists are read in fours
+          call.data<int4>(order),      call.data<int4>(items),
+          call.data<int32_t>(totals)};
 }
 
 void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired,
@@ -84,50 +87,48 @@ void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tenso
                                   call.stream()));
 }
 
-void tile_plan(Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, Tensor counters,
-               Tensor rows, OptionalTensor tokens, Tensor tile_mask, Tensor prefix, Tensor slots, Tensor sizes,
-               Tensor lists, Tensor offsets, Tensor order, Tensor items, Tensor totals) {
-  const Call call("tile_plan", words);
-  call.check(sparsellm::tile_plan(packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0),
-                                  wide.size(1), static_cast<int>(words.size(2)),
-                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
-                                          items, totals),
-                                  call.stream()));
-}
+#define SPARSELLM_PACKED_TENSORS \
+  Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, Tensor counters
+#define SPARSELLM_PLAN_TENSORS \
+  Tensor rows, OptionalTensor tokens, Tensor slots, Tensor starts, Tensor lists, Tensor tiles, Tensor order, \
+      Tensor items, Tensor totals
 
-void tile_up(OptionalTensor x, OptionalTensor w_up, Tensor words, Tensor wide, Tensor mask, Tensor row_counts,
-             Tensor fired, Tensor counters, Tensor rows, OptionalTensor tokens, Tensor tile_mask, Tensor prefix,
-             Tensor slots, Tensor sizes, Tensor lists, Tensor offsets, Tensor order, Tensor items, Tensor totals,
-             Tensor h, Tensor l1_partials, Tensor l1) {
-  const Call call("tile_up", words);
-  call.check(sparsellm::tile_up(call.data(x), call.data(w_up), wide.size(0), x ? x->size(1) : 0, wide.size(1),
-                                static_cast<int>(words.size(2)),
-                                packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
-                                        items, totals),
-                                call.data(h), call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
-}
-
-void tile_down(Tensor h, Tensor w_down_t, Tensor rows, OptionalTensor tokens, Tensor tile_mask, Tensor prefix,
-               Tensor slots, Tensor sizes, Tensor lists, Tensor offsets, Tensor order, Tensor items, Tensor totals,
-               Tensor y) {
-  const Call call("tile_down", h);
-  call.check(sparsellm::tile_down(call.data(h), call.data(w_down_t), y.size(0), y.size(1), w_down_t.size(0),
-                                  plan_of(call, rows, tokens, tile_mask, prefix, slots, sizes, lists, offsets, order,
-                                          items, totals),
-                                  call.data(y), call.stream()));
-}
-
-void pack_rows(Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, Tensor counters, Tensor rows) {
+void pack_rows(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
   const Call call("pack_rows", words);
-  call.check(sparsellm::pack_rows(packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0),
-                                  wide.size(1), static_cast<int>(words.size(2)), call.data<uint32_t>(rows),
-                                  call.stream()));
+  call.check(sparsellm::pack_rows(
+      packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
+      static_cast<int>(words.size(2)),
+      plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
+}
+
+void tile_plan(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
+  const Call call("tile_plan", words);
+  call.check(sparsellm::tile_plan(
+      packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
+      static_cast<int>(words.size(2)),
+      plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
+}
+
+void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, Tensor l1_partials,
+             Tensor l1) {
+  const Call call("tile_up", rows);
+  call.check(sparsellm::tile_up(
+      call.data(x), call.data(w_up), m, x ? x->size(1) : 0, n,
+      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals),
+      call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
+}
+
+void tile_down(Tensor w_down_t, SPARSELLM_PLAN_TENSORS, Tensor y) {
+  const Call call("tile_down", y);
+  call.check(sparsellm::tile_down(
+      call.data(w_down_t), y.size(0), y.size(1), w_down_t.size(0),
+      plan_of(call, y.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.data(y),
+      call.stream()));
 }
 
 void token_order(Tensor rows, Tensor row_counts, int64_t n, Tensor workspace, Tensor tokens) {
   const Call call("token_order", rows);
-  call.check(sparsellm::token_order(call.data<uint32_t>(rows), call.data<int32_t>(row_counts), rows.size(0), n,
+  call.check(sparsellm::token_order(call.data<uint32_t>(rows), call.data<int32_t>(row_counts), row_counts.size(0), n,
                                     call.data(workspace), call.data<int32_t>(tokens), call.stream()));
 }
 
@@ -141,6 +142,16 @@ void row_ffn(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, Tensor word
                                 call.stream()));
 }
 
+void row_rest(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, SPARSELLM_PACKED_TENSORS, Tensor totals,
+              Tensor workspace, Tensor tickets, Tensor l1, Tensor y) {
+  const Call call("row_rest", words);
+  call.check(sparsellm::row_rest(call.data(x), call.data(w_up), call.data(w_down_t), y.size(0), y.size(1),
+                                 w_down_t.size(0), static_cast<int>(words.size(2)),
+                                 packed_of(call, words, wide, mask, row_counts, fired, counters),
+                                 call.data<int32_t>(totals), call.data(workspace), call.data<int32_t>(tickets),
+                                 call.data<float>(l1), call.data(y), call.stream()));
+}
+
 void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters,
                Tensor tickets) {
   const Call call("pointwise", z);
@@ -151,8 +162,8 @@ void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor 
 
 // The parts of the schemas that several operators share, in the order of the structs of launch.h.
 #define SPARSELLM_PACKED "Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
-#define SPARSELLM_UNION "Tensor rows, Tensor? tokens, Tensor tile_mask, Tensor prefix, Tensor slots, Tensor sizes, "
-#define SPARSELLM_LISTS "Tensor lists, Tensor offsets, Tensor order, Tensor items, "
+#define SPARSELLM_PLAN \
+  "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor(a!) lists, Tensor tiles, Tensor order, Tensor items, "
 
 }  // namespace
 
@@ -160,22 +171,28 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
       "gate_pack(Tensor x, Tensor w, Tensor(a!) words, Tensor(b!) wide, Tensor(c!) mask, Tensor(d!) row_counts, "
       "Tensor(e!) fired, Tensor(f!) counters) -> ()");
-  library.def("pack_rows(" SPARSELLM_PACKED "Tensor counters, Tensor(a!) rows) -> ()");
+  library.def(
+      "pack_rows(" SPARSELLM_PACKED
+      "Tensor counters, Tensor(a!) rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, Tensor tiles, "
+      "Tensor order, Tensor items, Tensor(b!) totals) -> ()");
   library.def("order_workspace(int m, int n) -> int");
   library.def("token_order(Tensor rows, Tensor row_counts, int n, Tensor(a!) workspace, Tensor(b!) tokens) -> ()");
   library.def(
-      "tile_plan(" SPARSELLM_PACKED "Tensor(a!) counters, Tensor rows, Tensor? tokens, Tensor(b!) tile_mask, "
-      "Tensor(c!) prefix, Tensor(d!) slots, Tensor(e!) sizes, Tensor(f!) lists, Tensor(g!) offsets, Tensor(h!) order, "
-      "Tensor(i!) items, Tensor(j!) totals) -> ()");
+      "tile_plan(" SPARSELLM_PACKED "Tensor(a!) counters, Tensor rows, Tensor? tokens, Tensor(b!) slots, "
+      "Tensor(c!) starts, Tensor(d!) lists, Tensor(e!) tiles, Tensor(f!) order, Tensor(g!) items, Tensor(h!) totals) "
+      "-> ()");
   library.def(
-      "tile_up(Tensor? x, Tensor? w_up, " SPARSELLM_PACKED "Tensor counters, " SPARSELLM_UNION SPARSELLM_LISTS
-      "Tensor(a!) totals, Tensor(b!) h, Tensor(c!) l1_partials, Tensor(d!) l1) -> ()");
-  library.def(
-      "tile_down(Tensor h, Tensor w_down_t, " SPARSELLM_UNION SPARSELLM_LISTS "Tensor(a!) totals, Tensor(b!) y) -> ()");
+      "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_PLAN
+      "Tensor(b!) totals, Tensor(c!) l1_partials, Tensor(d!) l1) -> ()");
+  library.def("tile_down(Tensor w_down_t, " SPARSELLM_PLAN "Tensor totals, Tensor(b!) y) -> ()");
   library.def("row_workspace(int m, int k, int n) -> int");
+  library.def("row_rest_workspace(int m, int k) -> int");
   library.def(
       "row_ffn(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
       "Tensor counters, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
+  library.def(
+      "row_rest(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
+      "Tensor counters, Tensor totals, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
   library.def(
       "pointwise(Tensor z, Tensor? u, Tensor(a!) h, Tensor(b!) l1_partials, Tensor(c!) l1, Tensor(d!) fired, "
       "Tensor(e!) counters, Tensor(f!) tickets) -> ()");
@@ -189,6 +206,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("tile_up", TORCH_BOX(&tile_up));
   library.impl("tile_down", TORCH_BOX(&tile_down));
   library.impl("row_ffn", TORCH_BOX(&row_ffn));
+  library.impl("row_rest", TORCH_BOX(&row_rest));
   library.impl("pointwise", TORCH_BOX(&pointwise));
 }
 
@@ -196,4 +214,5 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("order_workspace", TORCH_BOX(&sparsellm::order_workspace));
   library.impl("row_workspace", TORCH_BOX(&sparsellm::row_workspace));
+  library.impl("row_rest_workspace", TORCH_BOX(&sparsellm::row_rest_workspace));
 }

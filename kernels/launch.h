@@ -17,8 +17,7 @@ namespace sparsellm {
 constexpr int kTokenTile = 128;   // tokens of a token tile
 constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
 
-constexpr int kRowCapacity = 512;     // nonzeros of a row that pack_rows keeps; a row with more is a long row
-constexpr uint16_t kLongRow = 0xffff;
+constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
 // counters: int64 [kCounters], zeroed by the caller
 enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
@@ -33,24 +32,26 @@ struct Packed {
   int64_t* counters;    // [kCounters] zeroed by the caller; kUnion: sum over token tiles of neurons in the mask
 };
 
-// The work list of the tile engine.
+// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two
+enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5 };
+
+// The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {
-  const uint32_t* rows;   // [M, kRowCapacity] of pack_rows
+  uint32_t* rows;         // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows
+  int64_t long_capacity;
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
-  uint32_t* mask;         // [MT, NT * 8] neurons of each tile (tokens == null: Packed::mask itself)
-  uint16_t* prefix;       // [MT, NT * 8] neurons before each word of the mask
-  uint16_t* slots;        // [MT, NT * 256] the neurons of each tile, ascending
-  int32_t* sizes;         // [MT] how many
-  uint32_t* lists;        // [MT * 128, kRowCapacity] the nonzeros of each position: bf16 << 16 | slot, ascending
-  uint16_t* offsets;      // [MT, NT + 1, 128] where in its list each position's part of each item starts; kLongRow
-  int2* order;            // [MT] tile and its 64-slot blocks, fullest first
-  int2* items;            // [MT * NT] units of the up product, see tile/plan.cuh
-  int32_t* totals;        // [4] number of items, tickets: zero before tile_plan, and after tile_up
+  uint16_t* slots;        // [MT, NT * 256] the neurons of each tile
+  uint32_t* starts;       // [MT, 2, NT * 4 + 1] where each block's nonzeros of each half start in `lists`, and the end
+  uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place: g, and after tile_up h
+  int64_t capacity;       // if they are more, or too many in long rows, no tile has any: all is left to row_rest
+  int4* tiles;            // [MT] neurons, blocks, and the two halves' blocks
+  int4* order;            // [MT] tiles that have blocks, fullest first, then those that have none
+  int4* items;            // [MT * NT] units of the up product
+  int32_t* totals;        // [8] items; whether there is a rest
 };
 
-// The first kRowCapacity nonzeros of each row side by side, from the packed form: rows [M, kRowCapacity], words as
-// there, columns ascending. A row with more ("long") is left out: its readers go to the packed form.
-cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
+// The nonzeros of each row side by side, from the packed form: to plan.rows, words as there, columns ascending.
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream);
 
 // An order of the tokens that brings together those that fire the same neurons: tokens [M], a permutation.
@@ -63,19 +64,19 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                       const Packed& out, cudaStream_t stream);
 
-// The neurons of each token tile, and the units of work over them. Sets counters[kUnion] to the union of these tiles.
+// The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
+// tiles; where the lists have no room, adds M to counters[kOverflow].
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream);
 
-// h = g * (x w_up^T) on each tile's neurons: h bf16 [MT * 128, N], row p the token at position p, columns its tile's
-// slots. w_up == null: h = g (non-gated), and x is not read. l1: float32 [1]; l1_partials: float32 [MT * NT].
-cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                    const Packed& packed, const TilePlan& plan, void* h, float* l1_partials, float* l1,
-                    cudaStream_t stream);
+// h = g * (x w_up^T) for the nonzeros, in the lists' place of g. w_up == null: h = g (non-gated), and x is not read.
+// l1: float32 [1]; l1_partials: float32 [MT * NT * 8].
+cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                    float* l1_partials, float* l1, cudaStream_t stream);
 
 // y[token] = h w_down_t[slots]: w_down_t [N, K], y [M, K].
-cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
-                      void* y, cudaStream_t stream);
+cudaError_t tile_down(const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan, void* y,
+                      cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
@@ -85,6 +86,13 @@ int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
                     cudaStream_t stream);
+
+// The same if totals of the plan tell that there is a rest, which is all, else nothing. workspace:
+// row_rest_workspace(m, k) bytes.
+int64_t row_rest_workspace(int64_t m, int64_t k);
+cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
+                     int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
+                     int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
 // The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics:
 // l1, and, zeroed by the caller, fired, counters[kNonzeros] and counters[kUnion]. h may be z or u.

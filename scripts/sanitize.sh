@@ -39,10 +39,17 @@ fi
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY
 if [ $# -eq 0 ]; then set -- memcheck racecheck synccheck; fi
-# Which kernels are checked: ours. The option's older name is --filter. Errors of CUDA calls that torch makes and handles
-# by itself are not ours either.
-only=--kernel-regex
-"$sanitizer" --help 2>&1 | grep -q -- "$only" || only=--filter
+# Which kernels are checked: ours. The option's name changed over the releases. Errors of CUDA calls that torch makes and
+# handles by itself are not ours either.
+help=$("$sanitizer" --help 2>&1)
+only=
+for option in --kernel-name --kernel-regex --filter; do
+    if [[ $help == *"$option "* ]]; then only=$option; break; fi
+done
+if [ -z "$only" ]; then
+    echo "sanitize.sh: $sanitizer has no option to choose kernels by name (--kernel-name)" >&2
+    exit 2
+fi
 failed=0
 summary=
 for tool in "$@"; do

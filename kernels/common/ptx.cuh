@@ -95,8 +95,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // --- copies ---
 
 // 16 bytes from global to shared memory, of row `row` of rows `pitch` bytes apart, at `base`; zeros where `bytes` is 0
-// (nothing is read then). The address is computed here and now: left to the
-// compiler, the products of all rows of a loop would fill the registers.
+// (nothing is read then). The address is computed here and now: left to the compiler, the products of all rows of a
+// loop would fill the registers.
 __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void* base, uint32_t row, uint32_t pitch,
                                                 uint32_t bytes) {
   asm volatile(
@@ -104,6 +104,11 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       " cp.async.cg.shared.global.L2::256B [%0], [source], 16, %4;\n}" ::"r"(destination),
       "l"(base), "r"(row), "r"(pitch), "r"(bytes)
       : "memory");
+}
+
+// 16 bytes from global to shared memory, both aligned to 16.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
 // One arrival (counted among those the barrier expects) once all cp.async that this thread has issued have written.
@@ -184,6 +189,18 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
 __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {

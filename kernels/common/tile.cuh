@@ -49,11 +49,11 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
 }
 
 // d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
-// may be filled again. kCopied: cp.async wrote (part of) the stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64
-// kBlocks] in panels of 64 columns.
-template <int kBlocks, int kBMajorMN, bool kCopied, class Release>
+// may be filled again. b_offset: bytes from a stage's B to this warpgroup's. kCopied: cp.async wrote (part of) the
+// stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
+template <int kBlocks, int kBMajorMN, bool kCopied = true, class Release>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, int count, uint32_t stages,
-                                         uint32_t full, int warpgroup, Release release) {
+                                         uint32_t b_offset, uint32_t full, int warpgroup, Release release) {
   constexpr uint32_t kStepA = 32;
   constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
   constexpr uint32_t kPanel = kTileK * 128;  // MN-major: 64 rows of k, 64 columns each
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, i
     ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
     if constexpr (kCopied) ptx::fence_proxy_async();
     const uint32_t a = stages + ring.stage * kStageBytes + warpgroup * (kABytes / 2);
-    const uint32_t b = stages + ring.stage * kStageBytes + kABytes;
+    const uint32_t b = stages + ring.stage * kStageBytes + kABytes + b_offset;
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -83,6 +83,16 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, i
   }
   ptx::wgmma_wait_group<0>();
   release(previous);
+}
+
+// Lets `count` stages pass that this warpgroup does not need.
+template <class Release>
+__device__ __forceinline__ void pass_by(Ring& ring, int count, uint32_t full, Release release) {
+  for (int i = 0; i < count; ++i) {
+    ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+    release(ring.stage);
+    ring.advance();
+  }
 }
 
 }  // namespace sparsellm

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint32_t parity = 0;
     for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
       float d[128];
-      multiply<4, 0, false>(d, ring, k_blocks, stages, full, warpgroup, [&](uint32_t stage) {
+      multiply<4, 0, false>(d, ring, k_blocks, stages, 0, full, warpgroup, [&](uint32_t stage) {
         if (lane < 2) ptx::mbarrier_arrive_cluster(empty + 8 * stage, lane);
       });
       ptx::mbarrier_wait(tile_free, parity ^ 1);

@@ -22,6 +22,7 @@ constexpr int kEqualChunks = 16;       // a row is cut into this many chunks bef
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4]
+  const int32_t* only_if;  // null, or nothing is done where it points to zero
   int smallest_chunk;
   int heavy_above;    // rows with more nonzeros are planned
   int range;          // neighbouring units a CTA takes at a time
@@ -67,6 +68,8 @@ template <int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const ManyArguments a) {
   constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
   constexpr int kPiece = 256 * kVectors;
+  ptx::griddepcontrol_wait();
+  if (a.only_if != nullptr && *a.only_if == 0) return;
   __shared__ uint32_t lists[kManyWarps][kListed];
   __shared__ float hiddens[kManyWarps][kListed];
   __shared__ float scratch[kManyWarps];
@@ -86,16 +89,14 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   const auto take = [&]() {
     int index = 0;
     if (lane == 0) {
-      volatile int* next = &range_next;
-      volatile int* end = &range_end;
       while (atomicCAS(&lock, 0, 1) != 0) __nanosleep(64);
       __threadfence_block();
-      index = *next;
-      if (index == *end) {
+      index = atomicAdd(&range_next, 1);
+      if (index == atomicAdd(&range_end, 0)) {
         index = atomicAdd(a.tickets + kNext, a.range);
-        *end = index + a.range;
+        atomicExch(&range_end, index + a.range);
+        atomicExch(&range_next, index + 1);
       }
-      *next = index + 1;
       __threadfence_block();
       atomicExch(&lock, 0);
     }

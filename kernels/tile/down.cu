@@ -1,197 +1,238 @@
 // tile_down: y = h w_down_t[slots], each token tile over its own neurons.
 //
-// A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. h comes
-// by TMA; three warps gather rows of w_down_t with cp.async (an MN-major operand); the fourth writes the finished tile
-// to the rows of its tokens while the next is multiplied.
+// A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. Four
+// warps copy, for each block, its rows of w_down_t (an MN-major operand) and its pieces of the list. A consumer
+// warpgroup multiplies the blocks that its 64 tokens need: while one block is multiplied it scatters the next one's h
+// into a zeroed operand tile, and its warps send their rows of the finished tile off to y and go on.
 //
-// Numerics: float32 over the slots in ascending order, rounded to bf16 once. Deterministic.
+// Numerics: float32 over a tile's slots in their order (tile/plan.cuh), rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kGatherWarps = 3;
-constexpr int kGatherRows = 24;  // of a stage's 64, for each gather warp but the last, which has the other 16
-constexpr uint32_t kPanelBytes = kTileK * 128;  // B: 64 rows of k, panels of 64 columns
+constexpr int kGatherRows = kTileK / kGatherWarps;  // of a stage, for each warp
+constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels of 64 columns
+constexpr uint32_t kPieceWords = 512;               // of a half's piece of the list that a stage has room for
+constexpr uint32_t kPieceBytes = kPieceWords * 4;
+constexpr uint32_t kDownStageBytes = kBBytes + 2 * kPieceBytes;
 
 struct Shared {
+  uint2 pieces[kStages][2];  // [half] of the list: begin and end. The stage has it from the multiple of four before on.
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t tile_full;
-  uint64_t tile_free;
 };
 
 constexpr uint32_t kPaddedTileBytes = kTileM * 528;
-constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kPaddedTileBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "stages, the finished tile and the barriers share one CTA's memory");
+constexpr uint32_t kSharedBytes = 4 * kHalfBytes + kStages * kDownStageBytes + kPaddedTileBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "B, two tiles of h, the finished tile and barriers share a CTA's memory");
 
 // The finished tile: rows of 512 bytes, 16 more apart, so that eight rows' chunks fall into different banks.
 __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) { return row * 528 + chunk * 16; }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    tile_down_kernel(const __grid_constant__ CUtensorMap h_map, const __nv_bfloat16* w_down_t, int64_t m, int64_t k,
-                     int64_t n, const TilePlan plan, __nv_bfloat16* y) {
-  extern __shared__ uint8_t raw[];
-  const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t tile = stages + kStages * kStageBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kPaddedTileBytes - ptx::smem_address(raw)));
+    tile_down_kernel(const __nv_bfloat16* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan plan,
+                     __nv_bfloat16* y) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const uint32_t hidden = ptx::smem_address(raw);  // [half][2]
+  const uint32_t stages = hidden + 4 * kHalfBytes;  // B of each
+  const uint32_t pieces = stages + kStages * kBBytes;  // [stage][half]
+  const uint32_t tile = stages + kStages * kDownStageBytes;
+  Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
-  const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
-  const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
-  const int64_t slot_pitch = (n + kColumnTile - 1) / kColumnTile * kColumnTile;
+  const int neuron_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const int column_tiles = static_cast<int>((k + kTileN - 1) / kTileN);  // of y
   const int units = static_cast<int>((m + kTileM - 1) / kTileM) * column_tiles;
 
   // The tile of a round; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
   const auto tile_in = [&](int round) {
     const int unit = deal(round, blockIdx.x, gridDim.x);
-    return plan.order[unit < units ? unit / column_tiles : 0];
+    return tile_of(plan.order[unit < units ? unit / column_tiles : 0]);
   };
 
   if (threadIdx.x == 0) {
+    if (hidden % 1024 != 0) __trap();  // what the swizzle is counted from
     for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 1);
+      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 2);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
     }
-    ptx::mbarrier_init(tile_full, kConsumerWarps);
-    ptx::mbarrier_init(tile_free, 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
 
-  if (warp < 4) {
+  if (warp < kGatherWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (warp < kGatherWarps) {
-      uint32_t place[8];  // of this thread's chunk in rows 0..7
+    uint32_t place[8];  // of this thread's chunk in rows 0..7
 #pragma unroll
-      for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
-      const uint32_t pitch = static_cast<uint32_t>(k) * 2;
-      constexpr int kQuads = kGatherRows / 8;
-      const int quads = warp < kGatherWarps - 1 ? kQuads : (kTileK - (kGatherWarps - 1) * kGatherRows) / 8;
-      Ring ring;
-      int2 next_tile = tile_in(0);
-      const auto slots_of = [&](int tile) {
-        return reinterpret_cast<const uint4*>(plan.slots + tile * slot_pitch + warp * kGatherRows);
-      };
-      // This warp's neurons of a block: loaded one block ahead, eight to a register quad.
-      uint4 next[kQuads];
-      const auto load = [&](const uint4* slots) {
+    for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
+    const uint32_t pitch = static_cast<uint32_t>(k) * 2;
+    constexpr int kQuads = kGatherRows / 8;
+    Ring ring;
+    Tile next_tile = tile_in(0);
+    const auto slots_of = [&](const Tile& of) {
+      return reinterpret_cast<const uint4*>(plan.slots + static_cast<int64_t>(of.index) * neuron_tiles * kColumnTile +
+                                            warp * kGatherRows);
+    };
+    // Two warps to a half's piece of the list: one the first 256 words, one the others.
+    const int half = warp % 2;
+    const uint32_t first_word = warp / 2 * (kPieceWords / 2) + lane * 4;
+    // This warp's neurons of a block, eight to a register quad, and its half's piece of the list: one block ahead.
+    uint4 next[kQuads];
+    uint2 next_piece;
+    const auto load = [&](const Tile& of, int block) {
+      const uint4* slots = slots_of(of) + block * (kTileK / 8);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) next[q] = slots[q];
+      const uint32_t* starts = starts_of(plan, of.index, half, neuron_tiles) + block;
+      next_piece = of.blocks != 0 ? make_uint2(starts[0], starts[1]) : make_uint2(0, 0);
+    };
+    load(next_tile, 0);
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Tile of = next_tile;
+      next_tile = tile_in(round + 1);
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
+      const uint8_t* source = reinterpret_cast<const uint8_t*>(w_down_t) + 2 * column;
+      const uint32_t bytes = column < k ? 16 : 0;
+      for (int kb = 0; kb < of.blocks; ++kb) {
+        uint4 neurons[kQuads];
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) neurons[q] = next[q];
+        const uint2 piece = next_piece;
+        load(kb + 1 < of.blocks ? of : next_tile, kb + 1 < of.blocks ? kb + 1 : 0);
+        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+        const uint32_t words = pieces + (ring.stage * 2 + half) * kPieceBytes;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t word = first_word + 128 * i, at = (piece.x & ~3u) + word;
+          if (at < piece.y) ptx::cp_async_16(words + word * 4, plan.lists + at);
+        }
+        const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          if (q < quads) next[q] = slots[q];
-        }
-      };
-      load(slots_of(next_tile.x));
-      for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
-        const int token_tile = next_tile.x;
-        const int blocks = next_tile.y;
-        next_tile = tile_in(round + 1);
-        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
-        const uint4* slots = slots_of(token_tile);
-        const uint8_t* source = reinterpret_cast<const uint8_t*>(w_down_t) + 2 * column;
-        const uint32_t bytes = column < k ? 16 : 0;
-        for (int kb = 0; kb < blocks; ++kb) {
-          uint4 neurons[kQuads];
 #pragma unroll
-          for (int q = 0; q < kQuads; ++q) neurons[q] = next[q];
-          load(kb + 1 < blocks ? slots + (kb + 1) * (kTileK / 8) : slots_of(next_tile.x));
-          ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          const uint32_t a = stages + ring.stage * kStageBytes;
-          if (threadIdx.x == 0) {
-            ptx::mbarrier_arrive_expect_tx(full + 8 * ring.stage, kABytes);
-            ptx::tma_load_2d(a, &h_map, kb * kTileK, token_tile * kTileM, full + 8 * ring.stage);
+          for (int i = 0; i < 8; ++i) {
+            ptx::cp_async_row_16(b + q * 1024 + place[i], source, half_of(neurons[q], i), pitch, bytes);
           }
-          __syncwarp();
-          const uint32_t b = a + kABytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
-#pragma unroll
-          for (int q = 0; q < kQuads; ++q) {
-            if (q < quads) {
-#pragma unroll
-              for (int i = 0; i < 8; ++i) {
-                ptx::cp_async_row_16(b + q * 1024 + place[i], source, half_of(neurons[q], i), pitch, bytes);
-              }
-            }
-          }
-          ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
-          ring.advance();
         }
-        if (blocks == 0) load(slots_of(next_tile.x));
+        ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
+        if (warp < 2 && lane == 0) {
+          shared.pieces[ring.stage][half] = piece;
+          ptx::mbarrier_arrive(full + 8 * ring.stage);
+        }
+        ring.advance();
       }
-    } else {
-      uint32_t parity = 0;
-      int2 next_tile = tile_in(0);
-      for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round, parity ^= 1) {
-        const int64_t position0 = static_cast<int64_t>(next_tile.x) * kTileM;
-        next_tile = tile_in(round + 1);
-        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
-        const uint32_t bytes = 2 * static_cast<uint32_t>(min(static_cast<int64_t>(kTileN), k - column));
-        int64_t token[kTileM / 32];
-#pragma unroll
-        for (int i = 0; i < kTileM / 32; ++i) {
-          const int64_t position = position0 + 32 * i + lane;
-          token[i] = position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
-        }
-        ptx::mbarrier_wait(tile_full, parity);
-#pragma unroll
-        for (int i = 0; i < kTileM / 32; ++i) {
-          if (token[i] >= 0) ptx::bulk_store(y + token[i] * k + column, tile + tile_offset(32 * i + lane, 0), bytes);
-        }
-        ptx::bulk_commit_group();
-        ptx::bulk_wait_group_read<0>();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(tile_free);
-      }
+      if (of.blocks == 0) load(next_tile, 0);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    const int warpgroup = warp / 4 - 1;
+    const int half = warp / 4 - 1;
+    const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
     const uint32_t row = (warp - 4) * 16 + (lane & 15);
-    Ring ring;
-    uint32_t parity = 0;
-    int2 next_tile = tile_in(0);
-    for (int round = 0; deal(round, blockIdx.x, gridDim.x) < units; ++round, parity ^= 1) {
-      const int blocks = next_tile.y;
-      next_tile = tile_in(round + 1);
-      if (blocks != 0) {
-        float d[128];
-        multiply<4, 1, true>(d, ring, blocks, stages, full, warpgroup, [&](uint32_t stage) {
-          if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
-        });
-        ptx::mbarrier_wait(tile_free, parity ^ 1);
+    const auto release = [&](uint32_t stage) {
+      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+    };
+    // The h of this half in the block of a full stage, to the operand tile at `a`.
+    const auto scatter = [&](uint32_t a, uint32_t stage) {
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]),
-                           ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]), ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]),
-                           ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
+      for (int i = 0; i < static_cast<int>(kHalfBytes / 2048); ++i) {
+        ptx::st_shared_v4(a + i * 2048 + thread * 16, make_uint4(0, 0, 0, 0));
+      }
+      const uint2 piece = shared.pieces[stage][half];
+      const uint32_t words = pieces + (stage * 2 + half) * kPieceBytes, base = piece.x & ~3u;
+      ptx::bar_sync(1 + half, 128);
+      const auto put = [&](uint32_t word) { ptx::st_shared_u16(a + (word & 0xffff) * 2, word >> 16); };
+      constexpr uint32_t kTurns = kPieceWords / 128;
+#pragma unroll
+      for (uint32_t i = 0; i < kTurns; ++i) {
+        const uint32_t word = 128 * i + thread;
+        if (base + word >= piece.x && base + word < piece.y) put(ptx::ld_shared_u32(words + word * 4));
+      }
+      for (uint32_t at = base + kPieceWords + thread; at < piece.y; at += 128) put(plan.lists[at]);
+      ptx::fence_proxy_async();
+      ptx::bar_sync(1 + half, 128);
+    };
+    Ring ring;
+    Tile next_tile = tile_in(0);
+    uint32_t a = hidden + 2 * half * kHalfBytes;
+    const uint32_t other = a ^ (a + kHalfBytes);
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Tile of = next_tile;
+      next_tile = tile_in(round + 1);
+      const int64_t position = static_cast<int64_t>(of.index) * kTileM + row;
+      int token = -1;  // of this lane's row, which the first 16 lanes store
+      if (lane < 16 && position < m) token = plan.tokens == nullptr ? position : plan.tokens[position];
+      int from;
+      const int needed = of.needed(half, 0, of.blocks, from);
+      float d[128];
+      if (needed != 0) {
+        const auto multiply_block = [&](bool first) {
+          ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+          scatter(a, ring.stage);
+          ptx::fence_proxy_async();  // cp.async wrote B
+          const uint32_t b = stages + ring.stage * kBBytes;
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < kTileK / 16; ++step) {
+            ptx::wgmma<4, 1>(d, ptx::wgmma_descriptor(a + step * 32, 16, 1024),
+                             ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
+          }
+          ptx::wgmma_commit_group();
+          a ^= other;
+        };
+        pass_by(ring, from, full, release);
+        multiply_block(true);
+        uint32_t previous = ring.stage;
+        ring.advance();
+        for (int i = 1; i < needed; ++i) {
+          multiply_block(false);
+          ptx::wgmma_wait_group<1>();
+          release(previous);
+          previous = ring.stage;
+          ring.advance();
         }
-      } else {  // no neuron fires in the tile
-        ptx::mbarrier_wait(tile_free, parity ^ 1);
-        for (int j = 0; j < 16; ++j) ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), 0, 0, 0, 0);
+        ptx::wgmma_wait_group<0>();
+        release(previous);
+        pass_by(ring, of.blocks - from - needed, full, release);
+      } else {  // none of this half's neurons fires
+        pass_by(ring, of.blocks, full, release);
+#pragma unroll
+        for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+      }
+      ptx::bulk_wait_group_read<0>();  // the rows before have been read
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]),
+                         ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]), ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]),
+                         ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
       }
       ptx::fence_proxy_async();
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile_full);
+      if (token >= 0) {
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
+        ptx::bulk_store(y + token * k + column, tile + tile_offset(row, 0),
+                        2 * static_cast<uint32_t>(min(static_cast<int64_t>(kTileN), k - column)));
+      }
+      ptx::bulk_commit_group();
     }
+    ptx::bulk_wait_group_read<0>();
   }
 }
 
 }  // namespace
 
-cudaError_t tile_down(const void* h, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
-                      void* y, cudaStream_t stream) {
+cudaError_t tile_down(const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan, void* y,
+                      cudaStream_t stream) {
   int count = 0;
-  cudaError_t error = multiprocessors(&count);
+  const cudaError_t error = multiprocessors(&count);
   if (error != cudaSuccess) return error;
-  CUtensorMap h_map;
-  error = tensor_map(&h_map, h, ceil_div(m, kTokenTile) * kTokenTile, n, kTileM);
-  if (error != cudaSuccess) return error;
-  return launch_early(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream, h_map,
+  return launch_early(tile_down_kernel, count, kThreads, kSharedBytes, 1, stream,
                       static_cast<const __nv_bfloat16*>(w_down_t), m, k, n, plan, static_cast<__nv_bfloat16*>(y));
 }
 

@@ -1,7 +1,12 @@
 // What the kernels of the tile engine share: how a token tile's neurons become units of work.
 //
-// A token tile's neurons (its union) are numbered in ascending order: slot s is neuron slots[s]. Slots are counted in
-// blocks of 64. The up product is cut into items of up to four blocks, as even as can be.
+// A tile's neurons (its union) are numbered: slot s is neuron slots[s]. First come those that only its first half of
+// 64 tokens fires, then those of both halves, then those of the second half alone, each group ascending. Slots are
+// counted in blocks of 64: the first half needs blocks [0, end), the second blocks [begin, blocks), and a warpgroup
+// multiplies no others. The up product is cut into items of up to four blocks, as even as can be.
+//
+// A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 | place,
+// the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
 #pragma once
 
 #include "common/tile.cuh"
@@ -9,36 +14,54 @@
 
 namespace sparsellm {
 
+constexpr int kGatherWarps = 4;  // both products: one warpgroup gathers rows, a consumer warpgroup is a tile's half
+
 constexpr int kItemBlocks = kTileN / kBlockColumns;
+constexpr int kHalf = kTileM / 2;
+constexpr uint32_t kHalfBytes = kHalf * 128;  // of an operand tile
 
 __device__ __forceinline__ int blocks_of(int size) { return (size + kBlockColumns - 1) / kBlockColumns; }
 __device__ __forceinline__ int items_of(int blocks) { return (blocks + kItemBlocks - 1) / kItemBlocks; }
 
-// Item `index` of a tile of `blocks` blocks: blocks [first, last).
-__device__ __forceinline__ void item_blocks(int blocks, int index, int& first, int& last) {
-  const int items = items_of(blocks);
-  first = blocks * index / items;
-  last = blocks * (index + 1) / items;
+// Row of a half, slot of a block.
+__device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t slot) {
+  return swizzle_128(row, slot / 8) / 2 + slot % 8;
 }
 
-// The item that holds block `block`.
-__device__ __forceinline__ int item_with(int blocks, int block) {
-  return ((block + 1) * items_of(blocks) - 1) / blocks;
+// Where a half's pieces start: plan.starts of [MT][2][NT * 4 + 1].
+__device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int tile, int half, int column_tiles) {
+  return plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (column_tiles * 4 + 1);
 }
 
-// A unit of the up product: item `index` of a tile, blocks [first, last) of its slots.
-struct Item {
-  int tile, index, first, last;
+// A tile as its consumers see it.
+struct Tile {
+  int index, blocks;
+  int end, begin;     // of the first half's blocks, of the second half's
+
+  // The blocks among [first, last) that half 0 or 1 needs: `from` and how many.
+  __device__ __forceinline__ int needed(int half, int first, int last, int& from) const {
+    from = half == 0 ? first : max(first, begin);
+    const int to = half == 0 ? min(last, end) : last;
+    return max(to - from, 0);
+  }
 };
 
-__device__ __forceinline__ int2 item_code(int tile, int blocks, int index) {
-  int first, last;
-  item_blocks(blocks, index, first, last);
-  return {tile, index << 22 | first << 11 | last};  // at most 256 items and 1,024 blocks
+__device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
+
+// A unit of the up product: blocks [first, last) of a tile's slots, the tile's item `index`.
+struct Item {
+  int index, first, last;
+  Tile tile;
+};
+
+__device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
+  const int items = items_of(tile.blocks);
+  const int first = tile.blocks * index / items, last = tile.blocks * (index + 1) / items;
+  return {tile.index, tile.end << 16 | tile.begin, first << 16 | last, index};  // at most 1,024 blocks
 }
 
-__device__ __forceinline__ Item item_of(int2 code) {
-  return {code.x, code.y >> 22 & 0x3ff, code.y >> 11 & 0x7ff, code.y & 0x7ff};
+__device__ __forceinline__ Item item_of(int4 code) {
+  return {code.w, code.z >> 16, code.z & 0xffff, {code.x, 0, code.y >> 16, code.y & 0xffff}};
 }
 
 // Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always

@@ -1,7 +1,8 @@
 // pack_rows: the nonzeros of each row side by side, out of its packed tiles. One warp to a row, one lane to a tile.
-// Long rows (more than kRowCapacity nonzeros) are left out.
+// A long row (more than kRowCapacity nonzeros) goes behind all others, and its own place says where. If those have no
+// room, plan.totals tells.
 #include "common/host.h"
-#include "common/twell.cuh"
+#include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
@@ -9,7 +10,7 @@ namespace {
 constexpr int kRowsThreads = 256;
 
 __global__ void __launch_bounds__(kRowsThreads)
-    pack_rows_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows) {
+    pack_rows_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, const TilePlan plan) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const uint32_t lane = threadIdx.x % 32;
@@ -17,8 +18,17 @@ __global__ void __launch_bounds__(kRowsThreads)
   if (token >= m) return;
   const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t of_row = packed.row_counts[token];
-  if (of_row == 0 || of_row > kRowCapacity) return;
-  uint32_t* out = rows + token * kRowCapacity;
+  if (of_row == 0) return;
+  uint32_t* out = plan.rows + token * kRowCapacity;
+  if (of_row > kRowCapacity) {
+    uint32_t before = 0;
+    if (lane == 0) before = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals) + kLongWords, of_row);
+    before = __shfl_sync(~0u, before, 0);
+    if (before + of_row > plan.long_capacity) return;
+    const int64_t start = m * kRowCapacity + before;
+    if (lane == 0) *out = start;
+    out = plan.rows + start;
+  }
   for (int first = 0; first < column_tiles; first += 32) {
     const int tile = first + lane;
     const uint32_t* words = packed.words + (token * column_tiles + tile) * words_per_tile;
@@ -54,10 +64,11 @@ __global__ void __launch_bounds__(kRowsThreads)
 
 }  // namespace
 
-cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, uint32_t* rows,
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream) {
+  if (m * kRowCapacity + plan.long_capacity > UINT32_MAX) return cudaErrorInvalidValue;  // words are counted in uint32
   return launch_early(pack_rows_kernel, ceil_div(m, kRowsThreads / 32), kRowsThreads, 0, 1, stream, packed, m, n,
-                      words_per_tile, rows);
+                      words_per_tile, plan);
 }
 
 }  // namespace sparsellm

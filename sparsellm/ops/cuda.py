@@ -17,8 +17,13 @@ from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, 
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
-TOTALS = 4  # int32: the tile plan's number of items, and its tickets
-ROW_CAPACITY = 512  # nonzeros of a row that the tile engine keeps side by side (launch.h: kRowCapacity)
+TOTALS = 8  # int32 (launch.h: Total)
+BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
+CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
+ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
+# Nonzeros that the tile engine has room for, 4 bytes each.
+LISTED_PER_TOKEN, LONG_PER_TOKEN = 256, 64  # in all; in long rows
+MIN_ROOM, MAX_ROOM = 1 << 24, (1 << 32) - 4
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
@@ -95,48 +100,78 @@ def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
     return gate
 
 
-def tile_engine(
-    gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor, ordered: bool = True
-) -> tuple[Tensor, Tensor]:
-    """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K].
+class TilePlan(NamedTuple):
+    """What the kernels of the tile engine leave for one another (launch.h: TilePlan)."""
 
-    ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
-    128 tokens in a row do.
-    """
-    ops = torch.ops.sparsellm_cuda
-    n, k = w_down_t.shape
+    rows: Tensor  # int32 [M * ROW_CAPACITY + room for long rows]
+    tokens: Tensor | None  # int32 [M]
+    slots: Tensor  # int16 [MT, NT * 256], uint16 to the kernels
+    starts: Tensor  # int32 [MT, 2, NT * 4 + 1], uint32 to the kernels
+    lists: Tensor  # int32 [room]
+    tiles: Tensor  # int32 [MT, 4], and so the next
+    order: Tensor
+    items: Tensor  # int32 [MT * NT, 4]
+    totals: Tensor  # int32 [TOTALS]
+
+
+def tile_plan(gate: Gate, ordered: bool = True, room: tuple[int, int] | None = None) -> TilePlan:
+    """Room for the plan of a tile engine, of which only the totals have contents. Arguments as of `tile_engine`."""
     m, column_tiles, _ = gate.words.shape
-    token_tiles, mask_words = gate.mask.shape
+    token_tiles = tiles(m, TOKEN_TILE)
+    listed, in_long_rows = tile_room(*gate.wide.shape) if room is None else room
 
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return gate.words.new_empty(shape, dtype=dtype)
 
-    rows = integers(m, ROW_CAPACITY)
-    ops.pack_rows(*gate, rows)
-    tokens, mask = None, gate.mask
-    if ordered and m >= MIN_ORDERED_TOKENS:
-        tokens, mask = integers(m), integers(token_tiles, mask_words)
-        workspace = integers(ops.order_workspace(m, n), dtype=torch.uint8)
-        ops.token_order(rows, gate.row_counts, n, workspace, tokens)
-    plan = (
-        rows,
-        tokens,
-        mask,
-        integers(token_tiles, mask_words, dtype=torch.int16),  # prefix, uint16 to the kernels
-        integers(token_tiles, column_tiles * COLUMN_TILE, dtype=torch.int16),  # slots, likewise
-        integers(token_tiles),  # sizes
-        integers(token_tiles * TOKEN_TILE, ROW_CAPACITY),  # lists
-        integers(token_tiles, column_tiles + 1, TOKEN_TILE, dtype=torch.int16),  # offsets, uint16 to the kernels
-        integers(token_tiles, 2),  # order
-        integers(token_tiles * column_tiles, 2),  # items
-        gate.scratch()[0],
+    return TilePlan(
+        rows=integers(m * ROW_CAPACITY + in_long_rows),
+        tokens=integers(m) if ordered and m >= MIN_ORDERED_TOKENS else None,
+        slots=integers(token_tiles, column_tiles * COLUMN_TILE, dtype=torch.int16),
+        starts=integers(token_tiles, 2, column_tiles * COLUMN_TILE // BLOCK + 1),
+        lists=integers(listed),
+        tiles=integers(token_tiles, 4),
+        order=integers(token_tiles, 4),
+        items=integers(token_tiles * column_tiles, 4),
+        totals=gate.scratch()[0],
     )
-    h = gate.wide.new_empty((token_tiles * TOKEN_TILE, n))
+
+
+def tile_room(m: int, n: int) -> tuple[int, int]:
+    """`room` of the tile engine: for all there can be if the tokens are few, else for so many of each token."""
+    return min(max(m * LISTED_PER_TOKEN, MIN_ROOM), m * n, MAX_ROOM), min(max(m * LONG_PER_TOKEN, MIN_ROOM), m * n)
+
+
+def tile_engine(
+    gate: Gate,
+    x: Tensor | None,
+    w_up: Tensor | None,
+    w_down_t: Tensor,
+    ordered: bool = True,
+    room: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K].
+
+    ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
+    128 tokens in a row do. room: how many nonzeros there may be in all, and in rows of more than ROW_CAPACITY
+    (`tile_room` unless given); if there are more, the row engine does everything, and gate.counters' overflow grows by
+    M.
+    """
+    ops = torch.ops.sparsellm_cuda
+    n, k = w_down_t.shape
+    m, column_tiles, _ = gate.words.shape
+    plan = tile_plan(gate, ordered, room)
     y = gate.wide.new_empty((m, k))
-    l1_partials, l1 = _l1(gate.wide, token_tiles * column_tiles)
+    l1_partials, l1 = _l1(gate.wide, tiles(m, TOKEN_TILE) * column_tiles * CONSUMER_WARPS)
+    ops.pack_rows(*gate, *plan)
+    if plan.tokens is not None:
+        workspace = _bytes(y, ops.order_workspace(m, n))
+        ops.token_order(plan.rows, gate.row_counts, n, workspace, plan.tokens)
     ops.tile_plan(*gate, *plan)
-    ops.tile_up(x, w_up, *gate, *plan, h, l1_partials, l1)
-    ops.tile_down(h, w_down_t, *plan, y)
+    ops.tile_up(x, w_up, m, n, *plan, l1_partials, l1)
+    ops.tile_down(w_down_t, *plan, y)
+    if len(plan.lists) < m * n or len(plan.rows) < m * (ROW_CAPACITY + n):  # else there is room for anything
+        workspace, tickets = _bytes(y, ops.row_rest_workspace(m, k)), gate.scratch()[1]
+        ops.row_rest(x, w_up, w_down_t, *gate, plan.totals, workspace, tickets, l1, y)
     return y, l1
 
 
@@ -145,21 +180,26 @@ def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tens
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
     m = gate.words.shape[0]
-    workspace = gate.words.new_empty(ops.row_workspace(m, k, n), dtype=torch.uint8)
-    _, tickets = gate.scratch()
+    workspace, tickets = _bytes(gate.words, ops.row_workspace(m, k, n)), gate.scratch()[1]
     y, l1 = gate.wide.new_empty((m, k)), gate.wide.new_empty((), dtype=torch.float32)
     ops.row_ffn(x, w_up, w_down_t, *gate, workspace, tickets, l1, y)
     return y, l1
 
 
 def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) from z, u [M, N], which it overwrites: cuBLAS, with the elementwise half in one kernel."""
+    """(y, l1, fired, counts) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel. Overwrites z."""
+    h, *statistics = dense_hidden(z, u)
+    return h @ w_down.T, *statistics
+
+
+def dense_hidden(z: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, in the memory of z."""
     m, n = z.shape
     counters = z.new_zeros(COUNTERS, dtype=torch.int64)
     fired, tickets = _zeros(z.device, (n, torch.uint8), (1, torch.int32))
     l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
     torch.ops.sparsellm_cuda.pointwise(z, u, z, l1_partials, l1, fired, counters, tickets)
-    return z @ w_down.T, l1, fired.view(torch.bool), counters[:3]
+    return z, l1, fired.view(torch.bool), counters[:3]
 
 
 def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -175,6 +215,10 @@ def _readable(tensor: Tensor) -> Tensor:
 
 def _transposed(w_down: Tensor, w_down_t: Tensor | None) -> Tensor:
     return _readable(w_down.t() if w_down_t is None else w_down_t)
+
+
+def _bytes(like: Tensor, count: int) -> Tensor:
+    return like.new_empty(count, dtype=torch.uint8)
 
 
 def _l1(like: Tensor, partials: int) -> tuple[Tensor, Tensor]:

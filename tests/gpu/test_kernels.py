@@ -22,12 +22,12 @@ def gate_pack(x, w, compression):
     return cuda.gate_pack(x, w, compression)
 
 
-def tile_engine(x, ws, ordered):
-    """(y, l1), with the order of tokens chosen."""
+def tile_engine(x, ws, gate=None, **options):
+    """(y, l1), with what the operator chooses chosen."""
     w_down_t = ws[-1].T.contiguous()
     up = (x, ws[1]) if len(ws) == 3 else (None, None)
     cases.poison()
-    return cuda.tile_engine(cuda.pack_gate(x, ws[0], 8), *up, w_down_t, ordered=ordered)
+    return cuda.tile_engine(gate or cuda.pack_gate(x, ws[0], 8), *up, w_down_t, **options)
 
 
 def test_empty_memory_is_poisoned():
@@ -218,15 +218,37 @@ def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated
     orders = []
     for _ in range(2):
         cases.poison()
-        rows = torch.empty((m, cuda.ROW_CAPACITY), dtype=torch.int32, device=DEVICE)
+        plan = cuda.tile_plan(packed)
         workspace = torch.empty(ops.order_workspace(m, 1000), dtype=torch.uint8, device=DEVICE)
-        orders.append(torch.empty(m, dtype=torch.int32, device=DEVICE))
-        ops.pack_rows(*packed, rows)
-        ops.token_order(rows, packed.row_counts, 1000, workspace, orders[-1])
+        plan.totals.zero_()  # tile_plan, which would do so, does not run
+        ops.pack_rows(*packed, *plan)
+        ops.token_order(plan.rows, packed.row_counts, 1000, workspace, plan.tokens)
+        orders.append(plan.tokens)
     assert_equal(orders[0], orders[1], f"{pattern}, M {m}: the order, twice")
     assert_equal(orders[0].sort().values, torch.arange(m, device=DEVICE), f"{pattern}, M {m}: a permutation")
     union = cases.run("tile", x, ws).union
     assert_equal(union, reference.union(fires[orders[0].long()]), f"{pattern}, M {m}: the union of tiles so ordered")
+
+
+@GATED
+@pytest.mark.parametrize("m", [60, 700, 3000])
+def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
+    fires = cases.firing("synthetic29", m, 1000)
+    fires[::97] = True  # long rows
+    gate = cases.small_integers(fires)
+    x, ws = cases.layer_of(gate, gated)
+    expected, nnz, in_long_rows = cases.stepwise(x, ws)[-1], int(fires.sum()), 1000 * len(fires[::97])
+    for room, enough in (
+        ((nnz + 3, in_long_rows), True), ((nnz - 1, in_long_rows), False), ((nnz + 3, in_long_rows - 1), False),
+        ((4, 0), False),
+    ):  # fmt: skip
+        packed = cuda.pack_gate(x, ws[0], 8)
+        overflow, union = int(packed.counters[1]), int(packed.counters[2])
+        for calls in (1, 2):  # the second finds what the first has left
+            y, _ = tile_engine(x, ws, packed, room=room)
+            assert_equal(y, expected, f"M {m}, room for {room}, call {calls}: y")
+            assert int(packed.counters[1]) == overflow + (0 if enough else m * calls)
+        assert int(packed.counters[2]) == union
 
 
 @GATED
