@@ -31,17 +31,19 @@ constexpr int kConsumerRegisters = 200;
 constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
 
 // Position in the circle of stages; producer and consumers advance alike.
-struct Ring {
+template <int kCount>
+struct RingOf {
   uint32_t stage = 0;
   uint32_t phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == kCount) {
       stage = 0;
       phase ^= 1;
     }
   }
 };
+using Ring = RingOf<kStages>;
 
 // Byte offset of 16-byte chunk `chunk` (0..7) of 128-byte row `row` under the 128-byte swizzle.
 __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
@@ -50,7 +52,8 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
 
 // d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
 // may be filled again. b_offset: bytes from a stage's B to this warpgroup's. kCopied: cp.async wrote (part of) the
-// stages. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
+// stages, and memory is what limits: a stage is released before the next one is begun, while the other warpgroup's
+// product runs, rather than after. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
 template <int kBlocks, int kBMajorMN, bool kCopied = true, class Release>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release) {
@@ -75,9 +78,15 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, i
   uint32_t previous = ring.stage;
   ring.advance();
   for (int kb = 1; kb < count; ++kb) {
+    if constexpr (kCopied) {
+      ptx::wgmma_wait_group<0>();
+      release(previous);
+    }
     issue(false);
-    ptx::wgmma_wait_group<1>();
-    release(previous);
+    if constexpr (!kCopied) {
+      ptx::wgmma_wait_group<1>();
+      release(previous);
+    }
     previous = ring.stage;
     ring.advance();
   }
@@ -86,8 +95,8 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, i
 }
 
 // Lets `count` stages pass that this warpgroup does not need.
-template <class Release>
-__device__ __forceinline__ void pass_by(Ring& ring, int count, uint32_t full, Release release) {
+template <int kCount, class Release>
+__device__ __forceinline__ void pass_by(RingOf<kCount>& ring, int count, uint32_t full, Release release) {
   for (int i = 0; i < count; ++i) {
     ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
     release(ring.stage);

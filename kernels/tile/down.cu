@@ -3,9 +3,9 @@
 // A unit is one token tile times 256 columns of y, over all slots of the tile; units of full tiles come first. Four
 // warps copy, for each block, its rows of w_down_t (an MN-major operand) and its pieces of the list. A consumer
 // warpgroup multiplies the blocks that its 64 tokens need: while one block is multiplied it scatters the next one's h
-// into a zeroed operand tile, and its warps send their rows of the finished tile off to y and go on.
+// into a zeroed operand tile.
 //
-// Numerics: float32 over a tile's slots in their order (tile/plan.cuh), rounded to bf16 once. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order, rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -14,31 +14,43 @@ namespace {
 
 constexpr int kGatherRows = kTileK / kGatherWarps;  // of a stage, for each warp
 constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels of 64 columns
-constexpr uint32_t kPieceWords = 512;               // of a half's piece of the list that a stage has room for
+constexpr int kBuffers = 3;                         // operand tiles of h that each half has
+constexpr uint32_t kPieceWords = 448;               // of a half's piece of the list that a stage has room for
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
+constexpr int kDownStages = 5;
 constexpr uint32_t kDownStageBytes = kBBytes + 2 * kPieceBytes;
 
 struct Shared {
-  uint2 pieces[kStages][2];  // [half] of the list: begin and end. The stage has it from the multiple of four before on.
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  uint2 pieces[kDownStages][2];  // [half] of the list, begin and end; in the stage from the multiple of four before on
+  uint64_t full[kDownStages];
+  uint64_t empty[kDownStages];
 };
 
-constexpr uint32_t kPaddedTileBytes = kTileM * 528;
-constexpr uint32_t kSharedBytes = 4 * kHalfBytes + kStages * kDownStageBytes + kPaddedTileBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "B, two tiles of h, the finished tile and barriers share a CTA's memory");
+constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kDownStages * kDownStageBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, the list's pieces and the barriers share one CTA's memory");
 
-// The finished tile: rows of 512 bytes, 16 more apart, so that eight rows' chunks fall into different banks.
-__device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) { return row * 528 + chunk * 16; }
+// Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and gets those of row q.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + step], step);
+      if (upper) v[i] = got;
+      else v[i + step] = got;
+    }
+  }
+}
 
 __global__ void __launch_bounds__(kThreads, 1)
     tile_down_kernel(const __nv_bfloat16* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan plan,
                      __nv_bfloat16* y) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  const uint32_t hidden = ptx::smem_address(raw);  // [half][2]
-  const uint32_t stages = hidden + 4 * kHalfBytes;  // B of each
-  const uint32_t pieces = stages + kStages * kBBytes;  // [stage][half]
-  const uint32_t tile = stages + kStages * kDownStageBytes;
+  const uint32_t hidden = ptx::smem_address(raw);                  // [half][kBuffers]
+  const uint32_t stages = hidden + 2 * kBuffers * kHalfBytes;      // B of each
+  const uint32_t pieces = stages + kDownStages * kBBytes;  // [stage][half]
   Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
@@ -56,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     if (hidden % 1024 != 0) __trap();  // what the swizzle is counted from
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < kDownStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 2);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
     }
@@ -73,15 +85,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
     const uint32_t pitch = static_cast<uint32_t>(k) * 2;
     constexpr int kQuads = kGatherRows / 8;
-    Ring ring;
+    RingOf<kDownStages> ring;
     Tile next_tile = tile_in(0);
     const auto slots_of = [&](const Tile& of) {
       return reinterpret_cast<const uint4*>(plan.slots + static_cast<int64_t>(of.index) * neuron_tiles * kColumnTile +
                                             warp * kGatherRows);
     };
-    // Two warps to a half's piece of the list: one the first 256 words, one the others.
+    // Two warps to a half's piece of the list, 128 words in turn.
     const int half = warp % 2;
-    const uint32_t first_word = warp / 2 * (kPieceWords / 2) + lane * 4;
+    const uint32_t first_word = warp / 2 * 128 + lane * 4;
     // This warp's neurons of a block, eight to a register quad, and its half's piece of the list: one block ahead.
     uint4 next[kQuads];
     uint2 next_piece;
@@ -99,18 +111,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
       const uint8_t* source = reinterpret_cast<const uint8_t*>(w_down_t) + 2 * column;
       const uint32_t bytes = column < k ? 16 : 0;
-      for (int kb = 0; kb < of.blocks; ++kb) {
+      for (int block = 0; block < of.blocks; ++block) {
         uint4 neurons[kQuads];
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) neurons[q] = next[q];
         const uint2 piece = next_piece;
-        load(kb + 1 < of.blocks ? of : next_tile, kb + 1 < of.blocks ? kb + 1 : 0);
+        if (block + 1 < of.blocks) {
+          load(of, block + 1);
+        } else {
+          load(next_tile, 0);
+        }
         ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
         const uint32_t words = pieces + (ring.stage * 2 + half) * kPieceBytes;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t word = first_word + 128 * i, at = (piece.x & ~3u) + word;
-          if (at < piece.y) ptx::cp_async_16(words + word * 4, plan.lists + at);
+          const uint32_t word = first_word + 256 * i, at = (piece.x & ~3u) + word;
+          if (word < kPieceWords && at < piece.y) ptx::cp_async_16(words + word * 4, plan.lists + at);
         }
         const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
 #pragma unroll
@@ -133,46 +149,55 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int half = warp / 4 - 1;
     const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
-    const uint32_t row = (warp - 4) * 16 + (lane & 15);
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
-    // The h of this half in the block of a full stage, to the operand tile at `a`.
+    // The h of this half in the block of a full stage, to the zeroed operand tile at `a`.
     const auto scatter = [&](uint32_t a, uint32_t stage) {
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(kHalfBytes / 2048); ++i) {
-        ptx::st_shared_v4(a + i * 2048 + thread * 16, make_uint4(0, 0, 0, 0));
-      }
       const uint2 piece = shared.pieces[stage][half];
       const uint32_t words = pieces + (stage * 2 + half) * kPieceBytes, base = piece.x & ~3u;
-      ptx::bar_sync(1 + half, 128);
       const auto put = [&](uint32_t word) { ptx::st_shared_u16(a + (word & 0xffff) * 2, word >> 16); };
-      constexpr uint32_t kTurns = kPieceWords / 128;
 #pragma unroll
-      for (uint32_t i = 0; i < kTurns; ++i) {
+      for (uint32_t i = 0; i < (kPieceWords + 127) / 128; ++i) {
         const uint32_t word = 128 * i + thread;
-        if (base + word >= piece.x && base + word < piece.y) put(ptx::ld_shared_u32(words + word * 4));
+        if (word < kPieceWords && base + word >= piece.x && base + word < piece.y) {
+          put(ptx::ld_shared_u32(words + word * 4));
+        }
       }
       for (uint32_t at = base + kPieceWords + thread; at < piece.y; at += 128) put(plan.lists[at]);
       ptx::fence_proxy_async();
       ptx::bar_sync(1 + half, 128);
     };
-    Ring ring;
+    // Each warp zeroes the 16 rows that its own share of a product reads, once that has ended for this warp. Three
+    // tiles take turns, so that between this and the next scattering there is a barrier of that of another tile.
+    const uint32_t own = hidden + half * (kBuffers * kHalfBytes);
+    const auto zero = [&](uint32_t which) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::st_shared_v4(own + which * kHalfBytes + thread / 32 * 2048 + i * 512 + lane * 16, make_uint4(0, 0, 0, 0));
+      }
+    };
+    for (int i = 0; i < kBuffers; ++i) zero(i);
+    ptx::bar_sync(1 + half, 128);
+    RingOf<kDownStages> ring;
     Tile next_tile = tile_in(0);
-    uint32_t a = hidden + 2 * half * kHalfBytes;
-    const uint32_t other = a ^ (a + kHalfBytes);
+    uint32_t which = 0;
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
       const Tile of = next_tile;
       next_tile = tile_in(round + 1);
-      const int64_t position = static_cast<int64_t>(of.index) * kTileM + row;
-      int token = -1;  // of this lane's row, which the first 16 lanes store
-      if (lane < 16 && position < m) token = plan.tokens == nullptr ? position : plan.tokens[position];
+      int token[2];  // of this lane's two rows
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t position = static_cast<int64_t>(of.index) * kTileM + (warp - 4) * 16 + lane / 4 + 8 * i;
+        token[i] = position >= m ? -1 : plan.tokens == nullptr ? position : plan.tokens[position];
+      }
       int from;
       const int needed = of.needed(half, 0, of.blocks, from);
       float d[128];
       if (needed != 0) {
         const auto multiply_block = [&](bool first) {
           ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+          const uint32_t a = own + which * kHalfBytes;
           scatter(a, ring.stage);
           ptx::fence_proxy_async();  // cp.async wrote B
           const uint32_t b = stages + ring.stage * kBBytes;
@@ -183,45 +208,52 @@ __global__ void __launch_bounds__(kThreads, 1)
                              ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
           }
           ptx::wgmma_commit_group();
-          a ^= other;
         };
+        const auto turn = [](uint32_t which) { return which == kBuffers - 1 ? 0 : which + 1; };
         pass_by(ring, from, full, release);
         multiply_block(true);
         uint32_t previous = ring.stage;
         ring.advance();
         for (int i = 1; i < needed; ++i) {
+          const uint32_t before = which;
+          which = turn(which);
           multiply_block(false);
           ptx::wgmma_wait_group<1>();
           release(previous);
+          zero(before);
           previous = ring.stage;
           ring.advance();
         }
         ptx::wgmma_wait_group<0>();
         release(previous);
+        zero(which);
+        which = turn(which);
         pass_by(ring, of.blocks - from - needed, full, release);
       } else {  // none of this half's neurons fires
         pass_by(ring, of.blocks, full, release);
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      ptx::bulk_wait_group_read<0>();  // the rows before have been read
-      __syncwarp();
+      // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]),
-                         ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]), ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]),
-                         ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
+      for (int i = 0; i < 2; ++i) {
+        __nv_bfloat16* to = y + token[i] * k + column;
+#pragma unroll
+        for (int c = 0; c < kTileN / 32; ++c) {
+          uint32_t v[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float* pair = d + 4 * (4 * c + j) + 2 * i;
+            v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
+          }
+          transpose_quad(v, lane);
+          if (token[i] >= 0 && column + 32 * c < k) {
+            *reinterpret_cast<uint4*>(to + 32 * c) = make_uint4(v[0], v[1], v[2], v[3]);
+          }
+        }
       }
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (token >= 0) {
-        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
-        ptx::bulk_store(y + token * k + column, tile + tile_offset(row, 0),
-                        2 * static_cast<uint32_t>(min(static_cast<int64_t>(kTileN), k - column)));
-      }
-      ptx::bulk_commit_group();
     }
-    ptx::bulk_wait_group_read<0>();
   }
 }
 

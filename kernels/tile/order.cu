@@ -9,8 +9,8 @@
 //   order     a greedy chain of the clusters by |c & d| / (|c| + |d|), from the one least like the others; within a
 //             cluster tokens by count, fewest first, every other cluster reversed
 // Ties go to the lowest index. All is integer sums and fixed orders: the same answer always, on any machine.
-// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice. A long row (more than
-// kRowCapacity) counts as empty, but for its place within its cluster.
+// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice, and of no row more than the
+// first 495.
 #include <algorithm>
 #include <type_traits>
 
@@ -71,8 +71,7 @@ __device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int sam
 
 // How many nonzeros of a token's row are looked at.
 __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t token) {
-  const uint32_t count = order.row_counts[token];
-  return count > kRowCapacity ? 0 : min(count, kMaxCount);
+  return min(static_cast<uint32_t>(order.row_counts[token]), kMaxCount);
 }
 
 // use(neuron) for the neurons of one token; lane `piece` of 8 takes its share. The first load does not wait for

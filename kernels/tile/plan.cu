@@ -12,10 +12,7 @@
 namespace sparsellm {
 namespace {
 
-constexpr int kPlanThreads = 512;
-constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
-constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
+constexpr int kFewTiles = 256;
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
 
 static_assert(kMaxBlocks < 0x8000, "blocks fit half of an item's word");
@@ -27,19 +24,20 @@ struct Tables {
   uint32_t* starts;   // [2][blocks] where each half's blocks start within the tile's list
   uint16_t* slot_of;  // [neurons]
   uint16_t* before;   // [3][words] slots before each word: first half's own, both halves', second half's own neurons
-  uint16_t* counts;   // [kPlanWarps][blocks] nonzeros of each warp in each block; then those of the warps before it
+  uint16_t* counts;   // [warps][blocks] nonzeros of each warp in each block; then those of the warps before it
 
-  __host__ __device__ static int bytes(int column_tiles) {
+  __host__ __device__ static int bytes(int column_tiles, int warps) {
     const int words = column_tiles * 8, blocks = column_tiles * 4;
-    return words * 14 + column_tiles * 512 + kPlanWarps * blocks * 2 + 2 * blocks * 4;
+    const int first = words * 14, then = warps * blocks * 2;
+    return 2 * blocks * 4 + column_tiles * 512 + (first > then ? first : then);
   }
 
   __device__ Tables(void* memory, int column_tiles) : words(column_tiles * 8), blocks(column_tiles * 4) {
-    masks = static_cast<uint32_t*>(memory);
-    starts = masks + 2 * words;
+    starts = static_cast<uint32_t*>(memory);
     slot_of = reinterpret_cast<uint16_t*>(starts + 2 * blocks);
-    before = slot_of + column_tiles * kColumnTile;
-    counts = before + 3 * words;
+    masks = reinterpret_cast<uint32_t*>(slot_of + column_tiles * kColumnTile);
+    before = reinterpret_cast<uint16_t*>(masks + 2 * words);
+    counts = reinterpret_cast<uint16_t*>(masks);  // once there are slots, masks and before are not needed
   }
 
   // The neurons of word w that are the first half's own (0), both halves' (1), the second half's own (2).
@@ -49,31 +47,37 @@ struct Tables {
   }
 };
 
+template <class T>
+__device__ __forceinline__ T warp_scan(T value, uint32_t lane) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const T other = __shfl_up_sync(~0u, value, offset);
+    if (lane >= offset) value += other;
+  }
+  return value;
+}
+
 // Sum over the threads before this one; `total` over all.
 template <class T>
 __device__ __forceinline__ T block_scan(T value, void* scratch, T& total) {
   T* warp_sums = static_cast<T*>(scratch);
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T sum = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const T other = __shfl_up_sync(~0u, sum, offset);
-    if (lane >= offset) sum += other;
-  }
+  const T sum = warp_scan(value, lane);
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
-  T before = sum - value;
-  total = 0;
-  for (uint32_t w = 0; w < kPlanWarps; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
+  const T of_warp = lane < blockDim.x / 32 ? warp_sums[lane] : 0, sums = warp_scan(of_warp, lane);
+  total = __shfl_sync(~0u, sums, 31);
+  const T before = __shfl_sync(~0u, sums - of_warp, warp);
   __syncthreads();
-  return before;
+  return before + sum - value;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 2)
+template <int kPlanThreads>
+__global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, const TilePlan plan) {
+  constexpr int kPlanWarps = kPlanThreads / 32;
+  constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
+  constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
   extern __shared__ uint32_t dynamic[];
   __shared__ unsigned long long warp_sums[kPlanWarps];
   __shared__ uint32_t cursor[kMaxBlocks + 1];  // how many tiles have this many blocks; then the first's position
@@ -87,7 +91,6 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 
   ptx::griddepcontrol_launch_dependents();
   for (int w = threadIdx.x; w < 2 * tables.words; w += kPlanThreads) tables.masks[w] = 0;
-  for (int i = threadIdx.x; i < kPlanWarps * tables.blocks; i += kPlanThreads) tables.counts[i] = 0;
   ptx::griddepcontrol_wait();
 
   // A warp has every eighth row of a half. Lane r keeps how many nonzeros its r-th row has, and where they are.
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
       const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
       my_count = packed.row_counts[token];
       my_start = token * kRowCapacity;
-      if (my_count > kRowCapacity) my_start = plan.rows[my_start];
+      if (my_count > kRowCapacity) my_start = plan.rows[my_start + kRowCapacity - 1];
     }
   }
   __syncthreads();
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   // Calls use(r, valid, word) with the nonzeros of the warp's rows, up to 32 of one row at a time, all lanes together
   // and always in the same order.
   const auto for_each_nonzero = [&](auto use) {
-    constexpr int kBatch = 6;  // loads in flight in each lane
+    constexpr int kBatch = 8;  // loads in flight in each lane
     for (int r = 0, first = 0; r < kRows;) {
       uint32_t word[kBatch];
       int of[kBatch], left[kBatch];
@@ -179,6 +182,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
       for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = column;
     }
   }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kPlanWarps * tables.blocks; i += kPlanThreads) tables.counts[i] = 0;
   __syncthreads();
 
   // How many nonzeros each warp has in each block, where each block starts, and the nonzeros. Lanes with nonzeros in
@@ -295,8 +300,12 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream) {
-  return launch_early(tile_plan_kernel, ceil_div(m, kTokenTile), kPlanThreads,
-                      Tables::bytes(static_cast<int>(ceil_div(n, kColumnTile))), 1, stream, packed, m, n,
+  // With a tile for each multiprocessor or less, the fullest one is what takes time; else they fill gaps of one another.
+  const int64_t tiles = ceil_div(m, kTokenTile);
+  const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
+  const int threads = tiles > kFewTiles ? 512 : 1024;
+  const auto kernel = threads == 512 ? tile_plan_kernel<512> : tile_plan_kernel<1024>;
+  return launch_early(kernel, tiles, threads, Tables::bytes(column_tiles, threads / 32), 1, stream, packed, m, n,
                       words_per_tile, plan);
 }
 

@@ -38,23 +38,21 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
     expect(row_counts, torch.int32, m)
     expect(fired, torch.uint8, n)
-    expect(counters, torch.int64, 4 + 66)
+    expect(counters, torch.int64, 4 + 68)
 
 
-def expect_plan(wide, rows, tokens, mask, prefix, slots, sizes, lists, offsets, order, items, totals):
-    m, token_tiles, column_tiles = wide.shape[0], twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
-    expect(rows, torch.int32, m, 512)
+def expect_plan(wide, rows, tokens, slots, starts, lists, tiles, order, items, totals):
+    (m, n), token_tiles, column_tiles = wide.shape, twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
+    expect(rows, torch.int32, m * 512 + cuda.tile_room(m, n)[1])
     if tokens is not None:
         expect(tokens, torch.int32, m)
-    expect(mask, torch.int32, token_tiles, column_tiles * 8)
-    expect(prefix, torch.int16, token_tiles, column_tiles * 8)
     expect(slots, torch.int16, token_tiles, column_tiles * 256)
-    expect(sizes, torch.int32, token_tiles)
-    expect(lists, torch.int32, token_tiles * 128, 512)
-    expect(offsets, torch.int16, token_tiles, column_tiles + 1, 128)
-    expect(order, torch.int32, token_tiles, 2)
-    expect(items, torch.int32, token_tiles * column_tiles, 2)
-    expect(totals, torch.int32, 4)
+    expect(starts, torch.int32, token_tiles, 2, column_tiles * 4 + 1)
+    expect(lists, torch.int32, cuda.tile_room(m, n)[0])
+    expect(tiles, torch.int32, token_tiles, 4)
+    expect(order, torch.int32, token_tiles, 4)
+    expect(items, torch.int32, token_tiles * column_tiles, 4)
+    expect(totals, torch.int32, 8)
 
 
 def unpacked(packed):
@@ -78,7 +76,8 @@ def gate_pack(x, w, *packed):
 
 def pack_rows(*args):
     expect_packed(*args[:6])
-    expect(args[6], torch.int32, args[1].shape[0], 512)
+    expect_plan(args[1], *args[6:])
+    assert not args[-1].any()
     args[6].fill_(ROWS)
 
 
@@ -87,7 +86,7 @@ def order_workspace(m, n):
 
 
 def token_order(rows, row_counts, n, workspace, tokens):
-    m = len(rows)
+    m = len(row_counts)
     assert (rows == ROWS).all()
     expect(row_counts, torch.int32, m)
     expect(workspace, torch.uint8, m + n)
@@ -95,30 +94,45 @@ def token_order(rows, row_counts, n, workspace, tokens):
     tokens.copy_(torch.arange(m - 1, -1, -1))
 
 
+PACKED = []  # what tile_plan was given: the kernels would find it in the lists
+
+
 def tile_plan(*args):
     expect_packed(*args[:6])
     expect_plan(args[1], *args[6:])
-    rows, tokens, mask = args[6:9]
+    rows, tokens = args[6:8]
     assert (rows == ROWS).all()
     assert (tokens is None) == (args[1].shape[0] < cuda.MIN_ORDERED_TOKENS)
-    assert (mask.data_ptr() == args[2].data_ptr()) == (tokens is None)  # the plan of reordered tiles has its own
-    assert not args[-1].any()
+    PACKED[:] = args[:6]
 
 
-def tile_up(x, w_up, *args):
-    packed, plan, (h, l1_partials, l1) = args[:6], args[6:17], args[17:]
-    m, n = packed[1].shape
-    expect_plan(packed[1], *plan)
-    expect(h, torch.bfloat16, twell.tiles(m, 128) * 128, n)
-    expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256))
-    h[:m] = hidden(x, w_up, packed) if plan[1] is None else hidden(x, w_up, packed)[plan[1].long()]
-    l1.copy_(h[:m].abs().sum(dtype=torch.float32))
+def tile_up(x, w_up, m, n, *args):
+    plan, (l1_partials, l1) = args[:9], args[9:]
+    assert PACKED[1].shape == (m, n)
+    expect_plan(PACKED[1], *plan)
+    expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256) * 8)
+    PACKED.append(hidden(x, w_up, PACKED[:6]))
+    l1.copy_(PACKED[-1].abs().sum(dtype=torch.float32))
 
 
-def tile_down(h, w_down_t, *args):
-    tokens, y = args[1], args[-1]
+def tile_down(w_down_t, *args):
+    h, y = PACKED[-1], args[-1]
+    expect_plan(PACKED[1], *args[:-1])
     expect(w_down_t, torch.bfloat16, h.shape[1], y.shape[1])
-    y[slice(None) if tokens is None else tokens.long()] = h[: len(y)] @ w_down_t
+    y.copy_(h @ w_down_t)
+
+
+def row_rest_workspace(m, k):
+    return m + k
+
+
+def row_rest(x, w_up, w_down_t, *args):
+    packed, (totals, workspace, tickets, l1, y) = args[:6], args[6:]
+    expect_packed(*packed)
+    expect(totals, torch.int32, 8)
+    expect(workspace, torch.uint8, sum(y.shape))
+    expect(tickets, torch.int32, 128)
+    expect(l1, torch.float32)  # what the others have left in these is the answer
 
 
 def row_workspace(m, k, n):
@@ -156,8 +170,8 @@ def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
     functions = (
-        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace, row_ffn,
-        pointwise,
+        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace,
+        row_rest_workspace, row_ffn, row_rest, pointwise,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
@@ -166,7 +180,7 @@ def stand_ins():
         with torch.library._scoped_library("sparsellm_cuda", "DEF") as library:
             for schema, function in zip(found, functions, strict=True):
                 library.define(schema)
-                device = "CompositeExplicitAutograd" if function in (order_workspace, row_workspace) else "CPU"
+                device = "CompositeExplicitAutograd" if function.__name__.endswith("_workspace") else "CPU"
                 library.impl(function.__name__, function, device)
             yield
     finally:

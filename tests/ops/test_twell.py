@@ -150,7 +150,14 @@ def test_the_counters_are_those_of_the_kernels():
     header = LAUNCH_H.read_text()
     counters = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Counter \{(.*?)\}", header)[1]))
     assert counters == {"kNonzeros": "0", "kOverflow": "1", "kUnion": "2", "kCounters": str(cuda.COUNTERS)}
-    for name, value in (("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS)):
+    totals = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Total \{(.*?)\}", header)[1]))
+    assert sorted(map(int, totals.values())) == list(range(len(totals)))
+    assert len(totals) <= cuda.TOTALS == int(re.search(r"totals;.*\[(\d+)\]", header)[1])
+    header += (LAUNCH_H.parent / "common" / "tile.cuh").read_text()
+    for name, value in (
+        ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS), ("kBlockColumns", cuda.BLOCK),
+        ("kConsumerWarps", cuda.CONSUMER_WARPS),
+    ):  # fmt: skip
         assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
 
 
