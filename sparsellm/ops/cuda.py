@@ -22,7 +22,7 @@ BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
 # Nonzeros that the tile engine has room for, 4 bytes each.
-LISTED_PER_TOKEN, LONG_PER_TOKEN = 256, 64  # in all; in long rows
+LISTED_PER_TOKEN, LONG_PER_TOKEN = 320, 128  # in all; in long rows
 MIN_ROOM, MAX_ROOM = 1 << 24, (1 << 32) - 4
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine

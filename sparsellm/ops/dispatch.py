@@ -1,7 +1,7 @@
 """Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
-costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, 2026-11-20, "Policy").
+costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
 Letters: M tokens, K model width, N neurons.
 """
 
@@ -11,17 +11,17 @@ DENSE, ROW, TILE = 0, 1, 2  # plan[0]: the engine
 ENGINES = ("dense", "row", "tile")  # their names
 
 PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
-TILE_FLOPS = 600e12  # per second, gathered products of the tile engine
+TILE_FLOPS = 750e12  # per second, gathered products of the tile engine
 TILE_SECONDS = 50e-6  # lists, order and plan of any batch
-TILE_SECONDS_PER_TOKEN = 2.5e-9
-TILE_SECONDS_PER_NONZERO = 0.1e-9
+TILE_SECONDS_PER_TOKEN = 3.9e-9
+TILE_SECONDS_PER_NONZERO = 0.065e-9
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
 DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
 FEW_TOKENS = 16  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
-TILE_MAX_NONZEROS = 256  # per token: rows of more than 512 are read one by one (launch.h: kRowCapacity)
+TILE_MAX_NONZEROS = 256  # per token: four fifths of what the tile engine has room for (cuda.py: LISTED_PER_TOKEN)
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 
