@@ -162,8 +162,8 @@ void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor 
 
 // The parts of the schemas that several operators share, in the order of the structs of launch.h.
 #define SPARSELLM_PACKED "Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
-#define SPARSELLM_PLAN \
-  "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor(a!) lists, Tensor tiles, Tensor order, Tensor items, "
+#define SPARSELLM_LISTS "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor(a!) lists, "
+#define SPARSELLM_QUEUE "Tensor tiles, Tensor order, Tensor items, "
 
 }  // namespace
 
@@ -182,9 +182,9 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor(c!) starts, Tensor(d!) lists, Tensor(e!) tiles, Tensor(f!) order, Tensor(g!) items, Tensor(h!) totals) "
       "-> ()");
   library.def(
-      "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_PLAN
+      "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
       "Tensor(b!) totals, Tensor(c!) l1_partials, Tensor(d!) l1) -> ()");
-  library.def("tile_down(Tensor w_down_t, " SPARSELLM_PLAN "Tensor totals, Tensor(b!) y) -> ()");
+  library.def("tile_down(Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE "Tensor totals, Tensor(b!) y) -> ()");
   library.def("row_workspace(int m, int k, int n) -> int");
   library.def("row_rest_workspace(int m, int k) -> int");
   library.def(

@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream) {
-  // With a tile for each multiprocessor or less, the fullest one is what takes time; else they fill gaps of one another.
+  // With a tile for each multiprocessor or less, the fullest one is what takes time; else they fill one another's gaps.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const int threads = tiles > kFewTiles ? 512 : 1024;

@@ -5,8 +5,8 @@
 // counted in blocks of 64: the first half needs blocks [0, end), the second blocks [begin, blocks), and a warpgroup
 // multiplies no others. The up product is cut into items of up to four blocks, as even as can be.
 //
-// A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 | place,
-// the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
+// A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 |
+// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
 #pragma once
 
 #include "common/tile.cuh"
