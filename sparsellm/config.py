@@ -1,7 +1,7 @@
 """The configuration: typed dataclasses, their defaults (the paper's recipe), and every rule that values must keep.
 
 This is the only file that knows Hydra and OmegaConf. `configs/` holds defaults lists and the few values in which a
-choice differs from the defaults below. An entry point is a function of one `Config`:
+choice differs from the defaults below. An entry point is a function of one `Config`, or of one of `COMPOSITIONS`:
 
     @entry_point(check)
     def main(config: Config) -> int: ...
@@ -21,13 +21,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -62,8 +65,10 @@ class L1Normalization(Enum):
 
 
 class L1Schedule(Enum):
+    """The coefficient once `l1_start_tokens` are over: all of it at once, or `linear`, from 0 to all of it."""
+
     constant = "constant"
-    linear_warmup = "linear_warmup"
+    linear = "linear"
 
 
 class Source(Enum):
@@ -95,10 +100,27 @@ class Kernels(Enum):
     torch = "torch"
 
 
+class Dtype(Enum):
+    """Of an evaluated model's weights and activations: `auto` is the one that the checkpoint stores, as in lm_eval."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 class WandbMode(Enum):
     online = "online"
     offline = "offline"
     disabled = "disabled"
+
+
+class SweepMode(Enum):
+    """What a sweep does: `run` its runs here, `print` their commands, or write a `slurm` array script."""
+
+    run = "run"
+    print = "print"
+    slurm = "slurm"
 
 
 @dataclass
@@ -139,14 +161,21 @@ class DataConfig:
 
 @dataclass
 class SparsityConfig:
-    """The feedforward activation and the L1 loss on it (DESIGN §2)."""
+    """The feedforward activation, the L1 loss on it (DESIGN §2), and two remedies for dead neurons, off by default.
+
+    Tokens are those of the global batch: what they decide does not depend on the batch size.
+    """
 
     activation: Activation = Activation.relu
     l1_coefficient: float = 2e-5
     l1_normalization: L1Normalization = L1Normalization.sum
     l1_schedule: L1Schedule = L1Schedule.constant
-    l1_warmup_steps: int = 0  # for l1_schedule=linear_warmup: steps from 0 to the full coefficient
+    l1_start_tokens: int = 0  # the coefficient is 0 for so many tokens
+    l1_warmup_tokens: int = 0  # for l1_schedule=linear: tokens from 0 to the full coefficient, after the start
     dead_after_tokens: int = 10_000_000  # a neuron is dead once it has been silent for so many tokens
+    # Draw the gate rows of neurons silent for so many tokens anew; null: never. None in as many tokens at the end.
+    reinit_dead_after_tokens: int | None = None
+    reinit_every: int = 100  # steps between such draws
 
 
 @dataclass
@@ -197,6 +226,7 @@ class LoggingConfig:
     validation_samples: int = 256  # held-out sequences per validation
     wandb: WandbMode = WandbMode.online  # without a key: offline, and said so
     wandb_project: str = "sparsellm"
+    wandb_group: str | None = None  # shown together; a sweep gives its own name
 
 
 @dataclass
@@ -224,24 +254,89 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
 
+@dataclass
+class SweepConfig:
+    """How a sweep goes about its runs, `sweep.*` on its command line; what they are is in their own `Config`s."""
+
+    name: str | None = None  # default: <experiment>-<8 hex of the names of its runs>
+    root: str = "sweeps"
+    mode: SweepMode = SweepMode.run
+    baseline: bool = False  # add the dense run, sparsity=dense_silu
+    evaluate: bool = True  # every finished run, with the options evaluate.*
+    nproc_per_node: int | None = None  # processes of a run; default: the GPUs of this machine, or 1
+    point: int | None = None  # do only this run, counted from 0: what one task of a SLURM array does
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep's command line, sorted by what its overrides are for."""
+
+    sweep: SweepConfig
+    axes: dict[str, list[str]]  # each key or group of a run to its overrides, one per value, in the order given
+    evaluate: list[str]  # overrides for the evaluation, without the prefix
+
+
+@dataclass
+class EvaluateConfig:
+    """Which checkpoint is evaluated, on what, and how."""
+
+    checkpoint: str | None = None  # a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name
+    tasks: list[str] = field(default_factory=list)  # of the seven; none named: all
+    data_dir: str | None = None  # local rows, data_dir/TASK/SPLIT.jsonl or .parquet, and no network; default: the hub
+    output_dir: str | None = None  # default: evaluation/ in the checkpoint, or evaluations/NAME where that is read-only
+    limit: int | None = None  # rows per task, and held-out sequences; for quick looks
+    batch_size: int | str = "auto"  # sequences per forward pass and rank
+    dtype: Dtype = Dtype.auto
+    device: Device = Device.auto
+    kernels: Kernels = Kernels.auto  # `auto` does without for models, dtypes and machines that they do not take
+    compare_kernels: bool = False  # score twice, on the kernels and in PyTorch, and report both
+    validation: bool = True  # the loss on the run's own held-out split, computed as the run does
+
+
+@dataclass
+class AnalyzeConfig:
+    """Which checkpoint's activations are counted, on what text, and how."""
+
+    checkpoint: str | None = None  # a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name
+    text: str | None = None  # plain text, or parquet with a column `text`; default: the run's own held-out blocks
+    sequences: int = 64  # read at most
+    batch_size: int = 8  # sequences per forward pass
+    min_count: int = 20  # occurrences that a token needs to be among the most and least active
+    output_dir: str | None = None  # default: analysis/ in the checkpoint, or analyses/NAME where that is read-only
+    dtype: Dtype = Dtype.auto
+    device: Device = Device.auto
+    speed: bool = True  # time each layer, where the CUDA kernels run; times differ a little from run to run
+
+
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "run")
 FREE_KEYS = ("data.path",)
 
+AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
+
+COMPOSITIONS = {"evaluate": EvaluateConfig, "analyze": AnalyzeConfig}  # those without groups
+
 ConfigStore.instance().store(name="schema", node=Config)
+for _composition, _schema in COMPOSITIONS.items():
+    ConfigStore.instance().store(name=f"{_composition}_schema", node=_schema)
 
 
-def entry_point(check: Callable[[Config], list[str]]) -> Callable[[Callable[[Config], int]], Callable[[], None]]:
-    """Make `main(config)` a command line: composes `configs/train.yaml` with sys.argv, checks, calls, exits.
+def entry_point(
+    check: Callable[[AnyConfig], list[str]], composition: str = "train"
+) -> Callable[[Callable[[AnyConfig], int]], Callable[[], None]]:
+    """Make `main(config)` a command line: composes `configs/COMPOSITION.yaml` with sys.argv, checks, calls, exits.
 
     `check` lists what is wrong with a configuration. Exit codes: what `main` returns; 2 for a refused configuration,
     with every mistake listed; 1 where Hydra itself refuses.
     """
 
-    def decorate(main: Callable[[Config], int]) -> Callable[[], None]:
+    def decorate(main: Callable[[AnyConfig], int]) -> Callable[[], None]:
         def run(composed: DictConfig) -> None:
             try:
-                config, found = from_composed(composed, HydraConfig.get().runtime.choices.get("experiment"))
+                if composition in COMPOSITIONS:
+                    config, found = _typed(COMPOSITIONS[composition], composed)
+                else:
+                    config, found = from_composed(composed, HydraConfig.get().runtime.choices.get("experiment"))
                 if found := found + check(config):
                     raise ConfigError(found)
                 code = main(config)
@@ -252,7 +347,7 @@ def entry_point(check: Callable[[Config], list[str]]) -> Callable[[Callable[[Con
         def command() -> None:
             if {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra would leave a file before any of our code runs
                 sys.exit(refuse(ConfigError(["--multirun runs all jobs in every rank: start a command for each"])))
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run)()
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=composition)(run)()
 
         return command
 
@@ -265,13 +360,72 @@ def entry_point(check: Callable[[Config], list[str]]) -> Callable[[Callable[[Con
 
 
 def from_overrides(overrides: list[str]) -> Config:
-    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError for unknown keys."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = compose("train", overrides=overrides, return_hydra_config=True)
+    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError where Hydra refuses."""
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("train", overrides=overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_one_line(error)]) from error
     config, found = from_composed(composed, composed.hydra.runtime.choices.get("experiment"))
     if found:
         raise ConfigError(found)
     return config
+
+
+def evaluate_from_overrides(overrides: list[str]) -> EvaluateConfig:
+    """`from_overrides` for `python -m sparsellm.evaluate`."""
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("evaluate", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_one_line(error)]) from error
+    config, found = _typed(EvaluateConfig, composed)
+    if found:
+        raise ConfigError(found)
+    return config
+
+
+def sweep_request(overrides: list[str]) -> SweepRequest:
+    """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
+
+    Raises ConfigError, with every mistake, for what the grammar or `SweepConfig` does not have.
+    """
+    options, axes, evaluate, found = OmegaConf.structured(SweepConfig), {}, [], []
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except HydraException as error:
+            found.append(f"{text}: {_one_line(error)}")
+            continue
+        key, texts = override.key_or_group, [override.input_line]
+        group, _, name = key.partition(".")
+        if override.is_sweep_override():
+            # A glob needs Hydra's search path, an interval has no list, and a shuffled list another order every time.
+            listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
+            single = group in ("sweep", "evaluate")
+            if not listed or getattr(override.value(), "shuffle", False) or single:
+                wanted = "one value" if single else f"a list of values in order, as {key}=1,2"
+                found.append(f"{text}: {key} takes {wanted}")
+                continue
+            texts = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if group == "sweep" and name:
+            try:
+                OmegaConf.update(options, name, override.value())
+            except OmegaConfBaseException as error:
+                found.append(f"{text}: {_one_line(error)}; sweep has {', '.join(options)}")
+        elif group == "evaluate" and name:
+            evaluate.append(text.removeprefix("evaluate."))
+        else:
+            axes[key] = texts
+    if found:
+        raise ConfigError(found)
+    return SweepRequest(_build(SweepConfig, OmegaConf.to_container(options, enum_to_str=True)), axes, evaluate)
+
+
+def quoted(value: str) -> str:
+    """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
+    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
 
 
 def from_composed(composed: DictConfig, experiment: str | None) -> tuple[Config, list[str]]:
@@ -280,21 +434,25 @@ def from_composed(composed: DictConfig, experiment: str | None) -> tuple[Config,
 
     Raises ConfigError for an interpolation that leads nowhere.
     """
+    config, found = _typed(Config, composed)
+    if config.data.path is None:
+        config.data.path = f"data/{config.data.name}"
+    if config.run.name is None:
+        config.run.name = f"{experiment or 'run'}-{fingerprint(config)}"
+    return config, found
+
+
+def _typed(schema: type[AnyConfig], composed: DictConfig) -> tuple[AnyConfig, list[str]]:
     composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     found = []
     try:
         for key in sorted(OmegaConf.missing_keys(composed)):
             found.append(f"{key} has no value: give it one with {key}=...")
-            OmegaConf.update(composed, key, OmegaConf.select(OmegaConf.structured(Config), key))
+            OmegaConf.update(composed, key, OmegaConf.select(OmegaConf.structured(schema), key))
         values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([*found, str(error).replace("\n", " ")]) from error
-    config = _build(Config, values)
-    if config.data.path is None:
-        config.data.path = f"data/{config.data.name}"
-    if config.run.name is None:
-        config.run.name = f"{experiment or 'run'}-{fingerprint(config)}"
-    return config, found + _unknown_keys(Config, values)
+        raise ConfigError([*found, _one_line(error)]) from error
+    return _build(schema, values), found + _unknown_keys(schema, values)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -378,7 +536,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
         ("runtime", "micro_batch_size", 1), ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
         ("runtime", "max_skipped_steps", 1),
-        ("optimizer", "warmup_steps", 0), ("sparsity", "l1_warmup_steps", 0), ("sparsity", "dead_after_tokens", 1),
+        ("optimizer", "warmup_steps", 0), ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
+        ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
         ("logging", "validation_every", 0), ("logging", "validation_samples", 1),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
     ):  # fmt: skip
@@ -429,15 +588,34 @@ def mistakes(config: Config, world_size: int) -> list[str]:
             " exact zeros: add sparsity.l1_coefficient=0, or use relu",
         )
         require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
+    step_tokens = training.batch_size * training.sequence_length
+    run_tokens = training.steps * step_tokens
     require(
-        sparsity.l1_schedule == L1Schedule.linear_warmup or sparsity.l1_warmup_steps == 0,
-        f"sparsity.l1_warmup_steps is {sparsity.l1_warmup_steps} with a constant schedule:"
-        " add sparsity.l1_schedule=linear_warmup, or set it to 0",
+        (sparsity.l1_schedule == L1Schedule.linear) == (sparsity.l1_warmup_tokens != 0),
+        f"sparsity.l1_warmup_tokens is {sparsity.l1_warmup_tokens} with"
+        f" sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear schedule needs its tokens, a constant one has 0",
     )
     require(
-        sparsity.l1_warmup_steps <= training.steps,
-        f"sparsity.l1_warmup_steps {sparsity.l1_warmup_steps} exceeds training.steps {training.steps}",
+        run_tokens < 1 or sparsity.l1_start_tokens + max(1, sparsity.l1_warmup_tokens) <= run_tokens,
+        f"sparsity.l1_start_tokens {sparsity.l1_start_tokens} and l1_warmup_tokens {sparsity.l1_warmup_tokens} exceed"
+        f" the run's {run_tokens} tokens together: the coefficient would never be reached, so lower them",
     )
+    if (silence := sparsity.reinit_dead_after_tokens) is not None:
+        require(silence >= 1, f"sparsity.reinit_dead_after_tokens is {silence}: it must be at least 1, or null for off")
+        require(
+            sparsity.activation == Activation.relu,
+            f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
+            " neurons are never silent: set it to null, or use relu",
+        )
+        if min(silence, sparsity.reinit_every, step_tokens) >= 1:
+            silent_steps = -(-silence // step_tokens)
+            first = -(-silent_steps // sparsity.reinit_every) * sparsity.reinit_every
+            require(
+                first + silent_steps <= training.steps,
+                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {sparsity.reinit_every} never draws a"
+                f" row in the run's {training.steps} steps: the first could be drawn at step {first}, and none is in"
+                f" the last {silent_steps}; lower them, or train longer",
+            )
     require(
         optimizer.warmup_steps <= training.steps,
         f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
@@ -449,19 +627,9 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
         " change it, or the number of processes",
     )
-    if runtime.device == Device.cuda:
-        require(torch.cuda.is_available(), "runtime.device=cuda but torch sees no GPU: use runtime.device=auto or cpu")
+    found += _device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
-        obstacles = obstacles_to_kernels(config)
-        found += [f"runtime.kernels=cuda, but {o}: change it, or use runtime.kernels=auto" for o in obstacles]
-        try:
-            if not obstacles:
-                build.load()
-        except build.KernelsUnavailable as error:
-            found.append(f"runtime.kernels=cuda does not run here (runtime.kernels=auto goes without): {error}")
-    if runtime.device != Device.cpu and torch.cuda.is_available():
-        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        require(ranks <= gpus, f"runtime.device: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
+        found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
     require(
         1 <= log.every <= MAX_LOG_INTERVAL,
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
@@ -485,6 +653,69 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
     require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
     return found
+
+
+def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.evaluation looks at what it names."""
+    found: list[str] = []
+    if config.checkpoint is None:
+        found.append("checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name")
+    if config.limit is not None and config.limit < 1:
+        found.append(f"limit is {config.limit}: it must be at least 1, or null for all rows")
+    size = config.batch_size
+    if not (size == "auto" if isinstance(size, str) else size >= 1):
+        found.append(f"batch_size is {size}: it must be auto, or a number of at least 1")
+    found += _device_mistakes("device", config.device)
+    obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+    if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+        obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+    if config.compare_kernels:
+        if config.kernels == Kernels.torch:
+            obstacles.append("kernels=torch takes none")
+        found += _kernel_mistakes("compare_kernels=true", "compare_kernels=false", obstacles)
+    elif config.kernels == Kernels.cuda:
+        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found
+
+
+def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; what its paths hold is sparsellm.analysis's."""
+    found: list[str] = []
+    if config.checkpoint is None:
+        found.append("checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name")
+    for key in ("sequences", "batch_size", "min_count"):
+        if (value := getattr(config, key)) < 1:
+            found.append(f"{key} is {value}: it must be at least 1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("an analysis is one process: start it without torchrun")
+    return found + _device_mistakes("device", config.device)
+
+
+def _device_mistakes(key: str, device: Device) -> list[str]:
+    found = []
+    if device == Device.cuda and not torch.cuda.is_available():
+        found.append(f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu")
+    if device != Device.cpu and torch.cuda.is_available():
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if ranks > gpus:
+            found.append(f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
+    return found
+
+
+def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:
+    """Why the CUDA kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
+    if obstacles:
+        return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
+    try:
+        build.load()
+    except build.KernelsUnavailable as error:
+        return [f"{setting} does not run here ({remedy} goes without): {error}"]
+    return []
+
+
+def _one_line(error: BaseException) -> str:
+    because = "" if error.__cause__ is None else f": {_one_line(error.__cause__)}"
+    return " ".join(str(error).split()) + because
 
 
 def _unknown_keys(schema: type, values: dict[str, Any], prefix: str = "") -> list[str]:

@@ -34,6 +34,11 @@ class Ranks:
         return self.rank == 0
 
 
+def device_type(choice: str) -> str:
+    """ "cuda" or "cpu", for "auto", "cuda" or "cpu": auto is a GPU where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
+
+
 def world_size_from_environment() -> int:
     """The number of ranks that torchrun announces; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))

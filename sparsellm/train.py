@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from sparsellm import data
-from sparsellm.config import Config, Device, RuntimeConfig, entry_point, mistakes
+from sparsellm import data, distributed
+from sparsellm.config import Config, RuntimeConfig, entry_point, mistakes
 from sparsellm.distributed import (
     MainRankFailed,
     main_rank_from_environment,
@@ -23,9 +23,7 @@ from sparsellm.training.loop import Trainer, TrainingDiverged
 
 
 def device_type(runtime: RuntimeConfig) -> str:
-    if runtime.device == Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return runtime.device.name
+    return distributed.device_type(runtime.device.name)
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -103,7 +103,17 @@ def test_added_keys_are_refused_by_name(override, message):
         (["model.num_heads=3"], "model.hidden_size 128 does not divide into 3 heads"),
         (["model.num_heads=0"], "model.num_heads is 0: it must be at least 1"),
         (["sparsity.activation=silu"], "sparsity.l1_coefficient is 0.001 with sparsity.activation=silu"),
-        (["sparsity.l1_warmup_steps=5"], "sparsity.l1_warmup_steps is 5 with a constant schedule"),
+        (["sparsity.l1_warmup_tokens=5"], "l1_warmup_tokens is 5 with sparsity.l1_schedule=constant"),
+        (["sparsity.l1_schedule=linear"], "l1_warmup_tokens is 0 with sparsity.l1_schedule=linear"),
+        (["sparsity.l1_start_tokens=-1"], "sparsity.l1_start_tokens is -1: it must be at least 0"),
+        (["sparsity.l1_start_tokens=819200"], "exceed the run's 819200 tokens together"),
+        (["sparsity.reinit_dead_after_tokens=0"], "sparsity.reinit_dead_after_tokens is 0: .* at least 1, or null"),
+        (["sparsity.reinit_every=0"], "sparsity.reinit_every is 0: it must be at least 1"),
+        (["sparsity=dense_silu", "sparsity.reinit_dead_after_tokens=9"], "=silu, whose neurons are never silent"),
+        (
+            ["sparsity.reinit_dead_after_tokens=204801", "sparsity.reinit_every=300"],
+            "never draws a row in the run's 400 steps: the first could be drawn at step 300, .* in the last 101",
+        ),
         (["optimizer.warmup_steps=401"], "optimizer.warmup_steps 401 exceeds training.steps 400"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it must be a positive number"),
         (["optimizer.beta2=1"], "optimizer.beta2 is 1.0"),
@@ -154,6 +164,16 @@ def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):
     ]
     monkeypatch.setattr(c.build, "load", lambda: None)
     assert mistakes(config, 1) == []
+
+
+def test_schedules_and_reinitialization_that_just_fit_are_accepted():
+    for overrides in (
+        ["sparsity.l1_start_tokens=819199"],
+        ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=800000", "sparsity.l1_warmup_tokens=19200"],
+        ["sparsity.reinit_dead_after_tokens=204800", "sparsity.reinit_every=300"],
+        ["sparsity.reinit_dead_after_tokens=1", "sparsity.reinit_every=399"],
+    ):
+        assert mistakes(from_overrides(overrides), 1) == []
 
 
 def test_all_mistakes_are_listed_at_once():

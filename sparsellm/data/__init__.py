@@ -2,7 +2,7 @@
 
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest
-from sparsellm.data.open import Data, mistakes, open_data
+from sparsellm.data.open import Data, mistakes, open_data, open_validation
 from sparsellm.data.preparation import prepare
 
-__all__ = ["Data", "DataError", "Manifest", "mistakes", "open_data", "prepare"]
+__all__ = ["Data", "DataError", "Manifest", "mistakes", "open_data", "open_validation", "prepare"]

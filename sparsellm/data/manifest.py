@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,11 @@ def write(manifest: Manifest, folder: Path, name: str) -> None:
         os.close(descriptor)
 
 
-def checksums(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of every prepared file in `folder`."""
-    names = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
-    names += sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir())
+def checksums(folder: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Bytes and xxh3 of every prepared file in `folder`, or of `names` there."""
+    if names is None:
+        names = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
+        names += sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir())
     sizes = {name: (folder / name).stat().st_size for name in names}
     found = {}
     # The bar appears only where reading takes long: 1 GB takes a second or two.
@@ -168,11 +169,13 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     return found
 
 
-def verify(manifest: Manifest, folder: Path) -> None:
-    """Read every file of `manifest` and compare. Raises DataError naming each that is missing or changed."""
+def verify(manifest: Manifest, folder: Path, names: list[str] | None = None) -> None:
+    """Read every file of `manifest`, or `names`, and compare. Raises DataError naming what is missing or changed."""
+    if names is not None:
+        manifest = replace(manifest, files={name: manifest.files[name] for name in names})
     found = size_mistakes(manifest, folder)
     if not found:
-        actual = checksums(folder)
+        actual = checksums(folder, names)
         found = [
             f"{folder / name} is corrupt: its xxh3 is {actual[name]['xxh3'] if name in actual else 'unknown'}"
             f" and {folder}/manifest.json says {expected['xxh3']}: {_again(folder)}"

@@ -82,6 +82,38 @@ def open_data(config: Config, ranks: Ranks) -> Data:
     return _open_stream(config, ranks) if config.data.streaming else _open_packed(config, ranks)
 
 
+def open_validation(config: Config, tokenizer_folder: Path) -> torch.Tensor:
+    """The held-out blocks that a run of `config` validates on, int64 [V, T + 1]. For one process; prepares nothing.
+
+    `tokenizer_folder` holds the run's tokenizer, as its checkpoints do. Raises DataError if the blocks are not there,
+    are damaged, or were made with another tokenizer.
+    """
+    data, samples = config.data, config.logging.validation_samples
+    if data.streaming:
+        alone = {"sequence_length": config.training.sequence_length, "rank": 0, "world_size": 1}
+        reading = {"share": 1, "seed": data.seed, "workers": 0, "pin_memory": False}
+        stream = TokenStream(
+            corpus.find_files(data), data.text_column, tokenizer_folder, data.validation_fraction, **alone, **reading
+        )
+        return stream.validation(samples)
+    folder = Path(data.path)
+    ready = manifest.read(folder)
+    if ready is None:
+        raise DataError(
+            f"there are no prepared tokens in data.path={data.path}: start from the folder in which the run was"
+            f" started, or run {manifest.preparation_command(config)}"
+        )
+    if found := manifest.recipe_mistakes(ready, config):
+        raise DataError("; ".join(found))
+    if tokenizer.digest(tokenizer.load(str(tokenizer_folder))) != ready.tokenizer_hash:
+        raise DataError(f"{folder} was prepared with another tokenizer than {tokenizer_folder} holds: bring it back")
+    manifest.verify(ready, folder, ["validation.tokens"])
+    tokens = PackedTokens(
+        folder, ready, config.training.sequence_length, 1, 0, 1, data.seed, workers=0, pin_memory=False
+    )
+    return tokens.validation(samples)
+
+
 def _open_packed(config: Config, ranks: Ranks) -> Data:
     folder = Path(config.data.path)
     with main_first(ranks):

@@ -4,6 +4,7 @@
         state/      every tensor, through torch.distributed.checkpoint (DCP); values.json; rank_00003.json of each rank
         hf/         the model for exchange, written by the caller's `export`
         COMMITTED   JSON: size and checksum of every file above; written last
+        evaluation/ scores, if the checkpoint was evaluated, and analysis/, if analyzed: no part of it, gone with it
 
 What a kill at any instant can leave behind, by the suffix of a folder's name. A folder without one is a checkpoint.
 
@@ -43,10 +44,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.distributed import Ranks
+from sparsellm.run_layout import ADDED, COMMITTED
 
 MODEL_PREFIX = "model."
 RANK_PREFIX = "rank."
-COMMITTED = "COMMITTED"
 HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
 HASH_CHUNK = 1 << 23  # bytes; large enough to read at the disk's speed, and xxhash lets other threads run meanwhile
 NAMED_DIFFERENCES = 8  # a wrong model differs in hundreds of tensors: a message names the first ones
@@ -405,9 +406,9 @@ def _problems(folder: Path, step: int) -> list[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every file under `folder` but COMMITTED, by its path relative to it."""
+    """Every file under `folder` that belongs to the checkpoint, by its path relative to it."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
-    return {name: path for name, path in paths.items() if name != COMMITTED}
+    return {name: path for name, path in paths.items() if name.split("/")[0] not in (COMMITTED, *ADDED)}
 
 
 def _checksum(path: Path) -> str:

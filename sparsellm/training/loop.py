@@ -44,7 +44,7 @@ from sparsellm.training.metrics import (
     reduce_step,
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
-from sparsellm.training.sparsity import SilentNeurons, l1_coefficient, l1_denominator
+from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 SAMPLE_PROMPT = "The"
@@ -96,6 +96,9 @@ class Trainer:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
+        self.reinitialization = None
+        if config.sparsity.reinit_dead_after_tokens is not None:
+            self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
         self.tokens_per_step = config.training.batch_size * config.training.sequence_length
         self.step, self.data_state = 0, None
@@ -104,6 +107,11 @@ class Trainer:
         self.checkpoints = Checkpoints(
             folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export
         )
+
+    @property
+    def tokens(self) -> int:
+        """Those of the global batches so far."""
+        return self.step * self.tokens_per_step
 
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
@@ -160,7 +168,7 @@ class Trainer:
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
         """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
         sums, sparsity = StepSums(), self.config.sparsity
-        l1_weight = l1_coefficient(self.step, sparsity) / self.l1_denominator
+        l1_weight = l1_coefficient(self.tokens, sparsity) / self.l1_denominator
         scale = self.ranks.world_size / self.tokens_per_step
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(self.config.runtime.micro_batch_size)
         for i, micro_batch in enumerate(micro_batches):
@@ -174,6 +182,8 @@ class Trainer:
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
         if sums.fired is not None:
             self.silent.update(sums.fired, self.tokens_per_step)
+        if self.reinitialization is not None and self.reinitialization.due(self.step):
+            self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm
 
     def _due(self, every: int) -> bool:
@@ -182,12 +192,13 @@ class Trainer:
     def _reduce(self, sums: StepSums, norm: Tensor, clock: StepClock, stop: bool) -> StepReport:
         known = {
             "step": self.step,
-            "tokens": self.step * self.tokens_per_step,
+            "tokens": self.tokens,
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
-            "l1_coefficient": l1_coefficient(self.step, self.config.sparsity),
+            "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
         }
         return reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
+            None if self.reinitialization is None else self.reinitialization.count,
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
         )  # fmt: skip
 
@@ -218,10 +229,12 @@ class Trainer:
     # The run's state: what a checkpoint holds.
 
     def _tensors(self, silent_tokens: Tensor) -> dict[str, Tensor]:
+        drawn = {} if self.reinitialization is None else self.reinitialization.state()
         return (
             {f"model.{name}": p.detach() for name, p in self.decoder.named_parameters()}
             | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             | {"sparsity.silent_tokens": silent_tokens}
+            | {f"sparsity.{name}": tensor for name, tensor in drawn.items()}
         )
 
     def _save(self) -> None:

@@ -91,7 +91,8 @@ class StepReport:
 
     known: dict[str, Any]  # what the host knows already: step, tokens, lr, l1_coefficient
     layers: int
-    sums: Tensor  # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then l1, nnz, overflow, dead [L]
+    # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then l1, nnz, overflow, dead, reinitialized [L]
+    sums: Tensor
     copied: torch.cuda.Event | None
     clock: StepClock
 
@@ -99,7 +100,7 @@ class StepReport:
         if self.copied is not None:
             self.copied.synchronize()
         ce, stop, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
-        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(4)]
+        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(5)]
         return StepValues(
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
@@ -120,6 +121,7 @@ class StepValues:
     nnz: list[float] | None  # per layer
     overflow: list[float] | None
     dead: list[float] | None
+    reinitialized: list[float] | None  # so far
     seconds: float
     peak_memory: int | None
     data_wait: float
@@ -129,6 +131,7 @@ def reduce_step(
     sums: StepSums,
     silent_tokens: Tensor | None,
     dead_after_tokens: int,
+    reinitialized: Tensor | None,
     optimizer_state: tuple[Tensor, Tensor, Tensor],
     stop: bool,
     known: dict[str, Any],
@@ -137,7 +140,7 @@ def reduce_step(
     """Reduce one step's numbers over the ranks and start copying them to the host. Collective.
 
     `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: reduced,
-    int64 [L, N], or None without a ReLU.
+    int64 [L, N], or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None where it is off.
     """
     ce = sums.ce
     summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1)]
@@ -147,7 +150,8 @@ def reduce_step(
     dist.all_reduce(summed)
     same = torch.stack([value.double() for value in optimizer_state])
     dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
-    packed = torch.cat([summed[:2], same, summed[2:], *dead])
+    drawn = [] if reinitialized is None else [reinitialized.double()]
+    packed = torch.cat([summed[:2], same, summed[2:], *dead, *drawn])
     if packed.is_cuda:
         on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         on_host.copy_(packed, non_blocking=True)
@@ -187,6 +191,7 @@ class Rows:
             "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
             "nnz_per_layer": nnz,
             "dead_per_layer": None if values.dead is None else [int(count) for count in values.dead],
+            "reinitialized_per_layer": values.reinitialized and [int(count) for count in values.reinitialized],
             "lr": values.known["lr"],
             "l1_coefficient": values.known["l1_coefficient"],
             "grad_norm": values.grad_norm,
@@ -256,8 +261,8 @@ class WandbRun:
         else:
             print(f"Weights & Biases: {mode}", file=sys.stderr)
         start = partial(
-            wandb.init, project=logging.wandb_project, name=config.run.name, id=self._id(folder), resume="allow",
-            dir=folder, config=to_dict(config),
+            wandb.init, project=logging.wandb_project, group=logging.wandb_group, name=config.run.name,
+            id=self._id(folder), resume="allow", dir=folder, config=to_dict(config),
         )  # fmt: skip
         try:
             self._run = start(mode=mode)
@@ -286,6 +291,15 @@ class WandbRun:
                 flat[key] = value
         # The step is given: an offline run that resumes would count from 0 again.
         self._run.log(flat, step=row["step"])
+
+    def evaluation(self, step: int, scores: dict[str, float]) -> None:
+        """Add what an evaluation of the checkpoint at `step` gave: as a row, and in the summary of the run."""
+        if self._run is None:
+            return
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+        # A record online refuses rows before its last one, and one offline has forgotten where that was.
+        self._run.log({"evaluation/step": step, **scores}, step=max(step, self._run.step))
+        self._run.summary.update(scores)
 
     def close(self, exit_code: int) -> None:
         if self._run is not None:

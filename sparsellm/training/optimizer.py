@@ -70,6 +70,11 @@ class Optimizer:
         self.skipped_in_row.add_(1).mul_(not_finite)
         return norm
 
+    def forget(self, parameter: Tensor, rows: Tensor) -> None:
+        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]; its step count stays."""
+        for moment in ("exp_avg", "exp_avg_sq"):
+            self.adamw.state[parameter][moment].masked_fill_(rows[:, None], 0)
+
     def state(self) -> dict[str, Tensor]:
         """Every tensor that the next step depends on, by name; load by writing into them."""
         moments = {

@@ -111,6 +111,8 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
         )
         by = {n: f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization}
         lines.append(f"  L1 coefficient      {by[L1Normalization.sum]}, the same as {by[L1Normalization.mean]}")
+    if last["reinitialized_per_layer"] is not None:
+        lines.append(f"  reinitialized       {sum(last['reinitialized_per_layer']):,} gate rows of silent neurons")
     lines.append(f"  throughput          {speed:,.0f} tokens/s (median of logged steps)")
     if last["skipped_steps"]:
         lines.append(f"  skipped             {last['skipped_steps']} non-finite steps")

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from sparsellm.config import Config, ConfigError, definition, load, save
 from sparsellm.distributed import Ranks, main_first
-from sparsellm.training.checkpoint import COMMITTED
+from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, checkpoint
 
-CONFIG = "config.yaml"
+__all__ = ["CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder"]
+
 LOCK = "lock"
-CHECKPOINTS = "checkpoints"
 
 
 class RunFolderError(RuntimeError):
@@ -23,10 +23,6 @@ class RunFolderError(RuntimeError):
 
 def path_of(config: Config) -> Path:
     return Path(config.run.root, config.run.name)
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    return folder / CHECKPOINTS / f"step_{step:08d}"
 
 
 def mistakes(config: Config) -> list[str]:
@@ -65,7 +61,7 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
             name = [folder.name]
-            held = _claim(folder)
+            held = claim(folder)
             save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
     dist.broadcast_object_list(name, src=0)
     config = replace(config, run=replace(config.run, name=name[0]))
@@ -76,8 +72,11 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             held.close()
 
 
-def _claim(folder: Path):
-    """The folder's lock, an open file; the system releases it with the process, however that ends."""
+def claim(folder: Path):
+    """The folder's lock, an open file; the system releases it with the process, however that ends.
+
+    Raises RunFolderError if another process holds it, or the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("w")

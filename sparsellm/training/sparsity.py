@@ -1,20 +1,30 @@
-"""The L1 loss's weight over time, and the neurons that have fallen silent.
+"""The L1 loss's weight over time, the neurons that have fallen silent, and drawing those anew.
 
 The coefficient of `sparsity.l1_coefficient` multiplies, per token, either the SUM of |h| over neurons and layers (the
 default; 2e-5 then reproduces the paper) or the MEAN over both, which is the sum divided by N x L (DESIGN §2).
 """
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import L1Normalization, L1Schedule, ModelConfig, SparsityConfig
+from sparsellm.config import Config, L1Normalization, L1Schedule, ModelConfig, SparsityConfig
+from sparsellm.model import Decoder
+from sparsellm.training.optimizer import Optimizer
 
 
-def l1_coefficient(step: int, config: SparsityConfig) -> float:
-    """The coefficient at step 1..steps, in the normalisation of the config."""
-    if config.l1_schedule == L1Schedule.linear_warmup and step < config.l1_warmup_steps:
-        return config.l1_coefficient * step / config.l1_warmup_steps
+def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
+    """The coefficient of the step that ends at `tokens` (those of the global batches so far, its own included).
+
+    In the normalisation of the config. A plain number that meets the loss outside of compiled code, as an argument of a
+    kernel: a new value neither recompiles nor waits.
+    """
+    since_start = tokens - config.l1_start_tokens
+    if since_start <= 0:
+        return 0.0
+    if config.l1_schedule == L1Schedule.linear and since_start < config.l1_warmup_tokens:
+        return config.l1_coefficient * since_start / config.l1_warmup_tokens
     return config.l1_coefficient
 
 
@@ -44,3 +54,67 @@ class SilentNeurons:
         tokens = self.tokens.clone()
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN)
         return tokens
+
+
+class Reinitialization:
+    """Draws the gate rows of silent neurons anew: targeted reinitialisation, an ablation of the paper.
+
+    At 1.5B the paper reports a forward pass 19.1% faster with it, against 17.9% without.
+
+    A neuron is silent when z <= 0 for every token. Its row of W_gate (of W_up in non-gated models) then has no
+    gradient, from cross entropy or L1, and weight decay scales z without turning its sign: unless its input changes,
+    the neuron stays silent for good. So the row is drawn anew from N(0, model.init_std), like the first one.
+
+    Its row of W_up and column of W_down stay as they are. They too have no gradient while h = 0, but they need no
+    rescue: what they learned is there, only shrunk by decay: exp(-weight_decay x learning rate x steps), 0.91 after 1B
+    silent tokens at the recipe's peak rate. Being nonzero, they pass a gradient to the new row as soon as it fires.
+    Their moments have decayed on their own.
+
+    The row's moments become 0. Adam's step count belongs to the whole matrix and stays: the new row's first updates,
+    without bias correction, are smaller than usual, (1 - beta1) / sqrt(1 - beta2) = 0.45 times, and never larger.
+
+    A drawn neuron has `sparsity.reinit_dead_after_tokens` tokens to fire before it is drawn again, as it has at the
+    start of the run. None is drawn in as many tokens at the end: it would stay unlearned. `SilentNeurons` goes on
+    counting from when a neuron last fired, so that a drawn neuron counts as dead until it fires.
+
+    Decisions are made on the device, and nothing waits for them. The random numbers come from generators of their own,
+    seeded by (training.seed, step, layer): the global ones stay untouched, and a resume draws the same.
+    """
+
+    def __init__(self, config: Config, decoder: Decoder, optimizer: Optimizer) -> None:
+        sparsity, training, model = config.sparsity, config.training, config.model
+        assert sparsity.reinit_dead_after_tokens is not None
+        self.silence, self.every = sparsity.reinit_dead_after_tokens, sparsity.reinit_every
+        self.steps, self.step_tokens = training.steps, training.batch_size * training.sequence_length
+        self.seed, self.std, self.optimizer = training.seed, model.init_std, optimizer
+        mlps = (layer.mlp for layer in decoder.layers)
+        self.weights = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in mlps]  # L of [N, K]
+        size, device = (model.num_layers, model.intermediate_size), self.weights[0].device
+        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # tokens of the run; 0: its start
+        self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows drawn so far, by layer
+
+    def due(self, step: int) -> bool:
+        """Whether rows may be drawn at the end of `step`."""
+        return step % self.every == 0 and (self.steps - step) * self.step_tokens >= self.silence
+
+    @torch.no_grad()
+    def apply(self, step: int, silent_tokens: Tensor) -> None:
+        """Draw the rows that are due at the end of `step`, the same on all ranks. Collective.
+
+        `silent_tokens`: exact, int64 [L, N], the same on all ranks. Waits for nothing.
+        """
+        now = step * self.step_tokens
+        rows = torch.minimum(silent_tokens, now - self.drawn_at) >= self.silence
+        for layer, (weight, of_layer) in enumerate(zip(self.weights, rows, strict=True)):
+            seed = int(np.random.SeedSequence((self.seed, step, layer)).generate_state(1, np.uint64)[0])
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            drawn = torch.empty_like(weight).normal_(std=self.std, generator=generator)
+            dist.broadcast(drawn, src=0)  # GPUs of another kind would draw other bits from the same seed
+            weight.copy_(torch.where(of_layer[:, None], drawn, weight))
+            self.optimizer.forget(weight, of_layer)
+        self.drawn_at.masked_fill_(rows, now)
+        self.count += rows.sum(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the next draw depends on, by name; load by writing into them."""
+        return {"drawn_at": self.drawn_at, "reinitialized": self.count}

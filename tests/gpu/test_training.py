@@ -13,10 +13,18 @@ pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]
 
 
-@pytest.mark.parametrize("sparsity", ["l1", "dense_silu"])
-def test_a_step_and_its_report_never_wait_for_the_device(sparsity, tmp_path):
-    coefficient = "1e-2" if sparsity == "l1" else "0"
-    overrides = [*CUDA, f"sparsity={sparsity}", f"sparsity.l1_coefficient={coefficient}"]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sparsity=l1"],
+        ["sparsity=dense_silu", "sparsity.l1_coefficient=0"],
+        ["sparsity.l1_schedule=linear", "sparsity.l1_warmup_tokens=1000"],
+        ["sparsity.reinit_dead_after_tokens=1", "sparsity.reinit_every=1"],
+    ],
+    ids=["l1", "dense_silu", "warmup", "reinitialization"],
+)
+def test_a_step_and_its_report_never_wait_for_the_device(overrides, tmp_path):
+    overrides = [*CUDA, *overrides]
     with small_trainer(tmp_path / "run", *overrides) as trainer:
         batches = trainer.data.batches(None)
 

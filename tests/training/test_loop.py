@@ -25,7 +25,7 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "overflow", "plan_per_layer",
-    "val_ce",
+    "val_ce", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
@@ -88,6 +88,16 @@ def test_the_gradient_is_that_of_one_big_batch(overrides, normalization, tmp_pat
     assert (expected[key] - without[key]).norm() > 0.01 * expected[key].norm()
 
 
+@pytest.mark.parametrize("normalization", ["sum", "mean"])
+def test_the_gradient_has_the_coefficient_in_force(normalization, tmp_path):
+    """The first step's 128 tokens are 64 after the start: a tenth of the warm-up."""
+    overrides = ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=64", "sparsity.l1_warmup_tokens=640"]
+    overrides += [f"sparsity.l1_normalization={normalization}", "sparsity.l1_coefficient=1"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        expected = specified(trainer, tmp_path, 0.1, normalization == "mean")[-1]
+        assert_equal_gradients(first_gradients(trainer), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], FEW_TOKENS], ids=["unequal", "few_tokens"])
 def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(overrides, tmp_path):
@@ -97,6 +107,17 @@ def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(ove
         assert_equal_gradients(two["gradients"], first_gradients(trainer))
         assert torch.equal(two["silent_tokens"], trainer.silent.tokens)
     assert set(two["silent_tokens"].unique().tolist()) == ({0, 4} if overrides else {0})
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_the_same_rows(tmp_path):
+    """Of neurons that were silent on both; every rank ends with the same weights, moments and counts."""
+    draws = ["sparsity.reinit_dead_after_tokens=4", "sparsity.reinit_every=2"]
+    torchrun(2, SMALL_RUN.with_name("small_ranks.py"), tmp_path, *FEW_TOKENS, *draws)
+    ranks = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert ranks[0].keys() == ranks[1].keys()
+    assert [name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])] == []
+    assert (ranks[0]["sparsity.reinitialized"] > 0).all()
 
 
 def torchrun(ranks, *command):
@@ -114,7 +135,7 @@ def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
         assert trainer.fit() == 0
     rows = read(tmp_path / "run" / METRICS)
     assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 12]
-    assert all(row.keys() >= ROWS and row.keys() == rows[0].keys() for row in rows)
+    assert all(row.keys() == ROWS and row.keys() == rows[0].keys() for row in rows)
     first = rows[0]
     assert first["tokens"] == 128
     for key, value in {"loss": loss, "ce": ce, "l1": l1}.items():
@@ -148,7 +169,8 @@ def test_values_that_do_not_exist_are_null(tmp_path):
     text = (tmp_path / "run" / METRICS).read_text()
     assert "NaN" not in text
     for row in map(json.loads, text.splitlines()):
-        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "overflow", "mfu", "peak_memory_bytes")
+        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "overflow", "mfu", "peak_memory_bytes",
+                   "reinitialized_per_layer")  # fmt: skip
         assert all(row[key] is None for key in nothing)
         assert row["loss"] == row["ce"]
 
@@ -265,7 +287,16 @@ def without_timing(path):
     return [{k: v for k, v in row.items() if k not in TIMING} for row in read(path)]
 
 
-@pytest.mark.parametrize("overrides", [[], ["model.gated=false", "runtime.recompute=true"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.gated=false", "runtime.recompute=true"],
+        ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=200", "sparsity.l1_warmup_tokens=1000"],
+        [*FEW_TOKENS, "sparsity.reinit_dead_after_tokens=4", "sparsity.reinit_every=2"],
+    ],
+    ids=["plain", "nongated", "warmup", "reinitialized"],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
     overrides = [*overrides, "runtime.deterministic=true"]
     with small_trainer(tmp_path / "straight", *overrides) as trainer:

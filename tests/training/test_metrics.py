@@ -27,6 +27,15 @@ def test_the_file_begins_anew_after_the_last_step(tmp_path):
         file.write({"loss": float("nan")})
 
 
+def test_runs_of_a_sweep_are_a_group(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(wandb, "init", lambda **values: given.append(values) or Record())
+    for group in ("null", "smoke-1a2b3c4d"):
+        config = small_config("logging=offline", f"logging.wandb_group={group}")
+        WandbRun(config, config.logging, tmp_path)
+    assert [values["group"] for values in given] == [None, "smoke-1a2b3c4d"]
+
+
 class Record:
     def __init__(self):
         self.logged = []

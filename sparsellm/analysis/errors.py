@@ -1,0 +1,2 @@
+class AnalysisError(RuntimeError):
+    """The checkpoint cannot be analyzed as asked; the message says why."""

@@ -1,0 +1,138 @@
+"""From counts to the numbers of a study: JSON-able, the same for the same counts.
+
+Nonzeros are neurons that fired, per token and layer. T: the length of a sequence, L: layers.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsellm.analysis.activity import Activity
+
+PERCENTILES = {"p01": 1, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
+TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # of a layer's neurons, the busiest
+FREQUENCY_QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+# Whatever stands first in a sequence fires more. Tokens are compared after these positions, or after T / 4.
+SETTLED = 64
+SHOWN = 20  # tokens at each end, and occurrences
+CONTEXT = 12  # tokens on either side of an occurrence
+
+Row = dict[str, Any]
+
+
+def layers(activity: Activity) -> list[Row]:
+    """A row per layer: nonzeros per token, how unequal its neurons are, and what tiles of tokens share."""
+    rows, neurons = [], activity.fired.shape[1]
+    for layer, fired in enumerate(activity.fired):
+        counts = activity.nonzeros[..., layer].ravel()
+        total = int(fired.sum())
+        busiest = np.cumsum(np.sort(fired)[::-1])
+        tops = {f"{share:g}": int(busiest[max(1, round(share * neurons)) - 1]) for share in TOP_SHARES}
+        percentiles = np.percentile(counts, list(PERCENTILES.values())).tolist()
+        frequencies = np.quantile(fired / activity.tokens, FREQUENCY_QUANTILES).tolist()
+        rows.append(
+            {
+                "layer": layer,
+                "nonzeros": {"mean": total / activity.tokens, **dict(zip(PERCENTILES, percentiles, strict=True))},
+                "zeros": 1 - total / (activity.tokens * neurons),
+                "union_per_tile": int(activity.union[layer]) / activity.tiles,
+                "dead": int((fired == 0).sum()),
+                "share_of_top": {share: top / total if total else None for share, top in tops.items()},
+                "frequency_quantiles": dict(zip(map(str, FREQUENCY_QUANTILES), frequencies, strict=True)),
+            }
+        )
+    return rows
+
+
+def by_position(activity: Activity) -> np.ndarray:
+    """Mean nonzeros at each position of a sequence, float64 [T, L]."""
+    return activity.nonzeros.mean(0, dtype=np.float64)
+
+
+def positions(activity: Activity) -> list[Row]:
+    """`by_position` in bins: positions 0, 1, 2 to 3, 4 to 7, and so on."""
+    means = by_position(activity)
+    return [
+        {"first": first, "last": after - 1, "nonzeros": means[first:after].mean(0).tolist()}
+        for first, after in pairwise(octaves(len(means)))
+    ]
+
+
+def octaves(length: int, per_octave: int = 1) -> list[int]:
+    """0, 1, 2, 4, 8, ..., length: the edges of bins that are equal on a logarithmic axis."""
+    edges = {round(2 ** (i / per_octave)) for i in range(per_octave * length.bit_length() + 1)}
+    return [0, *sorted(edge for edge in edges if edge < length), length]
+
+
+def settled(activity: Activity) -> int:
+    """The first position at which tokens are compared."""
+    return min(SETTLED, activity.blocks.shape[1] // 4)
+
+
+def token_types(activity: Activity) -> list[Row]:
+    """A row per token that was read from position `settled` on, by id: how often, and its nonzeros per layer."""
+    first, depth = settled(activity), activity.nonzeros.shape[2]
+    read = activity.blocks[:, first:].ravel()
+    fired = activity.nonzeros[:, first:].sum(-1, dtype=np.int64).ravel()
+    counts = np.bincount(read)
+    totals = np.bincount(read, weights=fired)  # sums of integers far below 2^53
+    most = np.zeros_like(counts)
+    np.maximum.at(most, read, fired)
+    return [
+        {"id": i, "count": int(counts[i]), "nonzeros": totals[i] / counts[i] / depth, "max": int(most[i]) / depth}
+        for i in np.flatnonzero(counts).tolist()
+    ]
+
+
+def extremes(types: list[Row], min_count: int) -> tuple[list[Row], list[Row]]:
+    """The most and the least active tokens among those read `min_count` times."""
+    common = sorted((row for row in types if row["count"] >= min_count), key=lambda row: (row["nonzeros"], row["id"]))
+    return sorted(common[-SHOWN:], key=lambda row: (-row["nonzeros"], row["id"])), common[:SHOWN]
+
+
+def occurrences(activity: Activity, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """The single tokens, from position `settled` on, with the most nonzeros; and the text around them."""
+    first, depth = settled(activity), activity.nonzeros.shape[2]
+    fired = activity.nonzeros[:, first:].sum(-1, dtype=np.int64)
+    found = []
+    for index in np.argsort(-fired, axis=None, kind="stable")[:SHOWN].tolist():
+        sequence, offset = divmod(index, fired.shape[1])
+        at, block = first + offset, activity.blocks[sequence].tolist()
+        found.append(
+            {
+                "sequence": sequence,
+                "position": at,
+                "id": block[at],
+                "token": spelled(tokenizer, block[at]),
+                "nonzeros": int(fired[sequence, offset]) / depth,
+                "before": tokenizer.decode(block[max(0, at - CONTEXT) : at]),
+                "after": tokenizer.decode(block[at + 1 : at + 1 + CONTEXT]),
+            }
+        )
+    return found
+
+
+def spelled(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token as text, or, if it is a part of a character, as the vocabulary spells it."""
+    text = tokenizer.decode([token])
+    return str(tokenizer.convert_ids_to_tokens(token)) if "\N{REPLACEMENT CHARACTER}" in text else text
+
+
+def neurons(activity: Activity) -> list[Row]:
+    """A row per neuron, layer by layer and the busiest first: on how many tokens it fired, and on what share."""
+    return [
+        {"layer": layer, "rank": rank, "neuron": neuron, "fired": int(fired[neuron]), "frequency": share}
+        for layer, fired in enumerate(activity.fired)
+        for rank, neuron in enumerate(np.argsort(-fired, kind="stable").tolist())
+        for share in [int(fired[neuron]) / activity.tokens]
+    ]
+
+
+def correlation(speeds: list[Row]) -> float | None:
+    """Pearson's, of speed-up and nonzeros over layers; None where it is not defined."""
+    pairs = np.array([[row["speedup"], row["nonzeros"]] for row in speeds]).T
+    if len(speeds) < 2 or not pairs.std(axis=1).all():
+        return None
+    return float(np.corrcoef(pairs)[0, 1])

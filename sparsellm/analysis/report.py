@@ -1,0 +1,126 @@
+"""What an analysis leaves and shows.
+
+OUTPUT/
+  analysis.json           the numbers, written last
+  layers.csv              a row per layer
+  positions.csv           a row per position: mean nonzeros of each layer
+  tokens.csv              a row per token of the vocabulary that was read
+  neurons.csv             a row per neuron: on how many tokens it fired, the busiest of a layer first
+  *.png                   nonzeros by layer and by position, firing frequencies, unions; with a GPU, speed-ups
+"""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsellm.analysis import figures, numbers
+from sparsellm.analysis.activity import Activity
+from sparsellm.ops.twell import TOKEN_TILE
+
+ANALYSIS_JSON = "analysis.json"
+LINES = 5  # tokens of each kind on screen
+
+Row = dict[str, Any]
+
+
+def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) -> None:
+    """Every file whole or not at all; what an earlier analysis left and this one has not is removed."""
+    speeds = results["speed"] and results["speed"]["layers"]
+    means = numbers.by_position(activity)
+    positions = [
+        {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}
+        for at, row in enumerate(means)
+    ]
+    pictures = figures.draw(activity, results["layers"], speeds)
+    files = {
+        "layers.csv": as_csv([flat(row) for row in results["layers"]]),
+        "positions.csv": as_csv(positions),
+        "tokens.csv": as_csv(types),
+        "neurons.csv": as_csv(numbers.neurons(activity)),
+        **pictures,
+        ANALYSIS_JSON: (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+    }
+    (folder / ANALYSIS_JSON).unlink(missing_ok=True)  # while the files are of two analyses, there is none
+    if not speeds:
+        (folder / figures.SPEEDUP).unlink(missing_ok=True)
+    for name, content in files.items():
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(folder / name)
+
+
+def as_csv(rows: list[Row]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def flat(row: Row, prefix: str = "") -> Row:
+    """{"a": {"b": 1}} -> {"a_b": 1}"""
+    found: Row = {}
+    for key, value in row.items():
+        found |= flat(value, f"{prefix}{key}_") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def table(results: Row) -> str:
+    """A few lines of plain text, of any width."""
+    model, text, tokens, speed = (results[key] for key in ("model", "text", "tokens", "speed"))
+    kind = "gated" if model["gated"] else "non-gated"
+    source = "held-out text" if text["source"] == "held-out" else text["source"]
+    lines = [
+        f"{results['checkpoint']}: {model['layers']} {kind} layers of {model['neurons']:,} neurons, {model['dtype']}",
+        f"{text['tokens']:,} tokens of {source}: {text['sequences']:,} sequences of {text['sequence_length']:,}",
+        "",
+    ]
+    header = ["layer", "mean", "median", "p99", "max", "zeros", f"in {TOKEN_TILE} tokens", "dead", "top 5% have"]
+    rows = [
+        [
+            str(row["layer"]), f"{n['mean']:,.1f}", f"{n['median']:,.0f}", f"{n['p99']:,.0f}", f"{n['max']:,.0f}",
+            f"{row['zeros']:.2%}", f"{row['union_per_tile']:,.0f}", f"{row['dead']:,}",
+            percent(row["share_of_top"]["0.05"]),
+        ]
+        for row in results["layers"]
+        for n in [row["nonzeros"]]
+    ]  # fmt: skip
+    if speed:
+        header += ["engine", "speed-up"]
+        for row, of in zip(rows, speed["layers"], strict=True):
+            row += [of["engine"], f"{of['speedup']:.2f}x"]
+    lines += aligned([header, *rows])
+    dead = sum(row["dead"] for row in results["layers"])
+    lines += [
+        "",
+        f"mean, median, p99, max: nonzeros per token. dead: never fired in these {text['tokens']:,} tokens, {dead:,} of"
+        f" {model['layers'] * model['neurons']:,} neurons in all.",
+        "by position, mean of layers: "
+        + "  ".join(
+            f"{row['first']}{'' if row['first'] == row['last'] else '-' + str(row['last'])}:"
+            f" {sum(row['nonzeros']) / model['layers']:,.1f}"
+            for row in results["positions"]
+        ),
+    ]
+    if tokens["most_active"]:
+        for name in ("most_active", "least_active"):
+            shown = "  ".join(f"{row['token']!r} {row['nonzeros']:,.1f}" for row in tokens[name][:LINES])
+            lines.append(f"{name.replace('_', ' ')} tokens, from position {tokens['from_position']} on: {shown}")
+    else:
+        lines.append(f"no token was read {tokens['min_count']:,} times: lower min_count, or read more sequences")
+    if speed and speed["correlation_with_nonzeros"] is not None:
+        lines.append(f"speed-up and nonzeros over layers: correlation {speed['correlation_with_nonzeros']:+.2f}")
+    elif not speed:
+        lines.append(f"speed-up: {results['speed_missing']}")
+    return "\n".join(lines)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

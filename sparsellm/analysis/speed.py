@@ -1,0 +1,100 @@
+"""How much faster the CUDA kernels make each feedforward layer, on the inputs that it gets while the model reads."""
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
+from sparsellm.ops import ENGINES, choose_engine, gated_ffn, neuron_major, nongated_ffn, plan_of
+from sparsellm.ops.reference import union
+from sparsellm.ops.twell import TOKEN_TILE, tiles
+
+TOKENS = 16_384  # at most, in whole sequences: enough to fill the GPU
+ROUNDS, UNTIMED = 20, 3
+SPIN_CYCLES = 6_000_000  # about 3 ms, in which the host enqueues a round
+
+Candidates = dict[str, Callable[[], object]]
+
+
+def layer_speeds(
+    model: nn.Module, blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
+) -> list[dict[str, Any]]:
+    """A row per layer, in bfloat16, on the first blocks (int64 [S, T]) of `TOKENS` tokens.
+
+    {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that sparsellm.ops chooses,
+    "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}. `milliseconds` times the
+    candidates; by default with CUDA events, on a GPU where the kernels are loaded.
+    """
+    milliseconds = milliseconds or gpu_milliseconds
+    rows: list[dict[str, Any]] = []
+
+    def measure(block: nn.Module, inputs: tuple) -> None:
+        rows.append({"layer": len(rows), **layer_speed(block, inputs[0].flatten(0, -2), milliseconds)})
+
+    batch = blocks[: max(1, TOKENS // blocks.shape[1])].to(model.device)
+    hooks = [block.register_forward_pre_hook(measure) for block in feedforward_blocks(model)]
+    try:
+        with torch.no_grad():  # not inference mode, whose tensors have no version to tell a stale copy by
+            model.base_model(input_ids=batch, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates], dict[str, float]]) -> dict[str, Any]:
+    """The row of one layer on its inputs x [M, K]."""
+    gated = hasattr(block, "gate_proj")
+    x, *weights = (t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :])))
+    operator, dense = (gated_ffn, _dense_gated) if gated else (nongated_ffn, _dense_nongated)
+    active = torch.relu(x @ weights[0].T) != 0
+    (tokens, neurons), width = active.shape, x.shape[1]
+    nonzeros, unions = int(active.sum()), int(union(active))
+    engine = ENGINES[choose_engine(tokens, width, neurons, nonzeros, unions)]
+    plan, w_down_t, compiled = plan_of(engine), neuron_major(weights[-1]), torch.compile(dense, dynamic=False)
+    times = milliseconds(
+        {
+            "eager": lambda: dense(x, *weights),
+            "compiled": lambda: compiled(x, *weights),
+            "engine": lambda: operator(x, *weights, plan, w_down_t),
+        }
+    )
+    dense_ms = min(times["eager"], times["compiled"])
+    return {
+        "tokens": tokens,
+        "nonzeros": nonzeros / tokens,
+        "union": unions / tiles(tokens, TOKEN_TILE),
+        "engine": engine,
+        "dense_ms": dense_ms,
+        "engine_ms": times["engine"],
+        "speedup": dense_ms / times["engine"],
+    }
+
+
+def gpu_milliseconds(candidates: Candidates) -> dict[str, float]:
+    """The median time of each candidate by CUDA events: of the GPU's work, in alternation, so that all drift alike."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(UNTIMED + ROUNDS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(candidates) + 1)]
+        torch.cuda._sleep(SPIN_CYCLES)
+        marks[0].record()
+        for candidate, mark in zip(candidates.values(), marks[1:], strict=True):
+            candidate()
+            mark.record()
+        marks[-1].synchronize()
+        if number >= UNTIMED:
+            for name, (start, end) in zip(candidates, pairwise(marks), strict=True):
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return (torch.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
+
+
+def _dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return torch.relu(x @ w_up.T) @ w_down.T

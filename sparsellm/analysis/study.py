@@ -1,0 +1,194 @@
+"""Analyzing a checkpoint: finding it, letting it read, counting, and writing what came of it."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from sparsellm.analysis import activity, numbers, report, speed, text
+from sparsellm.analysis.errors import AnalysisError
+from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
+from sparsellm.distributed import device_type
+from sparsellm.evaluation import tasks
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
+from sparsellm.model.acceptance import feedforward_blocks
+from sparsellm.ops import build
+from sparsellm.run_layout import ANALYSIS, CONFIG
+
+ARCHITECTURES = {"llama": "gated", "arcee": "non-gated"}  # model_type
+LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
+LINE_EVERY = 10  # seconds, where there is no terminal
+
+
+def mistakes(config: AnalyzeConfig) -> list[str]:
+    """Everything that keeps `config` from being analyzed, as far as it can be known before any work."""
+    found = analyze_mistakes(config)
+    if config.text is not None and not Path(config.text).expanduser().is_file():
+        found.append(f"text={config.text} is not a file: it should be plain text, or parquet with a column `text`")
+    if config.checkpoint is not None:
+        try:
+            checkpoint = locate(config.checkpoint)
+        except CheckpointNotFound as error:
+            return [*found, str(error)]
+        if config.text is None and checkpoint.run is None:
+            what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
+            found.append(f"checkpoint={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
+    return found
+
+
+def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
+    """Analyze, and write analysis.json, the tables and the figures: the contents of analysis.json, and their folder.
+
+    Raises ConfigError with every mistake, and AnalysisError.
+    """
+    if found := mistakes(config):
+        raise ConfigError(found)
+    checkpoint = locate(config.checkpoint)
+    with tasks.offline(checkpoint.folder is not None):
+        opened = _open(config, checkpoint)
+        with progress(len(opened.blocks)) as advance:
+            counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
+        speeds, obstacle = _speeds(config, opened)
+    types = numbers.token_types(counted)
+    most, least = numbers.extremes(types, config.min_count)
+    for row in types:
+        row["token"] = numbers.spelled(opened.tokenizer, row["id"])
+    layers = numbers.layers(counted)
+    results = {
+        "checkpoint": str(checkpoint),
+        "identity": opened.identity,
+        "step": checkpoint.step,
+        "model": {
+            "architecture": type(opened.model).__name__,
+            "gated": ARCHITECTURES[opened.model.config.model_type] == "gated",
+            "layers": len(layers),
+            "neurons": counted.fired.shape[1],
+            "dtype": str(opened.model.dtype).removeprefix("torch."),
+        },
+        "text": {
+            "source": config.text or "held-out",
+            "sequences": counted.blocks.shape[0],
+            "sequence_length": counted.blocks.shape[1],
+            "tokens": counted.tokens,
+        },
+        "layers": layers,
+        "positions": numbers.positions(counted),
+        "tokens": {
+            "from_position": numbers.settled(counted),
+            "min_count": config.min_count,
+            "types": len(types),
+            "most_active": most,
+            "least_active": least,
+            "occurrences": numbers.occurrences(counted, opened.tokenizer),
+        },
+        "speed": speeds and {
+            "gpu": torch.cuda.get_device_name(opened.model.device),
+            "dtype": "bfloat16",
+            "layers": speeds,
+            "correlation_with_nonzeros": numbers.correlation(speeds),
+        },
+        "speed_missing": obstacle,
+    }  # fmt: skip
+    report.write_all(opened.output, results, counted, types)
+    return results, opened.output
+
+
+@dataclass(frozen=True)
+class Opened:
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    blocks: Tensor  # int64 [S, T]
+    identity: str
+    output: Path
+
+
+def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
+    """Everything that can be refused, before anything is counted. Raises AnalysisError."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        hub = AutoConfig.from_pretrained(checkpoint.model)
+        activation = getattr(hub, "hidden_act", None)
+        if hub.model_type not in ARCHITECTURES or activation != "relu":
+            raise AnalysisError(
+                f"checkpoint {checkpoint} is a {hub.model_type} model with hidden_act {activation}: it should be"
+                " llama or arcee with relu, whose zeros are exact"
+            )
+        identity = checkpoint.identity()
+        run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
+        output = _output(config, checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.model)
+        if config.text is None:
+            blocks = text.of_run(checkpoint, run, config.sequences)
+        else:
+            length = run.training.sequence_length if run else min(LONGEST, hub.max_position_embeddings)
+            blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
+        if blocks.max() >= hub.vocab_size:
+            raise AnalysisError(f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {hub.vocab_size:,}")
+        choice = config.dtype.name
+        dtype = "auto" if choice == "auto" else getattr(torch, choice)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype=dtype)
+        feedforward_blocks(model)
+    except CheckpointNotFound as error:  # damaged
+        raise AnalysisError(str(error)) from error
+    except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
+        raise AnalysisError(f"checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from error
+    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output)
+
+
+def _output(config: AnalyzeConfig, checkpoint: Checkpoint) -> Path:
+    """The folder for the results, made: by the rule of evaluations. Raises AnalysisError if it cannot be written."""
+    if config.output_dir is not None:
+        output = Path(config.output_dir).expanduser()
+    else:
+        output = checkpoint.default_output()
+        inside = output.parent == checkpoint.folder
+        output = output.with_name(ANALYSIS) if inside else Path("analyses", output.name)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".writable").touch()
+        (output / ".writable").unlink()
+    except OSError as error:
+        raise AnalysisError(f"{output} cannot be written: {error}; choose another output_dir") from error
+    return output
+
+
+def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The rows of sparsellm.analysis.speed; or None, and why."""
+    if not config.speed:
+        return None, "speed=false"
+    if opened.model.device.type != "cuda":
+        return None, "needs a CUDA GPU"
+    try:
+        build.load()
+    except build.KernelsUnavailable as error:
+        return None, str(error)
+    return speed.layer_speeds(opened.model, opened.blocks), None
+
+
+@contextmanager
+def progress(sequences: int) -> Iterator[Callable[[int], object]]:
+    """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable."""
+    if sys.stderr.isatty():
+        with tqdm(total=sequences, unit="sequence", desc="reading") as bar:
+            yield bar.update
+        return
+    done, last = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last >= LINE_EVERY or done == sequences:
+            last = time.monotonic()
+            print(f"reading  {done:,}/{sequences:,} sequences", file=sys.stderr, flush=True)
+
+    yield advance

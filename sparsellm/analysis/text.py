@@ -1,0 +1,71 @@
+"""What a checkpoint reads: its run's held-out blocks, or the tokens of a file, cut into blocks like them."""
+
+import glob
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from datasets import IterableDataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparsellm import data
+from sparsellm.analysis.errors import AnalysisError
+from sparsellm.config import Config
+from sparsellm.evaluation.locate import Checkpoint
+
+COLUMN = "text"  # of a parquet file
+DOCUMENTS_AT_ONCE = 64
+
+
+def of_run(checkpoint: Checkpoint, config: Config, sequences: int) -> Tensor:
+    """The first `sequences` held-out blocks of the checkpoint's run, or all, int64 [S, T]. Raises AnalysisError."""
+    config = replace(config, logging=replace(config.logging, validation_samples=sequences))
+    try:
+        blocks = data.open_validation(config, Path(checkpoint.model))
+    except (data.DataError, OSError) as error:
+        raise AnalysisError(
+            f"no held-out text of {checkpoint.run}: {error}; or give another text by text=FILE"
+        ) from error
+    return blocks[:, :-1]  # the last token is only a target
+
+
+def of_file(path: Path, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int) -> Tensor:
+    """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
+
+    Every document ends with the tokenizer's end-of-text token. A text of fewer than `length` tokens is one sequence.
+    Raises AnalysisError.
+    """
+    texts, tokens = documents(path), []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while len(tokens) < sequences * length and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
+        # A special token that is spelled out in a text is text, as in training.
+        encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        tokens += [token for ids in encoded["input_ids"] for token in ids + end]
+    if not tokens:
+        raise AnalysisError(f"text={path} holds no text")
+    length = min(length, len(tokens))
+    sequences = min(sequences, len(tokens) // length)
+    return torch.tensor(tokens[: sequences * length]).view(sequences, length)
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The texts of a parquet file, or the one of a file of any other name. Raises AnalysisError."""
+    try:
+        if path.suffix != ".parquet":
+            yield from filter(None, [path.read_text(encoding="utf-8")])
+            return
+        rows = IterableDataset.from_parquet(glob.escape(str(path)))
+        if COLUMN not in rows.column_names:
+            raise AnalysisError(
+                f"text={path} has no column {COLUMN!r}, only {', '.join(rows.column_names)}: rename one"
+            )
+        for row in rows.select_columns([COLUMN]):
+            if not isinstance(row[COLUMN], str | None):
+                raise AnalysisError(f"text={path} has {type(row[COLUMN]).__name__} in {COLUMN!r}: it must hold text")
+            if row[COLUMN]:
+                yield row[COLUMN]
+    except (OSError, ValueError) as error:
+        raise AnalysisError(f"text={path} cannot be read as text or parquet: {error}") from error

@@ -1,0 +1,187 @@
+"""Accuracy of a model in memory on downstream tasks, computed by lm-eval, its requests shared between ranks.
+
+Every rank holds the model and builds all requests of a task. They are sorted by length and cut into batches in one way,
+whatever the number of ranks; the ranks take turns with the batches and exchange the answers. So a batch has the same
+shape on one rank and on eight, and the scores are the same.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lm_eval.api.task
+import torch
+import torch.distributed as dist
+from lm_eval import evaluator
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparsellm.distributed import Ranks
+from sparsellm.evaluation.tasks import LoadedTask
+
+# A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
+# CPU. They exist twice, the second time as logarithms of probabilities.
+AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
+BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
+LINE_EVERY = 10  # seconds, where there is no terminal
+
+Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, then each as tokens
+Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
+
+
+class ScoringFailed(RuntimeError):
+    """A rank could not compute its share. Raised alike on all ranks."""
+
+
+class SharedLM(HFLM):
+    """lm-eval's Hugging Face model, with batches of its own making that the ranks share. Used by all ranks together."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, batch_size: int | str
+    ) -> None:
+        """`batch_size`: sequences per batch, or "auto" for as many as `AUTO_LOGITS` allow at their length."""
+        with _without_warnings():  # of being given a model, and of what lm-eval would then not do
+            super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto")
+        self.ranks, self.sequences = ranks, batch_size
+        self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
+        self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
+
+    def _tokens_per_batch(self, vocabulary: int) -> int:
+        device = self.ranks.device
+        logits = AUTO_LOGITS[device.type]
+        if device.type == "cuda":
+            logits = min(logits, torch.cuda.mem_get_info(device)[0] // BYTES_PER_LOGIT)
+        smallest = torch.tensor(logits, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return max(1, smallest.item() // vocabulary)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Answer]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
+    ) -> list[Answer]:
+        """The answers to `requests`, in their order, the same on all ranks. Collective. Raises ScoringFailed."""
+        mine, error = {}, None
+        try:
+            self.truncated = sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
+            if (longest := max(len(continuation) for *_, continuation in requests)) > self.max_length:
+                raise ValueError(f"a continuation has {longest} tokens, and the model's context {self.max_length}")
+            batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
+            with progress(self.task_name, sum(map(len, batches)), self.ranks.is_main) as advance, _without_warnings():
+                for batch in batches:
+                    answers = super()._loglikelihood_tokens(
+                        [requests[i] for i in batch], disable_tqdm=True, override_bs=len(batch)
+                    )
+                    mine |= dict(zip(batch, answers, strict=True))
+                    advance(len(batch))
+        except Exception as exception:
+            advice = "; lower batch_size" if isinstance(exception, torch.cuda.OutOfMemoryError) else ""
+            error = f"rank {self.ranks.rank}: {type(exception).__name__}: {exception}{advice}"
+        shares: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(shares, (mine, error))
+        if errors := [error for _, error in shares if error is not None]:
+            raise ScoringFailed("; ".join(errors))
+        everything = {i: answer for share, _ in shares for i, answer in share.items()}
+        return [everything[i] for i in range(len(requests))]
+
+    def _batches(self, requests: list[Request]) -> list[list[int]]:
+        """Numbers of requests by batch, longest first: those of lm-eval's own `hf` model at a fixed batch size.
+
+        Requests that differ only in the last token are one sequence, whose logits answer them all.
+        """
+        sequences: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            sequences.setdefault(tuple(context + continuation[:-1]), []).append(i)
+
+        def longest_first(numbers: list[int]) -> tuple[int, list[int]]:
+            _, context, continuation = requests[max(numbers, key=lambda i: len(requests[i][2]))]
+            return -len(context + continuation), context + continuation
+
+        batches: list[list[int]] = []
+        room = 0
+        for numbers in sorted(sequences.values(), key=longest_first):
+            if not room:
+                length = min(-longest_first(numbers)[0] - 1, self.max_length)
+                room = max(1, self.tokens_per_batch // length) if self.sequences == "auto" else self.sequences
+                batches.append([])
+            batches[-1] += numbers
+            room -= 1
+        return batches
+
+
+def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One task: what results.json says of it, and lm-eval's samples. Collective; the same on all ranks.
+
+    `limit`: only so many of its first rows. Raises ScoringFailed; and whatever rows that the task cannot read raise.
+    """
+    lm.task_name = loaded.name
+    with _without_bars():
+        found = evaluator.evaluate(lm, {"tasks": {loaded.name: loaded.task}, "groups": {}}, limit=limit)
+    values = found["results"][loaded.name]
+    metric = "acc_norm" if "acc_norm,none" in values else "acc"
+
+    def value(name: str) -> float | None:
+        number = values.get(f"{name},none")
+        return float(number) if isinstance(number, int | float) else None  # lm-eval says "N/A" of a single row's error
+
+    notes = [] if loaded.note is None else [loaded.note]
+    if lm.truncated:
+        notes.append(f"{lm.truncated:,} requests exceed the context of {lm.max_length:,} tokens: cut on the left")
+    result = {
+        "metric": metric,
+        "score": value(metric),
+        "stderr": value(f"{metric}_stderr"),
+        **{name: value(name) for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
+        "split": loaded.split,
+        "rows": values["sample_len"],
+        "note": "; ".join(notes) or None,
+    }
+    return result, found["samples"][loaded.name]
+
+
+@contextmanager
+def progress(name: str, total: int, shown: bool) -> Iterator[Any]:
+    """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable."""
+    if not shown or sys.stderr.isatty():
+        with tqdm(total=total, desc=name, unit="request", disable=not shown) as bar:
+            yield bar.update
+        return
+    done, last = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if time.monotonic() - last >= LINE_EVERY:
+            last = time.monotonic()
+            print(f"{name}  {done:,}/{total:,} requests", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """lm-eval draws one on every rank while it builds the requests of a task, and has no setting for it."""
+    before = lm_eval.api.task.tqdm
+    lm_eval.api.task.tqdm = partial(before, disable=True)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = before
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """One line per request that exceeds the context, and others that do not matter here: the note of a task says it."""
+    logger = logging.getLogger("lm_eval.models.huggingface")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

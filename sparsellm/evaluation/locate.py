@@ -1,0 +1,115 @@
+"""Which model a name means: a run, a checkpoint of a run, a Hugging Face folder, or a repository on the hub."""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from sparsellm.data.tokenizer import is_missing
+from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
+
+DIGEST_THREADS = 8
+
+
+class CheckpointNotFound(ValueError):
+    """A name that means no model, with what is missing."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that transformers can load, and the run that it is from, if any."""
+
+    model: str  # a folder, or a hub name
+    folder: Path | None  # that it lies in: a run's checkpoint or an hf/ folder; None on the hub
+    run: Path | None  # the folder of its run
+    step: int | None  # of that run
+
+    def __str__(self) -> str:
+        return self.model if self.folder is None else str(self.folder)
+
+    def default_output(self) -> Path:
+        """evaluation/ inside, or, where that cannot be written, evaluations/NAME in the working directory."""
+        if self.folder is not None:
+            inside = self.folder / EVALUATION
+            if os.access(inside if inside.exists() else self.folder, os.W_OK | os.X_OK):
+                return inside
+        if self.run is not None:
+            name = f"{self.run.resolve().name}-{self.step}"
+        elif self.folder is not None:
+            name = "-".join(self.folder.resolve().parts[-2:])
+        else:
+            name = self.model.replace("/", "--")
+        return Path("evaluations", name)
+
+    def identity(self) -> str:
+        """What its files hold, in one hash; on the hub, the commit.
+
+        Raises CheckpointNotFound if a file is not the one that a run's checkpoint was committed with.
+        """
+        if self.folder is None:
+            from transformers import AutoConfig
+
+            return f"{self.model}@{AutoConfig.from_pretrained(self.model)._commit_hash}"
+        files = sorted(path for path in Path(self.model).iterdir() if path.is_file())
+        with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+            digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))
+        if self.step is not None:
+            committed = json.loads((self.folder / COMMITTED).read_text())["files"]
+            wanted = {Path(n).name: e["xxh3_128"] for n, e in committed.items() if n.startswith(f"{HF}/")}
+            if wrong := sorted(n for n in wanted.keys() | digests.keys() if wanted.get(n) != digests.get(n)):
+                raise CheckpointNotFound(
+                    f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} is not as"
+                    f" {COMMITTED} says; evaluate another one"
+                )
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_128 of a file's contents, in hex, as a run's checkpoints record it."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def locate(name: str) -> Checkpoint:
+    """The model that `name` means; a run's folder means its last checkpoint. Raises CheckpointNotFound."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        if is_missing(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+            raise CheckpointNotFound(f"checkpoint={name} does not exist: give a run, a checkpoint, or an {HF}/ folder")
+        return Checkpoint(name, None, None, None)
+    if (path / CHECKPOINTS).is_dir():
+        steps = {int(m[1]): p for p in (path / CHECKPOINTS).iterdir() if (m := re.fullmatch(STEP, p.name))}
+        whole = [step for step, folder in steps.items() if (folder / COMMITTED).is_file()]
+        if not whole:
+            raise CheckpointNotFound(f"checkpoint={name} is a run without a whole checkpoint: let it train on")
+        return _of_run(steps[max(whole)])
+    if (path / HF).is_dir():
+        if not (path / COMMITTED).is_file():
+            raise CheckpointNotFound(f"checkpoint={name} was not saved to its end, for it has no {COMMITTED} file")
+        return _of_run(path)
+    if not (path / "config.json").is_file():
+        raise CheckpointNotFound(
+            f"checkpoint={name} holds no model: it should have {CHECKPOINTS}/ (a run), {HF}/ (a checkpoint) or"
+            " config.json (a Hugging Face folder)"
+        )
+    inside = path.resolve().parent
+    if path.resolve().name == HF and (inside / COMMITTED).is_file():
+        return _of_run(inside if path.parent.resolve() != inside or path.name != HF else path.parent)
+    return Checkpoint(str(path), path, None, None)
+
+
+def _of_run(folder: Path) -> Checkpoint:
+    """A checkpoint's folder; without the rest of its run, for one that was copied alone."""
+    where = folder.resolve()
+    step, run = re.fullmatch(STEP, where.name), where.parents[1]
+    if step is None or where.parent.name != CHECKPOINTS or not (run / CONFIG).is_file():
+        return Checkpoint(str(folder / HF), folder, None, None)
+    return Checkpoint(str(folder / HF), folder, run, int(step[1]))

@@ -1,0 +1,128 @@
+"""The seven tasks, by lm-eval's own definitions, on the hub's rows or on local ones.
+
+Local rows are files DIR/TASK/SPLIT.jsonl or .parquet in the schema of the hub's data set. Only the scored split is
+read: zero-shot needs no other. Where that is `test` and there is none, `validation` is scored, and a note says so.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsellm.evaluation.locate import file_digest
+
+
+@dataclass(frozen=True)
+class Stock:
+    path: str  # of its definition, in lm_eval/tasks
+    split: str  # that it scores
+
+
+TASKS = {
+    "arc_easy": Stock("arc/arc_easy.yaml", "test"),
+    "arc_challenge": Stock("arc/arc_challenge.yaml", "test"),
+    "hellaswag": Stock("hellaswag/hellaswag.yaml", "validation"),
+    "openbookqa": Stock("openbookqa/openbookqa.yaml", "test"),
+    "piqa": Stock("piqa/piqa.yaml", "validation"),
+    "winogrande": Stock("winogrande/default.yaml", "validation"),
+    "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation"),
+}
+FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of the datasets library
+
+
+class TaskUnavailable(ValueError):
+    """A task cannot be loaded; the message names what is missing."""
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    name: str
+    task: Any  # lm_eval's
+    split: str
+    note: str | None  # what a reader of the score should know
+    identity: str  # which rows, and which version of the task
+
+
+def load(name: str, data_dir: str | None) -> LoadedTask:
+    """The task on the rows of `data_dir`, or of the hub. Raises TaskUnavailable."""
+    from lm_eval import tasks
+
+    definition = Path(tasks.__file__).parent / TASKS[name].path
+    source = None if data_dir is None else _local_rows(name, Path(data_dir).expanduser())
+    try:
+        with _quiet(source is not None), tempfile.TemporaryDirectory() as folder:
+            if source is not None:
+                definition, stock = Path(folder, f"{name}.yaml"), definition
+                definition.write_text(json.dumps(_on_local_rows(name, stock, source)))  # JSON is YAML
+            task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
+            task.set_config("num_fewshot", 0)
+            task.set_fewshot_seed(1234)  # the one of lm_eval, though nothing is drawn
+            rows = task.eval_docs
+    except Exception as error:  # of the libraries, the network, or a row without a field
+        where, remedy = f"the rows in {source}", "they should be in the schema of the hub's data set"
+        if source is None:
+            where, remedy = f"the data set of {name} on the hub", "data_dir=DIR takes local rows"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error
+    split = TASKS[name].split if source is None else source.stem
+    note = None if split == TASKS[name].split else f"no {TASKS[name].split} rows in data_dir: scored {split} instead"
+    content = rows._fingerprint if source is None else file_digest(source)
+    return LoadedTask(name, task, split, note, f"{task.VERSION} {split} {content}")
+
+
+def _local_rows(name: str, data_dir: Path) -> Path:
+    """The file with the rows to score. Raises TaskUnavailable, naming what would have done."""
+    splits = dict.fromkeys((TASKS[name].split, "validation"))
+    wanted = [data_dir / name / f"{split}{suffix}" for split in splits for suffix in FORMATS]
+    for path in wanted:
+        if path.is_file():
+            return path
+    raise TaskUnavailable(f"no rows in {data_dir / name}: it should have {' or '.join(path.name for path in wanted)}")
+
+
+def _on_local_rows(name: str, stock: Path, rows: Path) -> dict[str, Any]:
+    """lm-eval's definition with other rows; `null` keeps it from asking for the splits that are not there."""
+    splits = {f"{split}_split": split if split == rows.stem else None for split in ("training", "validation", "test")}
+    data = {"dataset_path": FORMATS[rows.suffix], "dataset_kwargs": {"data_files": {rows.stem: str(rows.resolve())}}}
+    return {"include": str(stock), "task": name, "dataset_name": None, **data, **splits}
+
+
+@contextmanager
+def _quiet(local: bool) -> Iterator[None]:
+    """Without the bars of the datasets library for local files; a download shows them."""
+    import datasets
+
+    change = local and not datasets.are_progress_bars_disabled()
+    if change:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if change:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def offline(enabled: bool) -> Iterator[None]:
+    """Keep the Hugging Face libraries off the network, which they otherwise ask even about local files."""
+    if not enabled:
+        yield
+        return
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before[:2]
+        if before[2] is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before[2]

@@ -1,0 +1,19 @@
+"""What a run's folder holds, by name, for those that write it and those that only read it.
+
+runs/NAME/{config.yaml, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/}}
+"""
+
+from pathlib import Path
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+STEP = r"step_(\d{8,})"  # of a checkpoint's name
+HF = "hf"
+COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
+EVALUATION, ANALYSIS = "evaluation", "analysis"
+ADDED = (EVALUATION, ANALYSIS)  # to a checkpoint, later, so not among them
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """The checkpoint of `step` in the run's `folder`."""
+    return folder / CHECKPOINTS / f"step_{step:08d}"

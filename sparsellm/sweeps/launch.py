@@ -1,0 +1,99 @@
+"""One command after another, each with a log, so that signals reach it and nothing of it outlives the sweep unseen.
+
+A command writes to its log itself, and the sweep shows what arrives there. So a sweep that is killed takes no output
+away from the command under it. The log is also the lock of its run: the command inherits it, and whoever starts the
+sweep again waits until it is gone.
+"""
+
+import ctypes
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+POLL = 0.1  # seconds between looks at a command, its output and the signals for it
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 has 30 and reads no variable.
+SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Launcher:
+    """While entered, SIGTERM and SIGINT go to the running command instead of ending the sweep in its middle.
+
+    Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
+    Linux sends them SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+
+    @property
+    def signal(self) -> int | None:
+        """The first signal that asked the sweep to stop."""
+        return self._received[0] if self._received else None
+
+    def __enter__(self) -> "Launcher":
+        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self._received.append(number)
+
+    @contextmanager
+    def claim(self, log: Path) -> Iterator[BinaryIO]:
+        """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            waiting = False
+            while self.signal is None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not waiting:
+                        print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True)
+                    waiting = True
+                    time.sleep(POLL)
+            yield file
+
+    def run(self, command: list[str], log: BinaryIO) -> int:
+        """Run `command` with its output in the claimed `log`, shown as it comes: its exit code, or 128 + signal."""
+        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.flush()
+        with Path(log.name).open("rb") as output:
+            output.seek(0, os.SEEK_END)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=_end_with_the_sweep, env=SHUTDOWN_TIMEOUT | os.environ,
+            )  # fmt: skip
+            passed_on = 0
+            while True:
+                code = process.poll()
+                for number in self._received[passed_on:]:
+                    process.send_signal(number)
+                    passed_on += 1
+                shutil.copyfileobj(output, sys.stdout.buffer)
+                sys.stdout.flush()
+                if code is not None:
+                    return code if code >= 0 else 128 - code
+                time.sleep(POLL)
+
+
+def _end_with_the_sweep() -> None:
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

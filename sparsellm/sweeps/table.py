@@ -1,0 +1,158 @@
+"""What the runs of a sweep came to, read from their own files alone: metrics.jsonl, results.json, config.yaml's values.
+
+Nothing is remembered between starts, so a table is the same however often the sweep was interrupted.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from sparsellm.config import Activation
+from sparsellm.evaluation.locate import CheckpointNotFound, locate
+from sparsellm.evaluation.results import RESULTS
+from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
+from sparsellm.training.metrics import METRICS, read
+
+COMPLETE, UNFINISHED, NOT_BEGUN = "complete", "unfinished", "not begun"
+Row = dict[str, Any]
+
+
+def rows(sweep: Sweep) -> list[Row]:
+    """One per point, all with the same keys; None for what does not exist. An unfinished run has no results.
+
+    `ce` and `val_ce` are nats per token of the last step, `nnz_*` nonzeros per token, `dead_neurons` a sum over layers,
+    scores and their `mean` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if validated).
+    """
+    finished = {point.name: _numbers(point) for point in sweep.points if point.is_finished()}
+    scores = {name: _results(point) for point in sweep.points if (name := point.name) in finished}
+    layers = max((len(n.get("nnz_per_layer") or []) for n in finished.values()), default=0)
+    tasks = list(dict.fromkeys(task for result in scores.values() for task in result.get("tasks", {})))
+    table = []
+    for point in sweep.points:
+        last, result = finished.get(point.name, {}), scores.get(point.name, {})
+        begun = read(point.folder / METRICS)
+        nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
+        table.append(
+            {key: point.values.get(key) for key in sweep.keys}
+            | {
+                "activation": point.config.sparsity.activation.name,
+                "run": point.name,
+                "status": COMPLETE if point.name in finished else UNFINISHED if begun else NOT_BEGUN,
+                "step": begun[-1]["step"] if begun else None,
+                "tokens": begun[-1]["tokens"] if begun else None,
+                "ce": last.get("ce"),
+                "val_ce": last.get("val_ce"),
+                "ce_increase": _increase(point, sweep, finished),
+                "nnz_mean": last.get("nnz_mean"),
+            }
+            | {f"nnz_layer_{i:02d}": nnz[i] if i < len(nnz) else None for i in range(layers)}
+            | {"dead_neurons": None if dead is None else sum(dead)}
+            | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
+            | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result)}
+        )
+    return table
+
+
+def as_csv(table: list[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)  # None becomes empty
+    return text.getvalue()
+
+
+def as_markdown(sweep: Sweep, table: list[Row]) -> str:
+    """The rows rounded for people, as an aligned table, and what its words mean."""
+
+    def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
+        return title, ["" if row[key] is None else form.format(row[key]) for row in table]
+
+    tasks = list(table[0])
+    tasks = tasks[tasks.index("dead_neurons") + 1 : tasks.index("mean")]
+    columns = [
+        *(column(key, key, "{}") for key in sweep.keys),
+        column("activation", "activation", "{}"),
+        column("run", "run", "{}"),
+        column("status", "status", "{}"),
+        column("steps", "step", "{:,}"),
+        column("CE", "ce", "{:.3f}"),
+        column("held-out CE", "val_ce", "{:.3f}"),
+        column("CE increase", "ce_increase", "{:+.2%}"),
+        column("nonzeros", "nnz_mean", "{:.1f}"),
+        column("dead", "dead_neurons", "{:,}"),
+        *(column(task, task, "{:.1%}") for task in tasks),
+        column("mean", "mean", "{:.1%}"),
+    ]
+    columns = [(title, cells) for title, cells in columns if any(cells)]
+    widths = [max(len(title), *map(len, cells)) for title, cells in columns]
+    lines = [[title for title, _ in columns], ["-" * width for width in widths]]
+    lines += [[cells[i] for _, cells in columns] for i in range(len(table))]
+    text = "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+    return text + "\n\n" + _legend(sweep, bool(tasks)) + "\n"
+
+
+def unregularised(point: Point, sweep: Sweep) -> Point | None:
+    """The run that `point` is compared with: ReLU, coefficient 0, and in all but `sparsity` the same."""
+
+    def without_l1(point: Point) -> bool:
+        sparsity = point.config.sparsity
+        return sparsity.activation == Activation.relu and sparsity.l1_coefficient == 0
+
+    return next((p for p in sweep.points if without_l1(p) and p.outside_sparsity == point.outside_sparsity), None)
+
+
+def _numbers(point: Point) -> Row:
+    """The last row of a finished run's metrics; empty if they are gone."""
+    return (read(point.folder / METRICS) or [{}])[-1]
+
+
+def _results(point: Point) -> dict[str, Any]:
+    try:
+        path = locate(str(point.checkpoint)).default_output() / RESULTS
+        return json.loads(path.read_text()) if path.exists() else {}
+    except (CheckpointNotFound, json.JSONDecodeError) as error:
+        print(f"sparsellm: the scores of {point.checkpoint} are left out: {error}", file=sys.stderr)
+        return {}
+
+
+def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
+    reference = unregularised(point, sweep)
+    if reference is None or point.name not in finished or reference.name not in finished:
+        return None
+    mine, base = finished[point.name], finished[reference.name]
+    key = "ce" if None in (mine.get("val_ce"), base.get("val_ce")) else "val_ce"
+    return None if mine.get(key) is None or not base.get(key) else mine[key] / base[key] - 1
+
+
+def _stderr_of_mean(result: dict[str, Any]) -> float | None:
+    """Of the mean of independent scores."""
+    errors = [task["stderr"] for task in result.get("tasks", {}).values()]
+    if result.get("mean") is None or not errors or None in errors:
+        return None
+    return sum(error**2 for error in errors) ** 0.5 / len(errors)
+
+
+def _legend(sweep: Sweep, evaluated: bool) -> str:
+    def distinct(values: Iterable[Any]) -> str:
+        return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
+
+    configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
+    neurons = distinct(c.model.intermediate_size for c in configs)
+    silence = distinct(c.sparsity.dead_after_tokens for c in configs)
+    normalization = distinct(c.sparsity.l1_normalization.name for c in configs if c.sparsity.l1_coefficient)
+    lines = [
+        "CE: cross entropy of the last step's batch, nats per token; held-out CE on the validation split.",
+        f"CE increase: over the ReLU run with {COEFFICIENT}=0.",
+        f"nonzeros: feedforward activations per token that are not zero, mean over layers, of {neurons}.",
+        f"dead: neurons, over all layers, that were silent for the last {silence} tokens.",
+    ]
+    if normalization:
+        lines.append(f"The coefficient multiplies the {normalization} of |h| over neurons and layers, per token.")
+    if evaluated:
+        lines.append("Scores: zero-shot, acc_norm where the task has it, acc otherwise.")
+    return "\n".join(f"- {line}" for line in lines)

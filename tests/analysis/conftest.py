@@ -1,0 +1,3 @@
+from evaluation.conftest import trained
+
+__all__ = ["trained"]

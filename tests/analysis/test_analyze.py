@@ -1,0 +1,242 @@
+"""`python -m sparsellm.analyze` and `analyze_checkpoint` on a tiny trained run, on the CPU and without a network."""
+
+import csv
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from analysis.test_activity import small_model
+from datasets import Dataset
+
+from sparsellm import analyze
+from sparsellm.analysis import AnalysisError, analyze_checkpoint, report, study
+from sparsellm.config import AnalyzeConfig, ConfigError, Dtype, load
+from sparsellm.data import open_validation, tokenizer
+from sparsellm.distributed import process_group
+from sparsellm.training.checkpoint import Checkpoints
+
+LAST = "checkpoints/step_00000004"
+FIGURES = ["firing_frequency.png", "nonzeros_by_layer.png", "nonzeros_by_position.png", "union_by_layer.png"]
+FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
+LENGTH = 32  # of the run's sequences
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "tiny")
+
+
+@pytest.fixture
+def bare(trained, tmp_path):
+    return shutil.copytree(trained / LAST / "hf", tmp_path / "bare")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "notes.md"
+    path.write_text("why water stone bird <|endoftext|> fish tree " * 40)
+    return path
+
+
+def analyzed(**values):
+    return analyze_checkpoint(AnalyzeConfig(**{key: str(v) if isinstance(v, Path) else v for key, v in values.items()}))
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_on_its_held_out_blocks(run):
+    results, folder = analyzed(checkpoint=run, sequences=5, batch_size=2, min_count=2)
+    assert folder == run / LAST / "analysis"
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert results == json.loads((folder / "analysis.json").read_text())
+    assert results["text"] == {"source": "held-out", "sequences": 5, "sequence_length": LENGTH, "tokens": 5 * LENGTH}
+    assert results["model"] == {
+        "architecture": "LlamaForCausalLM", "gated": True, "layers": 2, "neurons": 48, "dtype": "float32",
+    }  # fmt: skip
+    assert (results["speed"], results["speed_missing"]) == (None, "needs a CUDA GPU")
+    # The files tell of the same tokens: those that the run validates on.
+    blocks = open_validation(load(run / "config.yaml"), run / LAST / "hf")[:5, :-1]
+    settled = blocks[:, results["tokens"]["from_position"] :].flatten().bincount()
+    of_tokens = rows_of(folder / "tokens.csv")
+    assert {int(row["id"]): int(row["count"]) for row in of_tokens} == {
+        i: n for i, n in enumerate(settled.tolist()) if n
+    }
+    assert len(rows_of(folder / "positions.csv")) == LENGTH
+    neurons = rows_of(folder / "neurons.csv")
+    assert len(neurons) == 2 * 48
+    for row, layer in zip(rows_of(folder / "layers.csv"), results["layers"], strict=True):
+        fired = [int(each["fired"]) for each in neurons if each["layer"] == row["layer"]]
+        assert fired == sorted(fired, reverse=True)
+        assert sum(fired) / (5 * LENGTH) == layer["nonzeros"]["mean"] == float(row["nonzeros_mean"])
+        assert fired.count(0) == layer["dead"] == int(row["dead"])
+        assert layer["nonzeros"]["mean"] <= layer["union_per_tile"] <= 48 - layer["dead"]
+
+
+def test_the_same_bytes_every_time_and_nothing_of_an_earlier_analysis(run):
+    _, folder = analyzed(checkpoint=run)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "speedup.png").write_bytes(b"of an analysis on a GPU")
+    analyzed(checkpoint=run)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_batches_change_no_count(run):
+    whole, _ = analyzed(checkpoint=run, sequences=6, batch_size=6)
+    parts, _ = analyzed(checkpoint=run, sequences=6, batch_size=4)  # of 128 tokens each: the same tiles
+    assert whole == parts
+
+
+def test_an_analyzed_checkpoint_is_still_whole(run):
+    analyzed(checkpoint=run)
+    with process_group("cpu") as ranks:
+        assert Checkpoints(run / "checkpoints", ranks, 2, lambda *_: None).find(skip_damaged=False) == 4
+
+
+def test_a_text_file_is_read_with_the_checkpoints_tokenizer(bare, text):
+    results, folder = analyzed(checkpoint=bare, text=text, sequences=2)
+    assert folder == bare / "analysis"
+    vocabulary = tokenizer.load(str(bare))
+    (expected,) = tokenizer.encode(vocabulary, [text.read_text()])
+    assert results["text"] == {"source": str(text), "sequences": 2, "sequence_length": 192, "tokens": 384}
+    counted = {int(row["id"]): int(row["count"]) for row in rows_of(folder / "tokens.csv")}
+    read = expected[48:192] + expected[192 + 48 : 384]  # from position 48 on, a quarter of the context
+    assert counted == {i: read.count(i) for i in set(read)}
+    assert vocabulary.token_to_id(tokenizer.END_OF_TEXT) not in counted  # spelled out, it is text
+
+
+def test_a_parquet_file_and_a_run_of_shorter_sequences(run, tmp_path):
+    path = tmp_path / "[texts].parquet"
+    Dataset.from_dict({"text": ["why water", None, "stone bird fish"] * 30, "other": list(range(90))}).to_parquet(path)
+    results, _ = analyzed(checkpoint=run, text=path, sequences=3, min_count=1)
+    assert results["text"] == {"source": str(path), "sequences": 3, "sequence_length": LENGTH, "tokens": 3 * LENGTH}
+    seen = {row["token"] for row in results["tokens"]["most_active"]}
+    assert tokenizer.END_OF_TEXT in seen  # after every document
+
+
+def test_a_text_shorter_than_a_sequence(run, tmp_path):
+    (tmp_path / "short.txt").write_text("why")
+    results, folder = analyzed(checkpoint=run, text=tmp_path / "short.txt")
+    assert results["text"]["sequences"] == 1
+    assert 1 < results["text"]["tokens"] < LENGTH
+    assert "no token was read 20 times" in report.table(results)
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_a_non_gated_model(bare, text, tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        (bare / name).unlink()
+    small_model(False, vocab_size=400).save_pretrained(bare)
+    results, _ = analyzed(checkpoint=bare, text=text, dtype=Dtype.bfloat16, output_dir=tmp_path / "out" / "here")
+    assert results["model"] == {
+        "architecture": "ArceeForCausalLM", "gated": False, "layers": 3, "neurons": 48, "dtype": "bfloat16",
+    }  # fmt: skip
+    assert (tmp_path / "out/here/analysis.json").is_file()
+
+
+def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    _, folder = analyzed(checkpoint=run)
+    assert str(folder) == "analyses/tiny-4"
+    assert not (run / LAST / "analysis").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_act": "silu"}, "llama model with hidden_act silu: it should be llama or arcee with relu"),
+        ({"model_type": "mistral"}, "mistral model with hidden_act relu: it should be"),
+        ({"mlp_bias": True}, "mlp.gate_proj has a bias: it should have none"),
+        ({"vocab_size": 10}, "exceeds the vocabulary"),
+    ],
+)
+def test_other_models_are_refused(bare, text, changes, problem):
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(AnalysisError, match=problem):
+        analyzed(checkpoint=bare, text=text)
+    assert not (bare / "analysis" / "analysis.json").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(run):
+    path = run / LAST / "hf" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(AnalysisError, match=r"is damaged: hf/model\.safetensors"):
+        analyzed(checkpoint=run)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("latin.txt", b"\xe9t\xe9", "cannot be read as text or parquet"),
+        ("no.parquet", b"PAR?", "cannot be read as text or parquet"),
+    ],
+)
+def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(AnalysisError, match=problem):
+        analyzed(checkpoint=run, text=tmp_path / name)
+
+
+def test_a_parquet_file_without_text_is_refused(run, tmp_path):
+    Dataset.from_dict({"content": ["why"], "id": [1]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(AnalysisError, match="has no column 'text', only content, id"):
+        analyzed(checkpoint=run, text=tmp_path / "other.parquet")
+
+
+def test_missing_held_out_text_is_named(run):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("/tokens\n", "/gone\n"))
+    with pytest.raises(AnalysisError, match=r"no prepared tokens in .*/gone.* give another text by text=FILE"):
+        analyzed(checkpoint=run)
+
+
+def test_every_mistake_is_listed(bare, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        analyzed(checkpoint=tmp_path / "none", text=tmp_path, sequences=0, batch_size=-1, min_count=0)
+    assert len(error.value.mistakes) == 5
+    with pytest.raises(ConfigError, match="is of no run: it has no held-out text, so give it some by text=FILE"):
+        analyzed(checkpoint=bare)
+    with pytest.raises(ConfigError, match="checkpoint=tinny is not here, so taken for a hub name"):
+        analyzed(checkpoint="tinny")
+
+
+def test_speed_ups_are_shown_where_they_were_measured(run, monkeypatch):
+    measured = {"tokens": 64, "union": 30.0, "dense_ms": 2.0, "engine_ms": 1.0}
+    speeds = [
+        {"layer": 0, "nonzeros": 20.0, "engine": "tile", "speedup": 2.0, **measured},
+        {"layer": 1, "nonzeros": 40.0, "engine": "dense", "speedup": 1.0, **measured},
+    ]
+    monkeypatch.setattr(study, "_speeds", lambda *_: (speeds, None))
+    monkeypatch.setattr(study.torch.cuda, "get_device_name", lambda _: "a GPU")
+    results, folder = analyzed(checkpoint=run)
+    assert results["speed"]["layers"] == speeds
+    assert results["speed"]["correlation_with_nonzeros"] == pytest.approx(-1)
+    assert (folder / "speedup.png").is_file()
+    shown = report.table(results)
+    assert "tile     2.00x" in shown
+    assert "correlation -1.00" in shown
+
+
+@pytest.mark.parametrize(("argument", "code"), [("sequences=4", 0), ("sequences=0", 2), ("output_dir=FILE/x", 1)])
+def test_the_command(run, text, argument, code, monkeypatch, capsys):
+    arguments = [f"checkpoint={run}", argument.replace("FILE", str(text))]
+    monkeypatch.setattr(sys, "argv", ["sparsellm.analyze", *arguments])
+    with pytest.raises(SystemExit) as end:
+        analyze.main()
+    assert end.value.code == code
+    shown = capsys.readouterr()
+    if code:
+        assert shown.out == ""
+        assert "sparsellm: " in shown.err
+    else:
+        assert f"{LAST}: 2 gated layers of 48 neurons, float32\n128 tokens of held-out text: 4 sequences" in shown.out
+        assert "in these 128 tokens" in shown.out
+        assert shown.err.endswith("reading  4/4 sequences\n")

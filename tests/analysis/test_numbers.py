@@ -1,0 +1,108 @@
+"""Counts made by hand, with the answers worked out on paper."""
+
+import numpy as np
+import pytest
+
+from sparsellm.analysis import numbers
+from sparsellm.analysis.activity import Activity
+
+
+class Letters:
+    """A tokenizer of the letters a, b, c, ..."""
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+def constructed():
+    """Two sequences of 8 tokens, two layers of 100 neurons. Whatever stands at the first two positions fires more."""
+    blocks = np.array([[0, 1, 2, 2, 1, 1, 0, 2], [2, 2, 1, 0, 0, 1, 2, 1]])
+    nonzeros = np.zeros((2, 8, 2), np.int32)
+    nonzeros[:, 0] = 90, 70
+    nonzeros[:, 1] = 30, 10
+    for token, fires in ((0, (2, 2)), (1, (4, 0)), (2, (6, 4))):
+        nonzeros[:, 2:][blocks[:, 2:] == token] = fires
+    nonzeros[1, 6] = 20, 10  # one c fires three times as much as the others
+    # A token with n nonzeros fires the last n neurons.
+    fired = (nonzeros[..., None] > np.arange(100)[::-1]).sum((0, 1))
+    return Activity(blocks, nonzeros, fired, np.array([30, 1]), 2)
+
+
+def test_positions():
+    rows = numbers.positions(constructed())
+    assert [(row["first"], row["last"]) for row in rows] == [(0, 0), (1, 1), (2, 3), (4, 7)]
+    assert rows[0]["nonzeros"] == [90, 70]
+    assert rows[1]["nonzeros"] == [30, 10]
+    # c c and b a; then b b a c and a b c' b
+    assert rows[2]["nonzeros"] == [(6 + 6 + 4 + 2) / 4, (4 + 4 + 0 + 2) / 4]
+    assert rows[3]["nonzeros"] == [(4 + 4 + 2 + 6 + 2 + 4 + 20 + 4) / 8, (0 + 0 + 2 + 4 + 2 + 0 + 10 + 0) / 8]
+
+
+@pytest.mark.parametrize(("length", "edges"), [(1, [0, 1]), (2, [0, 1, 2]), (9, [0, 1, 2, 4, 8, 9]), (4, [0, 1, 2, 4])])
+def test_octaves(length, edges):
+    assert numbers.octaves(length) == edges
+
+
+def test_tokens_are_compared_where_the_sequence_has_settled():
+    counted = constructed()
+    assert numbers.settled(counted) == 2
+    types = numbers.token_types(counted)
+    assert types == [
+        {"id": 0, "count": 3, "nonzeros": 2, "max": 2},
+        {"id": 1, "count": 5, "nonzeros": 2, "max": 2},
+        {"id": 2, "count": 4, "nonzeros": (5 * 3 + 15) / 4, "max": 15},
+    ]
+    most, least = numbers.extremes(types, min_count=4)
+    assert [row["id"] for row in most] == [2, 1]
+    assert [row["id"] for row in least] == [1, 2]
+    assert numbers.extremes(types, min_count=6) == ([], [])
+
+
+def test_the_most_active_occurrences_come_with_their_text():
+    found = numbers.occurrences(constructed(), Letters())
+    assert len(found) == 12  # all of them, here
+    first, second = found[:2]
+    assert (first["sequence"], first["position"], first["token"], first["nonzeros"]) == (1, 6, "c", 15)
+    assert (first["before"], first["after"]) == ("ccbaab", "b")
+    assert (second["sequence"], second["position"], second["nonzeros"]) == (0, 2, 5)  # the first of equals
+
+
+def test_layers():
+    counted = constructed()
+    rows = numbers.layers(counted)
+    totals = counted.nonzeros.sum((0, 1))
+    assert [row["nonzeros"]["mean"] for row in rows] == (totals / 16).tolist()
+    assert rows[0]["nonzeros"]["max"] == 90
+    assert rows[1]["nonzeros"]["median"] == np.median(counted.nonzeros[..., 1])
+    assert [row["zeros"] for row in rows] == [1 - total / 1600 for total in totals]
+    assert [row["dead"] for row in rows] == [10, 30]
+    assert [row["union_per_tile"] for row in rows] == [15, 0.5]
+    assert rows[0]["share_of_top"]["0.01"] == 16 / totals[0]  # one neuron, which fires on all tokens
+    assert rows[0]["share_of_top"]["0.05"] == (2 * 16 + 2 * 13 + 8) / totals[0]
+    assert rows[0]["frequency_quantiles"]["0.5"] == 2 / 16  # on the two first tokens
+
+
+def test_a_layer_that_never_fires_has_no_shares():
+    silent = Activity(np.zeros((1, 4), int), np.zeros((1, 4, 1), np.int32), np.zeros((1, 8), int), np.zeros(1, int), 1)
+    (row,) = numbers.layers(silent)
+    assert row["zeros"] == 1
+    assert row["dead"] == 8
+    assert set(row["share_of_top"].values()) == {None}
+
+
+def test_neurons_are_ranked_within_their_layer():
+    rows = numbers.neurons(constructed())
+    assert len(rows) == 200
+    assert [row["neuron"] for row in rows[:3]] == [98, 99, 96]  # of equals the lower number first
+    assert [row["fired"] for row in rows[:3]] == [16, 16, 13]
+    assert rows[100] == {"layer": 1, "rank": 0, "neuron": 98, "fired": 11, "frequency": 11 / 16}
+    assert rows[-1]["fired"] == 0
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"), [((2.0, 1.5, 1.0), -1), ((1.0, 1.5, 2.0), 1), ((1.0, 1.0, 1.0), None), ((2.0,), None)]
+)
+def test_correlation(speedups, expected):
+    rows = [{"speedup": each, "nonzeros": 10.0 * i} for i, each in enumerate(speedups)]
+    found = numbers.correlation(rows)
+    assert found is None if expected is None else found == pytest.approx(expected)

@@ -1,0 +1,53 @@
+"""A tiny trained run, and a few local rows of each task."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from evaluation.small_rows import sentence, write_rows
+
+from sparsellm import data
+from sparsellm.config import from_overrides
+from sparsellm.data import tokenizer
+from sparsellm.distributed import process_group
+from sparsellm.training.loop import Trainer
+from sparsellm.training.run_folder import open_folder
+
+VOCABULARY = 400
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All seven tasks; arc_challenge has the split that is scored, arc_easy and openbookqa only validation."""
+    folder = tmp_path_factory.mktemp("rows")
+    for task in ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande", "commonsense_qa"):
+        write_rows(folder, task, "validation")
+    write_rows(folder, "arc_challenge", "test", seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps with checkpoints at 2 and 4. Tests that change it make a copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    draw = random.Random(0)
+    documents = [f"{i}: {sentence(draw, 60)}" for i in range(400)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    tokenizer.save(tokenizer.train(documents, VOCABULARY), folder / "tokenizer")
+    config = from_overrides([
+        "data=files", f"data.files=[{folder}/text.jsonl]", f"data.tokenizer={folder}/tokenizer",
+        f"data.path={folder}/tokens", "data.validation_fraction=0.2", "data.max_tokens=4000",
+        f"model.vocab_size={VOCABULARY}", "model.hidden_size=32", "model.intermediate_size=48",
+        "model.num_layers=2", "model.num_heads=2",
+        "model.context_length=192", "model.init_std=0.3", "training.steps=4", "training.batch_size=4",
+        "training.sequence_length=32", "optimizer.warmup_steps=1", "logging=disabled", "logging.validation_every=4",
+        "logging.validation_samples=6", "run.checkpoint_every=2", f"run.root={folder}/runs", "run.name=tiny",
+        "runtime.device=cpu",
+    ])  # fmt: skip
+    data.prepare(config)
+    with process_group("cpu") as ranks:
+        opened = data.open_data(config, ranks)
+        with open_folder(config, ranks) as (config, run):
+            assert Trainer(config, ranks, opened, run).fit() == 0
+    return run

@@ -1,0 +1,301 @@
+"""`python -m sparsellm.evaluate` and `evaluate_checkpoint` on a tiny trained run, on the CPU and without a network."""
+
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lm_eval
+import numpy as np
+import pytest
+import torch
+from evaluation.small_rows import write_rows
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, evaluate_from_overrides
+from sparsellm.distributed import process_group
+from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, tasks
+from sparsellm.model import accelerate
+from sparsellm.training.checkpoint import Checkpoints
+from sparsellm.training.metrics import METRICS, WandbRun, read
+
+LAST = "checkpoints/step_00000004"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "eval"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "tiny")
+
+
+@pytest.fixture
+def bare(trained, tmp_path):
+    return shutil.copytree(trained / LAST / "hf", tmp_path / "bare")
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(self, address):
+        raise AssertionError(f"asked the network for {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: refuse(None, args))
+
+
+@pytest.fixture
+def one_thread():
+    """As each of several ranks has: with more, sums may be cut in other ways."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def samples(folder: Path, task: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"samples_{task}.jsonl").read_text().splitlines()]
+
+
+def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_network):
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows)))
+    assert found == json.loads((run / LAST / "evaluation/results.json").read_text())
+    assert list(found["tasks"]) == list(tasks.TASKS)
+    assert found["failed"] == {}
+    assert (found["checkpoint"], found["step"], found["dtype"]) == (str(run / LAST), 4, "float32")
+    assert (found["data"], found["kernels"], found["limit"]) == (str(rows), "torch", None)
+    for name, task in found["tasks"].items():
+        has_norm = name not in ("winogrande", "commonsense_qa")
+        assert task["metric"] == ("acc_norm" if has_norm else "acc")
+        assert (task["score"], task["stderr"]) == (task[task["metric"]], task[f"{task['metric']}_stderr"])
+        assert (task["acc_norm"] is not None) == has_norm
+        of_rows = [sample["acc"] for sample in samples(run / LAST / "evaluation", name)]
+        assert (task["rows"], task["acc"]) == (6, sum(of_rows) / 6)
+        assert task["split"] == ("test" if name == "arc_challenge" else "validation")
+        stands_in = name in ("arc_easy", "openbookqa")
+        assert task["note"] == ("no test rows in data_dir: scored validation instead" if stands_in else None)
+    assert found["mean"] == pytest.approx(sum(task["score"] for task in found["tasks"].values()) / 7)
+    assert found["validation"]["loss"] == pytest.approx(read(run / METRICS)[-1]["val_ce"], rel=1e-6)
+    assert found["validation"]["perplexity"] == math.exp(found["validation"]["loss"])
+    assert found["validation"]["tokens"] == 6 * 32
+
+    # The evaluation beside it does not make the checkpoint look damaged to a resume.
+    with process_group("cpu") as ranks:
+        assert Checkpoints(run / "checkpoints", ranks, 2, lambda *_: None).find(skip_damaged=False) == 4
+
+
+def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
+    """The `hf` model of lm-eval as its command line makes it, on the same rows: every log-probability is the same."""
+    config = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), batch_size=4, output_dir=str(tmp_path / "out"))
+    found = evaluate_checkpoint(config)
+    for name, task in found["tasks"].items():
+        stock, split = Path(lm_eval.tasks.__file__).parent / tasks.TASKS[name].path, task["split"]
+        rows_of_task = {"data_files": {split: str(rows / name / f"{split}.jsonl")}}
+        definition = tmp_path / f"{name}.yaml"
+        definition.write_text(json.dumps({
+            "include": str(stock), "task": name, "dataset_path": "json", "dataset_name": None, "training_split": None,
+            "validation_split": None, "test_split": split, "dataset_kwargs": rows_of_task,
+        }))  # fmt: skip
+        with tasks.offline(True):
+            theirs = lm_eval.simple_evaluate(
+                model="hf", model_args=f"pretrained={run / LAST / 'hf'}", device="cpu", batch_size=4,
+                tasks=[str(definition)], task_manager=TaskManager(include_defaults=False),
+            )  # fmt: skip
+        for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
+            assert task[key] == theirs["results"][name].get(f"{key},none"), (name, key)
+        answers = [sample["filtered_resps"] for sample in samples(tmp_path / "out", name)]
+        assert answers == json.loads(json.dumps([sample["filtered_resps"] for sample in theirs["samples"][name]])), name
+
+
+@pytest.mark.slow
+def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
+    """And on screen, piped, stands the table, once, with a line per task by the name that lm-eval knows."""
+    options = ["batch_size=5", "tasks=[hellaswag,arc_easy,commonsense_qa]", "device=cpu"]
+    options += [f"checkpoint={run}", f"data_dir={rows}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.evaluate"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *options, "output_dir=two"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["hellaswag", "arc_easy", "commonsense_qa"]
+    assert lines[4].startswith("mean of 3")
+    assert lines[-1] == "two/results.json"
+
+    one = evaluate_checkpoint(evaluate_from_overrides([*options, f"output_dir={tmp_path}/one"]))
+    two = json.loads((tmp_path / "two/results.json").read_text())
+    assert (one["tasks"], one["mean"]) == (two["tasks"], two["mean"])
+    assert one["validation"]["loss"] == pytest.approx(two["validation"]["loss"], rel=1e-6)
+    for name in one["tasks"]:
+        assert samples(tmp_path / "one", name) == samples(tmp_path / "two", name)  # every bit of every log-probability
+
+
+def test_scoring_draws_no_random_numbers(bare, rows):
+    """So it may go on in the middle of a training run."""
+    with process_group("cpu") as ranks, tasks.offline(True):
+        model = AutoModelForCausalLM.from_pretrained(bare)
+        lm = downstream.SharedLM(model, AutoTokenizer.from_pretrained(bare), ranks, "auto")
+        loaded = tasks.load("hellaswag", str(rows))
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        result, _ = downstream.score(lm, loaded, limit=None)
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert result["rows"] == 6
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
+    scored, score = [], downstream.score
+
+    def interrupted(lm, loaded, limit):
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        scored.append(loaded.name)
+        return score(lm, loaded, limit)
+
+    config = EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa", "arc_easy", "winogrande"])
+    monkeypatch.setattr(downstream, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_checkpoint(config)
+    assert not (bare / "evaluation/results.json").exists()
+
+    def counted(lm, loaded, limit):
+        scored.append(loaded.name)
+        return score(lm, loaded, limit)
+
+    monkeypatch.setattr(downstream, "score", counted)
+    found = evaluate_checkpoint(config)
+    assert scored == ["piqa", "arc_easy", "winogrande"]
+    assert found["mean"] is not None
+    straight = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "output_dir": str(bare.parent / "straight")}))
+    assert straight["tasks"] == found["tasks"]
+
+    # All is finished, so the model is not even loaded; another dtype or other rows are another evaluation.
+    scored.clear()
+    monkeypatch.setattr(checkpoint.Evaluation, "_model", lambda *_: pytest.fail("loaded the model"))
+    again = evaluate_checkpoint(config)
+    assert again == found
+    monkeypatch.undo()
+    monkeypatch.setattr(downstream, "score", counted)
+    assert evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))["dtype"] == "bfloat16"
+    assert len(scored) == 3
+    write_rows(bare.parent / "rows", "piqa", "validation", count=4, seed=9)
+    other = EvaluateConfig(checkpoint=str(bare), data_dir=str(bare.parent / "rows"), tasks=["piqa"])
+    assert evaluate_checkpoint(other)["tasks"]["piqa"]["rows"] == 4
+
+
+def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
+    local = shutil.copytree(rows, tmp_path / "rows")
+    shutil.rmtree(local / "piqa")
+    second = json.dumps({"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"})
+    with (local / "winogrande/validation.jsonl").open("a") as file:
+        file.write(second + "\n")
+    names = ["piqa", "winogrande", "arc_challenge"]
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(local), tasks=names))
+    assert list(found["tasks"]) == ["arc_challenge"]
+    assert "it should have validation.jsonl" in found["failed"]["piqa"]
+    assert "substring not found" in found["failed"]["winogrande"]
+    assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
+
+
+def test_limit_and_requests_beyond_the_context(bare, tmp_path):
+    long = {"goal": "water stone bird " * 80, "sol1": "tree", "sol2": "fish", "label": 0}
+    (tmp_path / "rows/piqa").mkdir(parents=True)
+    (tmp_path / "rows/piqa/validation.jsonl").write_text((json.dumps(long) + "\n") * 3)
+    found = evaluate_checkpoint(
+        EvaluateConfig(checkpoint=str(bare), data_dir=str(tmp_path / "rows"), tasks=["piqa"], limit=2)
+    )
+    assert found["tasks"]["piqa"]["rows"] == 2
+    assert found["tasks"]["piqa"]["note"] == "4 requests exceed the context of 192 tokens: cut on the left"
+
+
+def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("/tokens", "/gone"))
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"]))
+    assert "there are no prepared tokens" in found["failed"]["validation"]
+    assert found["mean"] == found["tasks"]["piqa"]["score"]
+    without = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], validation=False)
+    assert evaluate_checkpoint(without)["failed"] == {}
+
+
+def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
+    """Where no kernel runs, their PyTorch reference takes their place: what is tested is who computes which side."""
+    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    computed = []
+
+    def reference(model, kernels):
+        computed.append(kernels)
+        return accelerate.accelerate(model, "torch")
+
+    monkeypatch.setattr(checkpoint, "accelerate", reference)
+    config = EvaluateConfig(
+        checkpoint=str(run), data_dir=str(rows), tasks=["piqa", "hellaswag"], dtype=Dtype.bfloat16, compare_kernels=True
+    )
+    found = evaluate_checkpoint(config)
+    assert computed == ["cuda"]
+    assert (found["kernels"], found["dtype"]) == ("cuda", "bfloat16")
+    assert list(found["torch"]) == ["tasks", "validation", "mean"]
+    for name in config.tasks:
+        kernels, dense = (samples(run / LAST / "evaluation" / side, name) for side in ("", "torch"))
+        pairs = zip(kernels, dense, strict=True)
+        gaps = [
+            abs(a[0] - b[0]) for k, t in pairs for a, b in zip(k["filtered_resps"], t["filtered_resps"], strict=True)
+        ]
+        assert max(gaps) < 1  # nats; of sums of bfloat16's roundings over up to 20 tokens with logits of up to 16
+    # A dtype that they do not take is refused where they are demanded, and said where they are not.
+    stored = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], compare_kernels=True)
+    with pytest.raises(checkpoint.EvaluationError, match=r"the weights are torch\.float32: add dtype=bfloat16"):
+        evaluate_checkpoint(stored)
+
+
+def test_every_mistake_at_once(rows):
+    config = evaluate_from_overrides(["tasks=[piqa,pica,piqa]", "limit=0", "batch_size=0", "data_dir=gone"])
+    found = checkpoint.mistakes(config)
+    for start in (
+        "checkpoint has no value",
+        "limit is 0",
+        "batch_size is 0",
+        "tasks has pica",
+        "tasks names one twice",
+    ):
+        assert any(mistake.startswith(start) for mistake in found), start
+    assert len(found) == 6
+    with pytest.raises(ConfigError, match="limit is 0"):
+        evaluate_checkpoint(config)
+    compare = EvaluateConfig(compare_kernels=True, kernels=Kernels.torch, dtype=Dtype.float32)
+    found = checkpoint.mistakes(compare)[1:]
+    assert [mistake[:40] for mistake in found] == [
+        "compare_kernels=true, but dtype=float32 ", "compare_kernels=true, but kernels=torch ",
+    ]  # fmt: skip
+
+
+def test_scores_reach_the_run_record(monkeypatch):
+    """A resumed record refuses rows before its last one, so they come after it, with their own step beside them."""
+
+    class Record:
+        step, summary = 401, {}
+
+        def define_metric(self, name, step_metric):
+            self.metric = name, step_metric
+
+        def log(self, row, step):
+            self.logged = row, step
+
+    wandb = WandbRun.__new__(WandbRun)
+    wandb._run = record = Record()
+    wandb.evaluation(400, {"evaluation/mean": 0.5})
+    assert record.logged == ({"evaluation/step": 400, "evaluation/mean": 0.5}, 401)
+    assert record.metric == ("evaluation/*", "evaluation/step")
+    assert record.summary == {"evaluation/mean": 0.5}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not here")
+def test_real_rows_of_all_seven(bare):
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(SHARED), limit=3))
+    assert [task["rows"] for task in found["tasks"].values()] == [3] * 7

@@ -1,0 +1,77 @@
+"""What a checkpoint's name means."""
+
+import os
+import shutil
+
+import pytest
+
+from sparsellm.evaluation.locate import CheckpointNotFound, locate
+
+LAST = "checkpoints/step_00000004"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("name", ["", LAST, f"{LAST}/hf", f"{LAST}/hf/"])
+def test_a_run_its_checkpoint_and_its_hf_folder_are_the_same(run, name):
+    found = locate(f"{run}/{name}")
+    assert (found.model, found.folder) == (f"{run}/{LAST}/hf", run / LAST)
+    assert (found.run, found.step) == (run.resolve(), 4)
+    assert found.default_output() == run / LAST / "evaluation"
+
+
+def test_an_earlier_checkpoint(run):
+    assert locate(str(run / "checkpoints/step_00000002")).step == 2
+
+
+def test_a_relative_hf_folder(run, monkeypatch):
+    monkeypatch.chdir(run / LAST / "hf")
+    assert locate(".").run == run.resolve()
+    assert locate(".").default_output().resolve() == run / LAST / "evaluation"
+
+
+def test_a_copied_checkpoint_and_a_bare_folder_have_no_run(run, tmp_path):
+    copied = shutil.copytree(run / LAST, tmp_path / "step_00000004")
+    assert (locate(str(copied)).run, locate(str(copied)).folder) == (None, copied)
+    bare = shutil.copytree(run / LAST / "hf", tmp_path / "bare")
+    assert (locate(str(bare)).run, locate(str(bare)).default_output()) == (None, bare / "evaluation")
+    assert locate(str(bare)).identity() == locate(str(run)).identity()  # the same files
+
+
+def test_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = locate("owner/name")
+    assert (found.model, found.folder, found.run) == ("owner/name", None, None)
+    assert str(found.default_output()) == "evaluations/owner--name"
+
+
+def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert str(locate(str(run)).default_output()) == "evaluations/tiny-4"
+    bare = shutil.copytree(run / LAST / "hf", tmp_path / "models" / "bare")
+    assert str(locate(str(bare)).default_output()) == "evaluations/models-bare"
+
+
+def test_what_is_missing_is_named(run, tmp_path):
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
+        locate(str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"it should have checkpoints/ \(a run\)"):
+        locate(str(tmp_path / "empty"))
+    (run / LAST / "COMMITTED").unlink()
+    assert locate(str(run)).step == 2
+    with pytest.raises(CheckpointNotFound, match="has no COMMITTED"):
+        locate(str(run / LAST))
+    (run / "checkpoints/step_00000002/COMMITTED").unlink()
+    with pytest.raises(CheckpointNotFound, match="without a whole checkpoint"):
+        locate(str(run))
+
+
+def test_a_damaged_checkpoint_is_refused_by_file(run):
+    weights = run / LAST / "hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors is not as COMMITTED says"):
+        locate(str(run)).identity()

@@ -1,0 +1,55 @@
+"""The seven tasks on local rows."""
+
+from pathlib import Path
+
+import lm_eval.tasks
+import pytest
+from datasets import Dataset
+from evaluation.small_rows import rows_of, write_rows
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from sparsellm.evaluation.tasks import TASKS, TaskUnavailable, load
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_local_task_is_the_stock_one_but_for_its_rows(name, tmp_path):
+    stock = load_yaml(Path(lm_eval.tasks.__file__).parent / TASKS[name].path)
+    assert stock["task"] == name
+    assert TASKS[name].split == (stock.get("test_split") or stock["validation_split"])
+    write_rows(tmp_path, name, TASKS[name].split)
+    loaded = load(name, str(tmp_path))
+    assert (loaded.split, loaded.note) == (TASKS[name].split, None)
+    kept = ("doc_to_text", "doc_to_target", "doc_to_choice", "output_type", "metric_list", "process_docs")
+    for key in kept:
+        ours, theirs = getattr(loaded.task.config, key), stock.get(key)
+        if callable(theirs):
+            ours, theirs = ours.__code__.co_code, theirs.__code__.co_code
+        assert ours == theirs, key
+    assert stock.get("metadata", {"version": "Yaml"})["version"] == loaded.task.VERSION
+    assert len(loaded.task.eval_docs) == 6
+
+
+def test_the_scored_split_is_read_and_validation_only_stands_in(tmp_path):
+    write_rows(tmp_path, "arc_easy", "validation", count=3)
+    loaded = load("arc_easy", str(tmp_path))
+    assert (loaded.split, loaded.note) == ("validation", "no test rows in data_dir: scored validation instead")
+    (tmp_path / "arc_easy/test.jsonl").write_text((tmp_path / "arc_easy/validation.jsonl").read_text() * 2)
+    assert load("arc_easy", str(tmp_path)).split == "test"
+    assert len(load("arc_easy", str(tmp_path)).task.eval_docs) == 6
+
+
+def test_parquet(tmp_path):
+    (tmp_path / "piqa").mkdir()
+    Dataset.from_list(rows_of("piqa", 5, 0)).to_parquet(tmp_path / "piqa/validation.parquet")
+    assert load("piqa", str(tmp_path)).task.eval_docs["goal"][4] == rows_of("piqa", 5, 0)[4]["goal"]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    write_rows(tmp_path, "piqa", "train")
+    with pytest.raises(TaskUnavailable, match=r"no rows in .*piqa: it should have validation.jsonl or validation.parq"):
+        load("piqa", str(tmp_path))
+    (tmp_path / "piqa/validation.jsonl").write_text('{"goal": "x"}\n')
+    with pytest.raises(
+        TaskUnavailable, match=r"piqa/validation\.jsonl cannot be used: .* the schema of the hub's data set"
+    ):
+        load("piqa", str(tmp_path))

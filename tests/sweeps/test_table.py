@@ -1,0 +1,165 @@
+"""The table and the figure, from the files that runs leave and from nothing else."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from sparsellm.sweeps import figure, report, table
+from sparsellm.sweeps.plan import plan
+
+SMALL = ["experiment=smoke", "training.steps=40", "model.num_layers=2"]
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """swept(*arguments): a sweep of runs below tmp_path."""
+    return lambda *arguments: plan(
+        [*SMALL, f"run.root={tmp_path}/runs", f"sweep.root={tmp_path}/sweeps", *map(str, arguments)]
+    )
+
+
+def leave(point, step=40, scores=None, **values):
+    """What a run leaves at `step`, complete or not."""
+    row = {"step": step, "tokens": step * 2048, "ce": 3.0, "val_ce": 3.5, "nnz_mean": 20.0,
+           "nnz_per_layer": [30.0, 10.0], "dead_per_layer": [5, 7]} | values  # fmt: skip
+    point.folder.mkdir(parents=True)
+    before = row | {"step": 1, "tokens": 2048, "ce": 9.0}
+    (point.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (before, row)) + '{"step": 4')
+    if step == point.config.training.steps:
+        (point.checkpoint / "hf").mkdir(parents=True)
+        (point.checkpoint / "COMMITTED").write_text("{}")
+        if scores is not None:
+            (point.checkpoint / "evaluation").mkdir()
+            (point.checkpoint / "evaluation/results.json").write_text(json.dumps(scores))
+
+
+def scored(mean, **tasks):
+    return {"tasks": {t: {"score": s, "stderr": 0.03} for t, s in tasks.items()}, "failed": {}, "mean": mean}
+
+
+def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3,3e-3,1e-2", "sweep.baseline=true")
+    none, l1, unfinished, not_begun, dense = sweep.points
+    leave(none, scores=scored(0.5, arc_easy=0.6, piqa=0.4), val_ce=3.2)
+    leave(l1, scores=scored(0.25, arc_easy=0.25), ce=3.25, val_ce=3.36)
+    leave(unfinished, step=20)
+    leave(dense, nnz_mean=None, nnz_per_layer=None, dead_per_layer=None)
+    rows = table.rows(sweep)
+    assert [list(row) for row in rows] == [list(rows[0])] * 5
+    assert rows[0] == {
+        "sparsity.l1_coefficient": "0", "activation": "relu", "run": none.name, "status": "complete", "step": 40,
+        "tokens": 81920, "ce": 3.0, "val_ce": 3.2, "ce_increase": 0.0, "nnz_mean": 20.0, "nnz_layer_00": 30.0,
+        "nnz_layer_01": 10.0, "dead_neurons": 12, "arc_easy": 0.6, "piqa": 0.4, "mean": 0.5,
+        "mean_stderr": pytest.approx(0.03 / 2**0.5),
+    }  # fmt: skip
+    assert rows[1]["ce_increase"] == pytest.approx(0.05)
+    assert (rows[1]["arc_easy"], rows[1]["piqa"], rows[1]["mean"]) == (0.25, None, 0.25)
+    absent = dict.fromkeys(list(rows[0])[6:])
+    assert rows[2] == absent | {
+        "sparsity.l1_coefficient": "0.003", "activation": "relu", "run": unfinished.name, "status": "unfinished",
+        "step": 20, "tokens": 40960,
+    }  # fmt: skip
+    assert rows[3] == rows[2] | {
+        "sparsity.l1_coefficient": "0.01", "run": not_begun.name, "status": "not begun", "step": None, "tokens": None,
+    }  # fmt: skip
+    assert (rows[4]["activation"], rows[4]["nnz_mean"], rows[4]["dead_neurons"]) == ("silu", None, None)
+    assert rows[4]["ce_increase"] == pytest.approx(3.5 / 3.2 - 1)
+
+    read = list(csv.reader(io.StringIO(table.as_csv(rows))))
+    assert read[0] == list(rows[0])
+    assert read[3][4:6] == ["20", "40960"]
+    assert read[3][6:] == [""] * (len(read[0]) - 6)
+    assert float(read[2][read[0].index("ce_increase")]) == rows[1]["ce_increase"]
+
+
+def test_the_cross_entropy_is_compared_within_the_other_swept_values(swept):
+    sweep = swept("training.seed=0,1", "sparsity.l1_coefficient=0,1e-3", "sweep.baseline=true")
+    for point, val_ce in zip(sweep.points, (2.0, 2.2, 4.0, 5.0, 2.5, 4.5), strict=True):
+        leave(point, val_ce=val_ce)
+    expected = [0, 0.1, 0, 0.25, 0.25, 0.125]
+    assert [row["ce_increase"] for row in table.rows(sweep)] == pytest.approx(expected)
+
+
+def test_without_validation_the_training_cross_entropy_is_compared_and_without_l1_zero_nothing(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    for point, ce in zip(sweep.points, (2.0, 3.0), strict=True):
+        leave(point, ce=ce, val_ce=None)
+    assert [row["ce_increase"] for row in table.rows(sweep)] == [0, 0.5]
+    assert [row["ce_increase"] for row in table.rows(swept("sparsity.l1_coefficient=1e-3,2e-3"))] == [None, None]
+
+
+def test_a_task_that_failed_and_scores_that_cannot_be_read_are_empty(swept, capsys):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    for point in sweep.points:
+        leave(point, scores={"tasks": {"piqa": {"score": 0.5, "stderr": None}}, "failed": {"x": "gone"}, "mean": None})
+    (sweep.points[1].checkpoint / "evaluation/results.json").write_text('{"tasks"')
+    rows = table.rows(sweep)
+    assert [(row["piqa"], row["mean"], row["mean_stderr"]) for row in rows] == [(0.5, None, None), (None, None, None)]
+    assert f"the scores of {sweep.points[1].checkpoint} are left out: " in capsys.readouterr().err
+
+
+def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    leave(sweep.points[0], scores=scored(0.5, arc_easy=0.6))
+    lines = table.as_markdown(sweep, table.rows(sweep)).splitlines()
+    assert len({len(line) for line in lines[:4]}) == 1
+    header, first, second = ([cell.strip() for cell in lines[i].split("|")[1:-1]] for i in (0, 2, 3))
+    assert dict(zip(header, first, strict=True)) == {
+        "sparsity.l1_coefficient": "0", "activation": "relu", "run": sweep.points[0].name, "status": "complete",
+        "steps": "40", "CE": "3.000", "held-out CE": "3.500", "CE increase": "+0.00%", "nonzeros": "20.0", "dead": "12",
+        "arc_easy": "60.0%", "mean": "50.0%",
+    }  # fmt: skip
+    assert second[3:] == ["not begun"] + [""] * 8
+    assert any("silent for the last 100,000 tokens" in line for line in lines)
+    assert any("multiplies the sum of |h|" in line for line in lines)
+
+
+def test_the_figure_has_a_panel_for_what_exists(swept, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figure, "_draw", lambda axes, panel, lines, dense: drawn.append((panel.title, [*lines], dense)))
+    sweep = swept("sparsity.l1_coefficient=0,1e-3", "sweep.baseline=true")
+    leave(sweep.points[0])
+    assert figure.draw(sweep, table.rows(sweep)) is None
+    leave(sweep.points[1])
+    leave(sweep.points[2], nnz_mean=None, nnz_per_layer=None, dead_per_layer=None)
+    assert figure.draw(sweep, table.rows(sweep)).keys() == {"png", "pdf"}
+    assert [title for title, _, _ in drawn] == [panel.title for panel in figure.PANELS[1:]]
+    assert all(lines == ["ReLU + L1"] and dense[0][0] is sweep.points[2] for _, lines, dense in drawn)
+
+
+def test_lines_and_baselines_are_drawn_where_the_numbers_are(swept):
+    from matplotlib import pyplot as plt
+
+    sweep = swept("training.seed=0,1", "sparsity.l1_coefficient=0,1e-3", "sweep.baseline=true")
+    for point, val_ce in zip(sweep.points, (2.0, 2.2, 4.0, 5.0, 2.5, 4.5), strict=True):
+        leave(point, val_ce=val_ce)
+    runs = list(zip(sweep.points, table.rows(sweep), strict=True))
+    panel = next(panel for panel in figure.PANELS if panel.ylabel == "increase")
+    axes = plt.figure().add_subplot()
+    figure._draw(axes, panel, {"training.seed=0": runs[:2], "training.seed=1": runs[2:4]}, runs[4:])
+    drawn = {line.get_label(): line for line in axes.get_lines()}
+    plt.close()
+    assert list(drawn["training.seed=1"].get_xdata()) == [0, 1e-3]
+    assert list(drawn["training.seed=1"].get_ydata()) == pytest.approx([0, 0.25])
+    dense = [drawn[f"dense SiLU, training.seed={seed}"] for seed in (0, 1)]
+    assert [line.get_ydata()[0] for line in dense] == pytest.approx([0.25, 0.125])
+    assert [line.get_color() for line in dense] == ["C0", "C1"]
+
+
+def test_the_same_numbers_give_the_same_files(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    for point in sweep.points:
+        leave(point, scores=scored(0.5, arc_easy=0.6))
+    sweep.folder.mkdir(parents=True)
+
+    def files():
+        report.write_all(sweep)
+        return {path.name: path.read_bytes() for path in sweep.folder.iterdir()}
+
+    first = files()
+    assert set(first) == {"sweep.csv", "sweep.md", "sweep.png", "sweep.pdf", "lock"}
+    assert first["sweep.png"].startswith(b"\x89PNG")
+    assert b"![" in first["sweep.md"]
+    assert files() == first
