@@ -1,9 +1,9 @@
 // PTX of sm_90a, one instruction (or one idiom) per function, no policy. Names follow the PTX ISA.
 //
 // Shared memory is written through two proxies: ordinary stores and cp.async through the generic one, TMA through the
-// async one. WGMMA and TMA stores read through the async proxy: between what the generic proxy wrote and such a read
-// stands fence_proxy_async(), in the writing thread before the barrier that hands it over, or (cp.async, whose writes
-// are complete when its barrier is) in the reading thread after it.
+// async one. WGMMA reads through the async proxy: between what the generic proxy wrote and such a read stands
+// fence_proxy_async(), in the writing thread before the barrier that hands it over, or (cp.async, whose writes are
+// complete when its barrier is) in the reading thread after it.
 #pragma once
 
 #include <cstdint>
@@ -140,34 +140,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, cons
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t source, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
-// `bytes` (a multiple of 16) side by side from shared to global memory.
-__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Waits until at most kPending of this thread's bulk groups still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
 // --- 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 ---
-
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
