@@ -141,10 +141,30 @@ cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int6
                      int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
                      int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
+// All gradients, dense and slow, if `rest` points to other than zero, else nothing: what the tile engine leaves undone
+// backward. Non-gated: w_gate is W_u, w_up and dw_up are null.
+struct RestBackward {
+  const int32_t* rest;
+  const void *x, *dy;                          // bf16 [M, K]
+  const void *w_gate, *w_up, *w_down_t;        // bf16 [N, K]
+  const float* dl1;                            // [1]
+  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights
+  void* planes;                                // rest_backward_workspace(m, n) bytes
+  int32_t* arrivals;                           // [2] zero before and after
+  int m, k, n;
+};
+int64_t rest_backward_workspace(int64_t m, int64_t n);
+cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
+
 // The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics:
 // l1, and, zeroed by the caller, fired, counters[kNonzeros] and counters[kUnion]. h may be z or u.
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
                       float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
+
+// The dense engine's elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
+// (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.
+cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, const float* dl1, int64_t count, void* dz,
+                               void* du, void* h, cudaStream_t stream);
 
 }  // namespace sparsellm
