@@ -25,7 +25,7 @@ CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/t
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
 # Nonzeros that the tile engine has room for, 4 bytes each.
 LISTED_PER_TOKEN, LONG_PER_TOKEN = 320, 128  # in all; in long rows
-MIN_ROOM, MAX_ROOM = 1 << 24, (1 << 32) - 4
+MIN_ROOM, MAX_ROOM = 1 << 22, (1 << 32) - 4
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
