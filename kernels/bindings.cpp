@@ -109,21 +109,95 @@ void tile_plan(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
       plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
 }
 
-void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, Tensor l1_partials,
-             Tensor l1) {
+void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, Tensor hidden,
+             OptionalTensor ups, Tensor l1_partials, Tensor l1) {
   const Call call("tile_up", rows);
   call.check(sparsellm::tile_up(
       call.data(x), call.data(w_up), m, x ? x->size(1) : 0, n,
-      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals),
-      call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
+      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), call.data<uint32_t>(hidden),
+      call.data(ups), call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
 }
 
-void tile_down(Tensor w_down_t, SPARSELLM_PLAN_TENSORS, Tensor y) {
-  const Call call("tile_down", y);
-  call.check(sparsellm::tile_down(
-      call.data(w_down_t), y.size(0), y.size(1), w_down_t.size(0),
-      plan_of(call, y.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.data(y),
+// `neurons` and those after it: NeuronPlan.
+#define SPARSELLM_NEURON_TENSORS \
+  Tensor frequencies, Tensor ranks, Tensor neurons, Tensor masks, Tensor before, Tensor neuron_slots, Tensor counts, \
+      Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, \
+      Tensor neuron_totals
+
+void neuron_plan(int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_TENSORS) {
+  const Call call("neuron_plan", rows);
+  const sparsellm::NeuronPlan out = {
+      call.data<int32_t>(frequencies),   call.data<int32_t>(ranks),     call.data<int32_t>(neurons),
+      call.data<uint32_t>(masks),        call.data<uint32_t>(before),   call.data<int32_t>(neuron_slots),
+      call.data<uint32_t>(counts),       call.data<uint32_t>(bases),    call.data<uint32_t>(neuron_starts),
+      call.data<int4>(neuron_tiles),     call.data<int4>(neuron_order), call.data<uint32_t>(at),
+      call.data<uint16_t>(places),       call.data<int32_t>(neuron_totals)};
+  call.check(sparsellm::neuron_plan(
+      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), m, n, out, call.stream()));
+}
+
+void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalTensor ups, Tensor dl1, Tensor dz,
+                   OptionalTensor du, Tensor at, Tensor places, Tensor dz_by_neuron, OptionalTensor du_by_neuron,
+                   Tensor h_by_neuron) {
+  const Call call("tile_gradient", dy);
+  const sparsellm::Gradient gradient = {call.data(ups),
+                                        call.data<float>(dl1),
+                                        call.data<uint32_t>(dz),
+                                        call.data<uint32_t>(du),
+                                        call.data<uint32_t>(at),
+                                        call.data<uint16_t>(places),
+                                        call.data<uint32_t>(dz_by_neuron),
+                                        call.data<uint32_t>(du_by_neuron),
+                                        call.data<uint32_t>(h_by_neuron)};
+  call.check(sparsellm::tile_gradient(
+      call.data(dy), call.data(w_down_t), dy.size(0), dy.size(1), w_down_t.size(0),
+      plan_of(call, dy.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), gradient,
       call.stream()));
+}
+
+// slots: [tiles, slots of each], int16 or int32; rows: the row of y at each position.
+void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, OptionalTensor more_weights, Tensor slots,
+               Tensor starts, Tensor order, OptionalTensor rows, Tensor y) {
+  const Call call("tile_spmm", y);
+  sparsellm::Spmm a = {};
+  a.lists[0] = call.data<uint32_t>(lists);
+  a.lists[1] = call.data<uint32_t>(more_lists);
+  a.weights[0] = call.data(weights);
+  a.weights[1] = call.data(more_weights);
+  a.slots = call.data(slots);
+  a.slots_per_tile = slots.size(1);
+  a.wide_slots = slots.element_size() == 4;
+  a.starts = call.data<uint32_t>(starts);
+  a.starts_per_half = starts.size(2);
+  a.order = call.data<int4>(order);
+  a.rows = call.data<int32_t>(rows);
+  a.m = y.size(0);
+  a.k = y.size(1);
+  a.y = call.data(y);
+  call.check(sparsellm::tile_spmm(a, call.stream()));
+}
+
+void rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, OptionalTensor w_up, Tensor w_down_t, Tensor dl1,
+                   Tensor dx, Tensor dw_gate, OptionalTensor dw_up, Tensor dw_down_t, Tensor planes, Tensor arrivals) {
+  const Call call("rest_backward", x);
+  sparsellm::RestBackward a = {};
+  a.rest = call.data<int32_t>(totals) + sparsellm::kRest;
+  a.x = call.data(x);
+  a.dy = call.data(dy);
+  a.w_gate = call.data(w_gate);
+  a.w_up = call.data(w_up);
+  a.w_down_t = call.data(w_down_t);
+  a.dl1 = call.data<float>(dl1);
+  a.dx = call.data(dx);
+  a.dw_gate = call.data(dw_gate);
+  a.dw_up = call.data(dw_up);
+  a.dw_down_t = call.data(dw_down_t);
+  a.planes = call.data(planes);
+  a.arrivals = call.data<int32_t>(arrivals);
+  a.m = static_cast<int>(x.size(0));
+  a.k = static_cast<int>(x.size(1));
+  a.n = static_cast<int>(w_down_t.size(0));
+  call.check(sparsellm::rest_backward(a, call.stream()));
 }
 
 void token_order(Tensor rows, Tensor row_counts, int64_t n, Tensor workspace, Tensor tokens) {
@@ -160,9 +234,15 @@ void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor 
                                   call.data<int64_t>(counters), call.data<int32_t>(tickets), call.stream()));
 }
 
+void pointwise_gradient(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1, Tensor dz, OptionalTensor du, Tensor h) {
+  const Call call("pointwise_gradient", z);
+  call.check(sparsellm::pointwise_gradient(call.data(z), call.data(u), call.data(dh), call.data<float>(dl1), z.numel(),
+                                           call.data(dz), call.data(du), call.data(h), call.stream()));
+}
+
 // The parts of the schemas that several operators share, in the order of the structs of launch.h.
 #define SPARSELLM_PACKED "Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
-#define SPARSELLM_LISTS "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor(a!) lists, "
+#define SPARSELLM_LISTS "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, "
 #define SPARSELLM_QUEUE "Tensor tiles, Tensor order, Tensor items, "
 
 }  // namespace
@@ -183,8 +263,20 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "-> ()");
   library.def(
       "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor(b!) totals, Tensor(c!) l1_partials, Tensor(d!) l1) -> ()");
-  library.def("tile_down(Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE "Tensor totals, Tensor(b!) y) -> ()");
+      "Tensor(a!) totals, Tensor(b!) hidden, Tensor(c!)? ups, Tensor(d!) l1_partials, Tensor(e!) l1) -> ()");
+  library.def(
+      "neuron_plan(int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
+      "Tensor totals, Tensor(a!) frequencies, Tensor(b!) ranks, Tensor(c!) neurons, Tensor(d!) masks, "
+      "Tensor(e!) before, Tensor(f!) neuron_slots, Tensor(g!) counts, Tensor(h!) bases, Tensor(i!) neuron_starts, "
+      "Tensor(j!) neuron_tiles, Tensor(k!) neuron_order, Tensor(l!) at, Tensor(m!) places, "
+      "Tensor(n!) neuron_totals) -> ()");
+  library.def(
+      "tile_gradient(Tensor dy, Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE
+      "Tensor totals, Tensor? ups, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor at, Tensor places, "
+      "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron) -> ()");
+  library.def(
+      "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
+      "Tensor order, Tensor? rows, Tensor(a!) y) -> ()");
   library.def("row_workspace(int m, int k, int n) -> int");
   library.def("row_rest_workspace(int m, int k) -> int");
   library.def(
@@ -196,15 +288,27 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
       "pointwise(Tensor z, Tensor? u, Tensor(a!) h, Tensor(b!) l1_partials, Tensor(c!) l1, Tensor(d!) fired, "
       "Tensor(e!) counters, Tensor(f!) tickets) -> ()");
+  library.def(
+      "pointwise_gradient(Tensor z, Tensor? u, Tensor dh, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor(c!) h) "
+      "-> ()");
+  library.def("rest_backward_workspace(int m, int n) -> int");
+  library.def(
+      "rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, Tensor? w_up, Tensor w_down_t, Tensor dl1, "
+      "Tensor(a!) dx, Tensor(b!) dw_gate, Tensor(c!)? dw_up, Tensor(d!) dw_down_t, Tensor(e!) planes, "
+      "Tensor(f!) arrivals) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
+  library.impl("neuron_plan", TORCH_BOX(&neuron_plan));
+  library.impl("tile_gradient", TORCH_BOX(&tile_gradient));
+  library.impl("tile_spmm", TORCH_BOX(&tile_spmm));
+  library.impl("rest_backward", TORCH_BOX(&rest_backward));
+  library.impl("pointwise_gradient", TORCH_BOX(&pointwise_gradient));
   library.impl("gate_pack", TORCH_BOX(&gate_pack));
   library.impl("pack_rows", TORCH_BOX(&pack_rows));
   library.impl("token_order", TORCH_BOX(&token_order));
   library.impl("tile_plan", TORCH_BOX(&tile_plan));
   library.impl("tile_up", TORCH_BOX(&tile_up));
-  library.impl("tile_down", TORCH_BOX(&tile_down));
   library.impl("row_ffn", TORCH_BOX(&row_ffn));
   library.impl("row_rest", TORCH_BOX(&row_rest));
   library.impl("pointwise", TORCH_BOX(&pointwise));
@@ -215,4 +319,5 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("order_workspace", TORCH_BOX(&sparsellm::order_workspace));
   library.impl("row_workspace", TORCH_BOX(&sparsellm::row_workspace));
   library.impl("row_rest_workspace", TORCH_BOX(&sparsellm::row_rest_workspace));
+  library.impl("rest_backward_workspace", TORCH_BOX(&sparsellm::rest_backward_workspace));
 }

@@ -69,14 +69,61 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
                       cudaStream_t stream);
 
-// h = g * (x w_up^T) for the nonzeros, in the lists' place of g. w_up == null: h = g (non-gated), and x is not read.
-// l1: float32 [1]; l1_partials: float32 [MT * NT * 8].
+// h = g * (x w_up^T) for the nonzeros of the plan's lists, which hold g: h to `hidden`, words as there (they may be the
+// lists themselves), and u to `ups`, bf16, where that is not null. w_up == null: h = g (non-gated), and only l1 is
+// written. l1: float32 [1]; l1_partials: float32 [MT * NT * 8].
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
-                    float* l1_partials, float* l1, cudaStream_t stream);
+                    uint32_t* hidden, void* ups, float* l1_partials, float* l1, cudaStream_t stream);
 
-// y[token] = h w_down_t[slots]: w_down_t [N, K], y [M, K].
-cudaError_t tile_down(const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan, void* y,
-                      cudaStream_t stream);
+// The gradients of the nonzeros: dh = dy w_down_t^T + dl1 sign(h), du = dh g, dz = dh u; non-gated (ups == null, the
+// lists hold h): dz = dh. Each word goes where the nonzero is in the plan's lists, and where it is in those by neuron.
+struct Gradient {
+  const void* ups;         // bf16 [capacity] u, or null
+  const float* dl1;        // float32 [1]
+  uint32_t *dz, *du;       // [capacity] du: null if ups is
+  const uint32_t* at;      // [capacity] each nonzero's index in the lists by neuron,
+  const uint16_t* places;  // and its place there
+  uint32_t *dz_by_neuron, *du_by_neuron, *h_by_neuron;
+};
+cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                          const Gradient& gradient, cudaStream_t stream);
+
+// y[row] = sum over slots of h[row, slot] weights[slots[slot]]; with a second list and weights, the sum of both. Tiles of
+// 128 rows, in halves of 64, as tile/plan.cuh has them.
+struct Spmm {
+  const uint32_t* lists[2];  // h, bf16 << 16 | place; [1]: of the second, or null
+  const void* weights[2];    // bf16 [slots, K]
+  const void* slots;         // [tiles, slots_per_tile] uint16, or uint32 if wide_slots
+  int64_t slots_per_tile;
+  bool wide_slots;
+  const uint32_t* starts;    // [tiles, 2, starts_per_half] where each block's nonzeros start in the lists
+  int64_t starts_per_half;
+  const int4* order;         // [tiles] fullest first
+  const int32_t* rows;       // [m] the row of y at each position, or null: as they come
+  int64_t m, k;
+  void* y;                   // bf16 [m, K]
+};
+cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
+
+// The nonzeros of a tile plan by neuron, for the gradients of the weights: tiles of 128 neurons, most frequent first,
+// their slots being tokens. JT = ceil(N / 128).
+struct NeuronPlan {
+  int32_t* frequencies;  // [N] zeroed by the caller: tokens that fire each
+  int32_t* ranks;        // [N] the position of each neuron
+  int32_t* neurons;      // [N] the neuron at each position
+  uint32_t* masks;       // [JT * 2, MT * 4] tokens, by their position, that fire some neuron of a half
+  uint32_t* before;      // [JT, 3, MT * 4] slots before each word: first half's own, both halves', second half's own
+  int32_t* slots;        // [JT, MT * 128] the tokens of each tile
+  uint32_t* counts;      // [JT * 2, MT * 2] zeroed by the caller: nonzeros of each block of each half
+  uint32_t* bases;       // [MT, JT * 2 * 6] of those, how many come before a token tile's, in the blocks it has part in
+  uint32_t* starts;      // [JT, 2, MT * 2 + 1] where each block's nonzeros start in the lists by neuron
+  int4* tiles;           // [JT] as of TilePlan, and so the next
+  int4* order;
+  uint32_t* at;          // [capacity] for each word of the tile plan's lists: where it is in the lists by neuron,
+  uint16_t* places;      // and its place there
+  int32_t* totals;       // [2] zero before and after
+};
+cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t n, const NeuronPlan& out, cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
@@ -94,10 +141,30 @@ cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int6
                      int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
                      int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
+// All gradients, dense and slow, if `rest` points to other than zero, else nothing: what the tile engine leaves undone
+// backward. Non-gated: w_gate is W_u, w_up and dw_up are null.
+struct RestBackward {
+  const int32_t* rest;
+  const void *x, *dy;                          // bf16 [M, K]
+  const void *w_gate, *w_up, *w_down_t;        // bf16 [N, K]
+  const float* dl1;                            // [1]
+  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights
+  void* planes;                                // rest_backward_workspace(m, n) bytes
+  int32_t* arrivals;                           // [2] zero before and after
+  int m, k, n;
+};
+int64_t rest_backward_workspace(int64_t m, int64_t n);
+cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
+
 // The dense engine's elementwise half in one pass: h = relu(z) * u (u == null: h = relu(z)), and the statistics:
 // l1, and, zeroed by the caller, fired, counters[kNonzeros] and counters[kUnion]. h may be z or u.
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
                       float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
+
+// The dense engine's elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
+// (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.
+cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, const float* dl1, int64_t count, void* dz,
+                               void* du, void* h, cudaStream_t stream);
 
 }  // namespace sparsellm

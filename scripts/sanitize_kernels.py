@@ -72,7 +72,7 @@ def main() -> int:
             compare(f"{name}, {engine}", run(engine, *on_device), expected)
         x, *ws, _ = inputs
         products = [(x @ w.T).cuda() for w in ws]
-        h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None)
+        h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None, products[0])
         compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0

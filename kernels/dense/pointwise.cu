@@ -109,7 +109,62 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   }
 }
 
+__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// Eight entries to a thread; dz may be dh.
+template <bool kGated>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    pointwise_gradient_kernel(const uint4* z, const uint4* u, const uint4* dh, const float* dl1_at, int64_t eights,
+                              uint4* dz, uint4* du, uint4* h) {
+  const float dl1 = *dl1_at;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kPointwiseThreads + threadIdx.x; at < eights;
+       at += static_cast<int64_t>(gridDim.x) * kPointwiseThreads) {
+    const uint4 z8 = __ldcs(z + at), dh8 = __ldcs(dh + at);
+    uint4 u8 = make_uint4(0, 0, 0, 0);
+    if constexpr (kGated) u8 = __ldcs(u + at);
+    const uint32_t zs[4] = {z8.x, z8.y, z8.z, z8.w}, us[4] = {u8.x, u8.y, u8.z, u8.w};
+    const uint32_t dhs[4] = {dh8.x, dh8.y, dh8.z, dh8.w};
+    uint32_t out_z[4], out_u[4], out_h[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float dz2[2], du2[2], h2[2];
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const auto value = [&](uint32_t pair) {
+          return __uint_as_float(side == 0 ? pair << 16 : pair & 0xffff0000);
+        };
+        const float its_z = value(zs[i]), g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
+        const float its_u = kGated ? value(us[i]) : 1.0f;
+        h2[side] = rounded(g * its_u);
+        const float sign = !kGated || h2[side] > 0.0f ? 1.0f : h2[side] < 0.0f ? -1.0f : h2[side];
+        const float total = value(dhs[i]) + dl1 * sign;
+        dz2[side] = g != 0.0f ? total * its_u : 0.0f;
+        du2[side] = total * g;
+      }
+      out_z[i] = ptx::cvt_bf16x2(dz2[0], dz2[1]);
+      out_u[i] = ptx::cvt_bf16x2(du2[0], du2[1]);
+      out_h[i] = ptx::cvt_bf16x2(h2[0], h2[1]);
+    }
+    dz[at] = make_uint4(out_z[0], out_z[1], out_z[2], out_z[3]);
+    h[at] = make_uint4(out_h[0], out_h[1], out_h[2], out_h[3]);
+    if constexpr (kGated) du[at] = make_uint4(out_u[0], out_u[1], out_u[2], out_u[3]);
+  }
+}
+
 }  // namespace
+
+cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, const float* dl1, int64_t count, void* dz,
+                               void* du, void* h, cudaStream_t stream) {
+  int processors = 0;
+  const cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t eights = count / 8, wanted = ceil_div(eights, kPointwiseThreads);
+  const auto in = [](const void* pointer) { return static_cast<const uint4*>(pointer); };
+  const auto out = [](void* pointer) { return static_cast<uint4*>(pointer); };
+  return launch(u == nullptr ? pointwise_gradient_kernel<false> : pointwise_gradient_kernel<true>,
+                wanted < 8 * processors ? wanted : 8 * processors, kPointwiseThreads, 0, 1, stream, in(z), in(u),
+                in(dh), dl1, eights, out(dz), out(du), out(h));
+}
 
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
                       uint8_t* fired, int64_t* counters, int32_t* tickets, cudaStream_t stream) {

@@ -5,8 +5,10 @@ Everything is bfloat16 on one Hopper GPU, checked by the callers (sparsellm.ops.
 kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
 
 Each engine turns a packed gate product into y [M, K] and l1 (0-d float32); for non-gated layers x and w_up are None.
+What an engine saves for backward is in `Saved`; its own backward reads it.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,10 +25,23 @@ CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/t
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
 # Nonzeros that the tile engine has room for, 4 bytes each.
 LISTED_PER_TOKEN, LONG_PER_TOKEN = 320, 128  # in all; in long rows
-MIN_ROOM, MAX_ROOM = 1 << 24, (1 << 32) - 4
+MIN_ROOM, MAX_ROOM = 1 << 22, (1 << 32) - 4
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
+
+
+class Saved(NamedTuple):
+    """What a forward engine leaves to its backward, beside the inputs: flat, and empty where there is nothing."""
+
+    first: Tensor  # dense: z, [M * N] in the compute dtype. tile: u of each word of the lists (non-gated: empty)
+    second: Tensor  # dense: u, [M * N] (non-gated: empty). tile: empty
+    lists: Tensor  # tile: int32, TilePlan's, with g (non-gated: h)
+    index: Tensor  # tile: int32, the rest of TilePlan
+
+    @classmethod
+    def nothing(cls, like: Tensor) -> "Saved":
+        return cls(*(like.new_empty(0) for _ in range(2)), *(like.new_empty(0, dtype=torch.int32) for _ in range(2)))
 
 
 class Gate(NamedTuple):
@@ -48,34 +63,53 @@ class Gate(NamedTuple):
         return self.fired.view(torch.bool), self.counters[:3]
 
 
-def gated_forward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) of sparsellm.ops.gated_ffn by the engine of `plan`."""
+def forward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, saving: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Saved]:
+    """(y, l1, fired, counts) of sparsellm.ops.gated_ffn by the engine of `plan`; if `saving`, what its backward needs.
+
+    Non-gated: w_gate is W_u, and w_up None. Raises ValueError for saving by the row engine, which has no backward.
+    """
     engine, compression = plan.tolist()
+    saved = Saved.nothing(x)
     if not x.shape[0]:
-        return _nothing(x, w_down.shape[1])
-    x, w_gate, w_up = _readable(x), _readable(w_gate), _readable(w_up)
+        return *_nothing(x, w_down.shape[1]), saved
+    x, w_gate, w_up = _readable(x), _readable(w_gate), None if w_up is None else _readable(w_up)
     if engine == DENSE:
-        return dense_engine(x @ w_gate.T, x @ w_up.T, w_down)
+        z, u = x @ w_gate.T, None if w_up is None else x @ w_up.T
+        if saving:
+            saved = saved._replace(first=z.view(-1), second=saved.second if u is None else u.view(-1))
+        return *dense_engine(z, u, w_down, keep=saving), saved
     gate = pack_gate(x, w_gate, compression)
-    run = row_engine if engine == ROW else tile_engine
-    return *run(gate, x, w_up, _transposed(w_down, w_down_t)), *gate.statistics()
+    up = (None, None) if w_up is None else (x, w_up)
+    if engine == ROW:
+        if saving:
+            raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
+        return *row_engine(gate, *up, _transposed(w_down, w_down_t)), *gate.statistics(), saved
+    y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t), saving=saving)
+    return y, l1, *gate.statistics(), made[0] if saving else saved
 
 
-def nongated_forward(
-    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) of sparsellm.ops.nongated_ffn by the engine of `plan`."""
-    engine, compression = plan.tolist()
-    if not x.shape[0]:
-        return _nothing(x, w_down.shape[1])
-    x, w_up = _readable(x), _readable(w_up)
-    if engine == DENSE:
-        return dense_engine(x @ w_up.T, None, w_down)
-    gate = pack_gate(x, w_up, compression)
-    run = row_engine if engine == ROW else tile_engine
-    return *run(gate, None, None, _transposed(w_down, w_down_t)), *gate.statistics()
+def backward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(dx, dw_gate, dw_up, dw_down) of `forward`, by the engine that saved. dl1: 0-d float32 or the compute dtype."""
+    m, n = x.shape[0], w_down.shape[1]
+    if not m:
+        return (
+            torch.zeros_like(x),
+            torch.zeros_like(w_gate),
+            None if w_up is None else torch.zeros_like(w_up),
+            (torch.zeros_like(w_down)),
+        )
+    x, dy, w_gate, w_up = _readable(x), _readable(dy), _readable(w_gate), None if w_up is None else _readable(w_up)
+    dl1 = dl1.float().reshape(1)
+    if not len(saved.index):
+        z, u = saved.first.view(m, n), None if w_up is None else saved.second.view(m, n)
+        dz, du, h = dense_gradient(z, u, dy @ w_down, dl1)
+        dx = dz @ w_gate if du is None else torch.addmm(dz @ w_gate, du, w_up)
+        return dx, dz.T @ x, None if du is None else du.T @ x, dy.T @ h
+    return tile_backward(x, w_gate, w_up, _transposed(w_down, None), dy, dl1, saved)
 
 
 def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
@@ -113,6 +147,57 @@ class TilePlan(NamedTuple):
     items: Tensor  # int32 [MT * NT, 4]
     totals: Tensor  # int32 [TOTALS]
 
+    def saved(self, ups: Tensor | None) -> Saved:
+        """What of this backward needs, and u."""
+        tokens = self.slots.new_empty(0, dtype=torch.int32) if self.tokens is None else self.tokens
+        # What is read 16 bytes at a time comes first, and so is aligned.
+        slots = self.slots.view(torch.int32)
+        parts = (self.tiles, self.order, self.items, self.totals, slots, self.starts, tokens)
+        nothing = Saved.nothing(self.slots.new_empty(0, dtype=torch.bfloat16))
+        index = torch.cat([part.reshape(-1) for part in parts])
+        return nothing._replace(first=nothing.first if ups is None else ups, lists=self.lists, index=index)
+
+    @classmethod
+    def of_saved(cls, saved: Saved, m: int, n: int) -> "TilePlan":
+        """The plan that was saved, but for its rows, which backward does not need."""
+        token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
+        shapes = (
+            (token_tiles, 4),
+            (token_tiles, 4),
+            (token_tiles * column_tiles, 4),
+            (TOTALS,),
+            (token_tiles, column_tiles * COLUMN_TILE // 2),
+            (token_tiles, 2, column_tiles * COLUMN_TILE // BLOCK + 1),
+        )
+        sizes = [math.prod(shape) for shape in shapes]
+        *parts, tokens = saved.index.split([*sizes, len(saved.index) - sum(sizes)])
+        of_tiles, order, items, totals, slots, starts = (
+            part.view(shape) for part, shape in zip(parts, shapes, strict=True)
+        )
+        return cls(
+            saved.lists.new_empty(0), tokens if len(tokens) else None, slots.view(torch.int16), starts, saved.lists,
+            of_tiles, order, items, totals,
+        )  # fmt: skip
+
+
+class NeuronPlan(NamedTuple):
+    """The nonzeros by neuron (launch.h: NeuronPlan): int32, `places` int16; frequencies, counts and totals zeroed."""
+
+    frequencies: Tensor
+    ranks: Tensor
+    neurons: Tensor
+    masks: Tensor
+    before: Tensor
+    slots: Tensor
+    counts: Tensor
+    bases: Tensor
+    starts: Tensor
+    tiles: Tensor
+    order: Tensor
+    at: Tensor
+    places: Tensor
+    totals: Tensor
+
 
 def tile_plan(gate: Gate, ordered: bool = True, room: tuple[int, int] | None = None) -> TilePlan:
     """Room for the plan of a tile engine, of which only the totals have contents. Arguments as of `tile_engine`."""
@@ -148,13 +233,14 @@ def tile_engine(
     w_down_t: Tensor,
     ordered: bool = True,
     room: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
+    saving: bool = False,
+) -> tuple[Tensor, ...]:
     """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K].
 
     ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
     128 tokens in a row do. room: how many nonzeros there may be in all, and in rows of more than ROW_CAPACITY
     (`tile_room` unless given); if there are more, the row engine does everything, and gate.counters' overflow grows by
-    M.
+    M. saving: returns what `tile_backward` needs as well.
     """
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
@@ -167,12 +253,63 @@ def tile_engine(
         workspace = _bytes(y, ops.order_workspace(m, n))
         ops.token_order(plan.rows, gate.row_counts, n, workspace, plan.tokens)
     ops.tile_plan(*gate, *plan)
-    ops.tile_up(x, w_up, m, n, *plan, l1_partials, l1)
-    ops.tile_down(w_down_t, *plan, y)
+    ups = x.new_empty(len(plan.lists)) if saving and x is not None else None
+    hidden = plan.lists if ups is None else torch.empty_like(plan.lists)  # g is needed again only if it is saved
+    ops.tile_up(x, w_up, m, n, *plan, hidden, ups, l1_partials, l1)
+    ops.tile_spmm(hidden, w_down_t, None, None, plan.slots, plan.starts, plan.order, plan.tokens, y)
     if len(plan.lists) < m * n or len(plan.rows) < m * (ROW_CAPACITY + n):  # else there is room for anything
         workspace, tickets = _bytes(y, ops.row_rest_workspace(m, k)), gate.scratch()[1]
         ops.row_rest(x, w_up, w_down_t, *gate, plan.totals, workspace, tickets, l1, y)
-    return y, l1
+    return (y, l1, plan.saved(ups)) if saving else (y, l1)
+
+
+def tile_backward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down_t: Tensor, dy: Tensor, dl1: Tensor, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The gradients by what the tile engine saved; w_down_t [N, K], dl1 float32 [1]."""
+    ops = torch.ops.sparsellm_cuda
+    m, n = x.shape[0], w_down_t.shape[0]
+    plan = TilePlan.of_saved(saved, m, n)
+    token_tiles, neuron_tiles, capacity = tiles(m, TOKEN_TILE), tiles(n, TOKEN_TILE), len(plan.lists)
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return saved.lists.new_empty(shape, dtype=dtype)
+
+    by_neuron = NeuronPlan(
+        frequencies=saved.lists.new_zeros(n),
+        ranks=integers(n),
+        neurons=integers(n),
+        masks=integers(neuron_tiles * 2, token_tiles * 4),
+        before=integers(neuron_tiles, 3, token_tiles * 4),
+        slots=integers(neuron_tiles, token_tiles * TOKEN_TILE),
+        counts=saved.lists.new_zeros(neuron_tiles * 2, token_tiles * 2),
+        bases=integers(token_tiles, neuron_tiles * 2 * 6),
+        starts=integers(neuron_tiles, 2, token_tiles * 2 + 1),
+        tiles=integers(neuron_tiles, 4),
+        order=integers(neuron_tiles, 4),
+        at=integers(capacity),
+        places=integers(capacity, dtype=torch.int16),
+        totals=saved.lists.new_zeros(2),
+    )
+    gated = w_up is not None
+    ups = saved.first if gated else None
+    dz, dz_by_neuron, h_by_neuron = (integers(capacity) for _ in range(3))
+    du, du_by_neuron = (integers(capacity) for _ in range(2)) if gated else (None, None)
+    ops.neuron_plan(m, n, *plan, *by_neuron)
+    ops.tile_gradient(
+        dy, w_down_t, *plan, ups, dl1, dz, du, by_neuron.at, by_neuron.places, dz_by_neuron, du_by_neuron, h_by_neuron
+    )
+    dx, dw_gate, dw_down_t = torch.empty_like(x), torch.empty_like(w_gate), torch.empty_like(w_down_t)
+    dw_up = torch.empty_like(w_up) if gated else None
+    ops.tile_spmm(dz, w_gate, du, w_up, plan.slots, plan.starts, plan.order, plan.tokens, dx)
+    of_neurons = (by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons)
+    ops.tile_spmm(dz_by_neuron, x, None, None, *of_neurons, dw_gate)
+    if gated:
+        ops.tile_spmm(du_by_neuron, x, None, None, *of_neurons, dw_up)
+    ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t)
+    planes, arrivals = _bytes(x, ops.rest_backward_workspace(m, n)), saved.lists.new_zeros(2)
+    ops.rest_backward(plan.totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals)
+    return dx, dw_gate, dw_up, dw_down_t.t()
 
 
 def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,20 +323,30 @@ def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tens
     return y, l1
 
 
-def dense_engine(z: Tensor, u: Tensor | None, w_down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel. Overwrites z."""
-    h, *statistics = dense_hidden(z, u)
+def dense_engine(
+    z: Tensor, u: Tensor | None, w_down: Tensor, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, fired, counts) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel. Overwrites z, unless
+    `keep`."""
+    h, *statistics = dense_hidden(z, u, torch.empty_like(z) if keep else z)
     return h @ w_down.T, *statistics
 
 
-def dense_hidden(z: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, in the memory of z."""
+def dense_hidden(z: Tensor, u: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, to `h`, which may be z."""
     m, n = z.shape
     counters = z.new_zeros(COUNTERS, dtype=torch.int64)
     fired, tickets = _zeros(z.device, (n, torch.uint8), (1, torch.int32))
     l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
-    torch.ops.sparsellm_cuda.pointwise(z, u, z, l1_partials, l1, fired, counters, tickets)
-    return z, l1, fired.view(torch.bool), counters[:3]
+    torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters, tickets)
+    return h, l1, fired.view(torch.bool), counters[:3]
+
+
+def dense_gradient(z: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(dz, du, h) from z, u, dh [M, N] and dl1 float32 [1]; dz in the memory of dh."""
+    du, h = None if u is None else torch.empty_like(u), torch.empty_like(z)
+    torch.ops.sparsellm_cuda.pointwise_gradient(z, u, dh, dl1, dh, du, h)
+    return dh, du, h
 
 
 def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,9 +5,9 @@
 
 `plan` says who computes. None: the PyTorch reference, traced, so that torch.compile fuses its elementwise half; it
 saves for backward g and u (h, for non-gated) beside the inputs. A plan tensor (`plan_of()`): the registered operator
-`torch.ops.sparsellm.*`, opaque to compilers, which reads the plan when it runs, so that a new plan never recompiles; it
-saves the inputs alone, and backward computes the dense products once more. Both run the same mathematics
-(sparsellm.ops.reference).
+`torch.ops.sparsellm.feedforward`, opaque to compilers, which reads the plan when it runs, so that a new plan never
+recompiles; its engine saves what its backward needs: dense two planes of M x N, tile the packed g and u. Both run the
+same mathematics (sparsellm.ops.reference).
 
 A plan is two integers: the engine, and the compression of the packed gate. The row and tile engines run on CUDA
 kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes the fused elementwise kernel
@@ -67,7 +67,8 @@ def gated_ffn(
     transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
         return _unmeasured_union(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
-    return _output(*torch.ops.sparsellm.gated_ffn(x, w_gate, w_up, w_down, plan, *transposed))
+    saving = _saving(x, w_gate, w_up, w_down)
+    return _output(*torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, *transposed, saving)[:4])
 
 
 def nongated_ffn(
@@ -79,7 +80,8 @@ def nongated_ffn(
     transposed = _applicable(w_down_t, given, w_down, plan)
     if plan is None:
         return _unmeasured_union(*_Nongated.apply(x, w_up, w_down)[:5])
-    return _output(*torch.ops.sparsellm.nongated_ffn(x, w_up, w_down, plan, *transposed))
+    saving = _saving(x, w_up, w_down)
+    return _output(*torch.ops.sparsellm.feedforward(x, w_up, None, w_down, plan, *transposed, saving)[:4])
 
 
 def _output(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:
@@ -102,6 +104,23 @@ def _applicable(
     if not torch.compiler.is_compiling():
         check_fresh(w_down_t.weight, w_down_t.stamp, given)
     return None, None
+
+
+def _saving(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _check_layer(x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor) -> None:
+    if w_up is None:
+        _check(x, w_down, w_up=w_gate)
+    else:
+        _check(x, w_down, w_gate=w_gate, w_up=w_up)
+
+
+def _loaded() -> bool:
+    from sparsellm.ops import build
+
+    return build.loaded()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -209,79 +228,84 @@ class _Nongated(torch.autograd.Function):
     backward = staticmethod(_nongated_gradients)
 
 
-# The registered operators. Their backward is an operator too: autograd of a registered operator must not look inside.
-# They save their inputs alone, and return (y, l1, fired, counts): an operator's results may not share memory, and
-# counts, int64 [3] of nonzeros, overflow and union, is one result.
+# The registered operator, gated or not (w_up None, w_gate then being W_u). Its backward is an operator too: autograd of
+# a registered operator must not look inside. It returns (y, l1, fired, counts) and what backward needs: four tensors
+# (sparsellm.ops.cuda.Saved) whose sizes depend on the plan, and so are known only when it runs. An operator's results
+# may not share memory, and counts, int64 [3] of nonzeros, overflow and union, is one result.
 
 
-@torch.library.custom_op("sparsellm::gated_ffn", mutates_args=())
-def _gated_op(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, w_down, w_gate=w_gate, w_up=w_up)
+@torch.library.custom_op("sparsellm::feedforward", mutates_args=())
+def _feedforward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None,
+    stamp: Tensor | None, saving: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_layer(x, w_gate, w_up, w_down)
     _check_plan(plan)
     if w_down_t is not None:
         check_fresh(w_down_t, stamp, w_down)
     if kernels := _kernels(x, plan):
-        return kernels.gated_forward(x, w_gate, w_up, w_down, plan, w_down_t)
-    y, l1, nnz, fired, overflow, g, _ = reference.gated_forward(x, w_gate, w_up, w_down)
-    return y, l1, fired, torch.stack([nnz, overflow, reference.union(g != 0)])
+        *outputs, saved = kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+        return *outputs, *saved
+    if w_up is None:
+        y, l1, nnz, fired, overflow, g = reference.nongated_forward(x, w_gate, w_down)
+        planes = (g,)
+    else:
+        y, l1, nnz, fired, overflow, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
+        g = planes[0]
+    counts = torch.stack([nnz, overflow, reference.union(g != 0)])
+    nothing = [x.new_empty(0, dtype=d) for d in (x.dtype, x.dtype, torch.int32, torch.int32)]
+    saved = [plane.flatten() for plane in planes] if saving else []
+    return y, l1, fired, counts, *saved, *nothing[len(saved) :]
 
 
-@torch.library.custom_op("sparsellm::gated_ffn_backward", mutates_args=())
-def _gated_backward_op(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return reference.gated_recomputed_backward(x, w_gate, w_up, w_down, dy, dl1)
+@_feedforward.register_fake
+def _(x, w_gate, w_up, w_down, plan, w_down_t, stamp, saving):
+    if w_up is None:
+        y, l1, nnz, fired, *_ = reference.nongated_forward(x, w_gate, w_down)
+    else:
+        y, l1, nnz, fired, *_ = reference.gated_forward(x, w_gate, w_up, w_down)
+    new_size = torch.library.get_ctx().new_dynamic_size if saving else lambda: 0
+    saved = [x.new_empty(new_size(), dtype=d) for d in (x.dtype, x.dtype, torch.int32, torch.int32)]
+    return y, l1, fired, nnz.new_empty(3), *saved
 
 
-@torch.library.custom_op("sparsellm::nongated_ffn", mutates_args=())
-def _nongated_op(
-    x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor, w_down_t: Tensor | None, stamp: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, w_down, w_up=w_up)
-    _check_plan(plan)
-    if w_down_t is not None:
-        check_fresh(w_down_t, stamp, w_down)
-    if kernels := _kernels(x, plan):
-        return kernels.nongated_forward(x, w_up, w_down, plan, w_down_t)
-    y, l1, nnz, fired, overflow, h = reference.nongated_forward(x, w_up, w_down)
-    return y, l1, fired, torch.stack([nnz, overflow, reference.union(h != 0)])
+@torch.library.custom_op("sparsellm::feedforward_backward", mutates_args=())
+def _feedforward_backward(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, dy: Tensor, dl1: Tensor,
+    first: Tensor, second: Tensor, lists: Tensor, index: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    if x.is_cuda and x.dtype == torch.bfloat16 and _loaded():
+        from sparsellm.ops import cuda
+
+        gradients = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
+        return [gradient.contiguous() for gradient in gradients if gradient is not None]
+    shape = (x.shape[0], w_down.shape[1])
+    if w_up is None:
+        return list(reference.nongated_backward(x, w_gate, w_down, first.view(shape), dy, dl1))
+    return list(reference.gated_backward(x, w_gate, w_up, w_down, first.view(shape), second.view(shape), dy, dl1))
 
 
-@torch.library.custom_op("sparsellm::nongated_ffn_backward", mutates_args=())
-def _nongated_backward_op(
-    x: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.nongated_recomputed_backward(x, w_up, w_down, dy, dl1)
+@_feedforward_backward.register_fake
+def _(x, w_gate, w_up, w_down, dy, dl1, first, second, lists, index):
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, w_gate, w_up, w_down) if t is not None
+    ]
 
 
-# Fake tensors run the reference itself: shapes and dtypes then cannot disagree with it.
+def _feedforward_context(ctx, inputs, output) -> None:
+    x, w_gate, w_up, w_down, *_, saving = inputs
+    if saving:
+        ctx.gated = w_up is not None
+        ctx.save_for_backward(x, w_gate, w_up, w_down, *output[4:])
 
 
-@_gated_op.register_fake
-def _(x, w_gate, w_up, w_down, plan, w_down_t, stamp):
-    y, l1, nnz, fired, *_ = reference.gated_forward(x, w_gate, w_up, w_down)
-    return y, l1, fired, nnz.new_empty(3)
+def _feedforward_gradients(ctx, dy, dl1, *_unused):
+    x, w_gate, w_up, w_down, *saved = ctx.saved_tensors
+    gradients = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, *saved)
+    dx, dw_gate, *dw_up, dw_down = gradients
+    return dx, dw_gate, dw_up[0] if dw_up else None, dw_down, None, None, None, None
 
 
-@_nongated_op.register_fake
-def _(x, w_up, w_down, plan, w_down_t, stamp):
-    y, l1, nnz, fired, *_ = reference.nongated_forward(x, w_up, w_down)
-    return y, l1, fired, nnz.new_empty(3)
-
-
-_gated_backward_op.register_fake(reference.gated_recomputed_backward)
-_nongated_backward_op.register_fake(reference.nongated_recomputed_backward)
-
-_gated_op.register_autograd(
-    lambda ctx, dy, dl1, *_: (*_gated_backward_op(*ctx.saved_tensors, dy, dl1), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4]),
-)
-_nongated_op.register_autograd(
-    lambda ctx, dy, dl1, *_: (*_nongated_backward_op(*ctx.saved_tensors, dy, dl1), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
-)
+_feedforward.register_autograd(_feedforward_gradients, setup_context=_feedforward_context)
 for _device in ("cpu", "cuda"):
-    _gated_op.register_autocast(_device, torch.bfloat16)
-    _nongated_op.register_autocast(_device, torch.bfloat16)
+    _feedforward.register_autocast(_device, torch.bfloat16)

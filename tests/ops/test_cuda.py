@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import build, cuda, feedforward, plan_of, twell
+from sparsellm.ops import build, cuda, feedforward, plan_of, reference, twell
 
 ROWS = 5  # what stands for the rows
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
@@ -24,11 +24,11 @@ def schemas() -> list[str]:
     return ["".join(re.findall(r'"(.*?)"', body)) for body in re.findall(r"library\.def\((.*?)\);", text, re.S)]
 
 
-def expect(tensor, dtype, *shape):
+def expect(tensor, dtype, *shape, alignment=16):
     assert tensor.dtype == dtype
     assert tuple(tensor.shape) == shape
     assert tensor.is_contiguous()
-    assert tensor.data_ptr() % 16 == 0
+    assert tensor.data_ptr() % alignment == 0
 
 
 def expect_packed(words, wide, mask, row_counts, fired, counters):
@@ -45,9 +45,9 @@ def expect_plan(wide, rows, tokens, slots, starts, lists, tiles, order, items, t
     (m, n), token_tiles, column_tiles = wide.shape, twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
     expect(rows, torch.int32, m * 512 + cuda.tile_room(m, n)[1])
     if tokens is not None:
-        expect(tokens, torch.int32, m)
+        expect(tokens, torch.int32, m, alignment=4)
     expect(slots, torch.int16, token_tiles, column_tiles * 256)
-    expect(starts, torch.int32, token_tiles, 2, column_tiles * 4 + 1)
+    expect(starts, torch.int32, token_tiles, 2, column_tiles * 4 + 1, alignment=4)
     expect(lists, torch.int32, cuda.tile_room(m, n)[0])
     expect(tiles, torch.int32, token_tiles, 4)
     expect(order, torch.int32, token_tiles, 4)
@@ -94,7 +94,9 @@ def token_order(rows, row_counts, n, workspace, tokens):
     tokens.copy_(torch.arange(m - 1, -1, -1))
 
 
-PACKED = []  # what tile_plan was given: the kernels would find it in the lists
+PACKED = []  # what tile_plan was given: the kernels would find it in the lists,
+MATRICES = {}  # and here the matrix [rows, slots' rows] that a list stands for, by its address
+BY_NEURON = set()  # the addresses of those whose rows are neurons
 
 
 def tile_plan(*args):
@@ -107,19 +109,105 @@ def tile_plan(*args):
 
 
 def tile_up(x, w_up, m, n, *args):
-    plan, (l1_partials, l1) = args[:9], args[9:]
+    plan, (lists, ups, l1_partials, l1) = args[:9], args[9:]
     assert PACKED[1].shape == (m, n)
     expect_plan(PACKED[1], *plan)
+    expect(lists, torch.int32, len(plan[4]))
+    assert (ups is None) == (x is None or lists.data_ptr() == plan[4].data_ptr())
+    if ups is not None:
+        expect(ups, torch.bfloat16, len(lists))
     expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256) * 8)
-    PACKED.append(hidden(x, w_up, PACKED[:6]))
-    l1.copy_(PACKED[-1].abs().sum(dtype=torch.float32))
+    h = MATRICES[lists.data_ptr()] = hidden(x, w_up, PACKED[:6])
+    BY_NEURON.discard(lists.data_ptr())
+    l1.copy_(h.abs().sum(dtype=torch.float32))
+    SAVED[:] = [unpacked(PACKED), None if x is None else x @ w_up.T]
 
 
-def tile_down(w_down_t, *args):
-    h, y = PACKED[-1], args[-1]
-    expect_plan(PACKED[1], *args[:-1])
-    expect(w_down_t, torch.bfloat16, h.shape[1], y.shape[1])
-    y.copy_(h @ w_down_t)
+SAVED = []  # g (non-gated: h) and u: the kernels would find them in what backward is given
+
+
+def expect_saved_plan(m, n, rows, *rest):
+    expect(rows, torch.int32, 0)
+    expect_plan(torch.empty(m, n), torch.empty(m * 512 + cuda.tile_room(m, n)[1], dtype=torch.int32), *rest)
+
+
+def neuron_plan(m, n, *args):
+    expect_saved_plan(m, n, *args[:9])
+    token_tiles, halves = twell.tiles(m, 128), 2 * twell.tiles(n, 128)
+    names = cuda.NeuronPlan(*args[9:])
+    for zeroed in (names.frequencies, names.counts, names.totals):
+        assert not zeroed.any()
+    expect(names.frequencies, torch.int32, n)
+    expect(names.ranks, torch.int32, n)
+    expect(names.neurons, torch.int32, n)
+    expect(names.masks, torch.int32, halves, token_tiles * 4)
+    expect(names.before, torch.int32, halves // 2, 3, token_tiles * 4)
+    expect(names.slots, torch.int32, halves // 2, token_tiles * 128)
+    expect(names.counts, torch.int32, halves, token_tiles * 2)
+    expect(names.bases, torch.int32, token_tiles, halves * 6)
+    expect(names.starts, torch.int32, halves // 2, 2, token_tiles * 2 + 1)
+    expect(names.tiles, torch.int32, halves // 2, 4)
+    expect(names.order, torch.int32, halves // 2, 4)
+    expect(names.at, torch.int32, len(args[4]))
+    expect(names.places, torch.int16, len(args[4]))
+    expect(names.totals, torch.int32, 2)
+
+
+def tile_gradient(dy, w_down_t, *args):
+    plan, (ups, dl1, dz, du, at, places, dz_by_neuron, du_by_neuron, h_by_neuron) = args[:9], args[9:]
+    expect(at, torch.int32, len(plan[4]))
+    expect(places, torch.int16, len(plan[4]))
+    (m, _), n = dy.shape, len(w_down_t)
+    expect_saved_plan(m, n, *plan)
+    expect(dl1, torch.float32, 1)
+    g, u = SAVED
+    assert (ups is None) == (du is None) == (du_by_neuron is None) == (u is None)
+    h = g if u is None else g * u
+    dh = (dy @ w_down_t.T).float() + dl1 * h.float().sign()
+    found = {dz: torch.where(g != 0, dh if u is None else dh * u, 0), du: dh * g, h_by_neuron: h}
+    found |= {dz_by_neuron: found[dz], du_by_neuron: found[du]}
+    for lists, matrix in found.items():
+        if lists is not None:
+            expect(lists, torch.int32, len(plan[4]))
+            by_neuron = any(lists is t for t in (dz_by_neuron, du_by_neuron, h_by_neuron))
+            MATRICES[lists.data_ptr()] = (matrix.T if by_neuron else matrix).bfloat16()
+            (BY_NEURON.add if by_neuron else BY_NEURON.discard)(lists.data_ptr())
+
+
+def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, rows, y):
+    matrix = MATRICES[lists.data_ptr()]
+    expect(weights, torch.bfloat16, matrix.shape[1], y.shape[1])
+    assert slots.dtype == (torch.int32 if lists.data_ptr() in BY_NEURON else torch.int16)
+    assert starts.shape[:2] == (len(slots), 2)
+    expect(order, torch.int32, len(slots), 4)
+    sums = matrix.float() @ weights.float()
+    if more_lists is not None:
+        sums += MATRICES[more_lists.data_ptr()].float() @ more_weights.float()
+    y.copy_(sums)
+
+
+def rest_backward_workspace(m, n):
+    return m + n
+
+
+def rest_backward(totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals):
+    expect(totals, torch.int32, 8)
+    for like, gradient in ((x, dx), (w_gate, dw_gate), (w_up, dw_up), (w_down_t, dw_down_t)):
+        if like is not None:
+            expect(gradient, torch.bfloat16, *like.shape)
+    expect(planes, torch.uint8, len(x) + len(w_gate))
+    expect(arrivals, torch.int32, 2)
+    assert not arrivals.any()  # what the others have left in the gradients is the answer
+
+
+def pointwise_gradient(z, u, dh, dl1, dz, du, h):
+    expect(dl1, torch.float32, 1)
+    g = torch.relu(z)
+    h.copy_(g if u is None else g * u)
+    total = dh.float() + dl1 * (h.float().sign() if u is not None else 1)
+    if du is not None:
+        du.copy_(total * g)
+    dz.copy_(torch.where(g != 0, total * u if u is not None else total, 0))
 
 
 def row_rest_workspace(m, k):
@@ -170,8 +258,9 @@ def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
     functions = (
-        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, tile_down, row_workspace,
-        row_rest_workspace, row_ffn, row_rest, pointwise,
+        gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, neuron_plan, tile_gradient, tile_spmm,
+        row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise, pointwise_gradient, rest_backward_workspace,
+        rest_backward,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
@@ -187,8 +276,11 @@ def stand_ins():
         torch.use_deterministic_algorithms(False)
 
 
-def forward(gated):
-    return cuda.gated_forward if gated else cuda.nongated_forward
+def forward(x, ws, plan, w_down_t=None, saving=False):
+    """(y, l1, fired, counts), and what is saved."""
+    w_up = ws[1] if len(ws) == 3 else None
+    *outputs, saved = cuda.forward(x, ws[0], w_up, ws[-1], plan, w_down_t, saving)
+    return outputs, saved
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -199,7 +291,7 @@ def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
     x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
     expected = operator(gated)(x, *ws, plan_of())
     for w_down_t in (None, ws[-1].T.contiguous()):
-        found = forward(gated)(x, *ws, plan_of(engine, 4), w_down_t)
+        found, _ = forward(x, ws, plan_of(engine, 4), w_down_t)
         for name in ("y", "l1", "nnz", "fired", "union"):
             ours, theirs = getattr(feedforward._output(*found), name), getattr(expected, name)
             torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
@@ -208,16 +300,43 @@ def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+@pytest.mark.parametrize("engine", ["dense", "tile"])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)])
+def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, engine, gated):
+    x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
+    dy, dl1 = tokens(m, k, torch.bfloat16, seed=3), torch.tensor(0.37)
+    outputs, saved = forward(x, ws, plan_of(engine), saving=True)
+    for ours, theirs in zip(outputs, forward(x, ws, plan_of(engine))[0], strict=True):
+        assert torch.equal(ours, theirs)
+    w_up = ws[1] if gated else None
+    found = [t for t in cuda.backward(x, ws[0], w_up, ws[-1], dy, dl1, saved) if t is not None]
+    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
+    expected = backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    theirs = backward(x, *ws, dy, dl1)
+    for i, (ours, other, right) in enumerate(zip(found, theirs, expected, strict=True)):
+        assert ours.shape == right.shape
+        assert (ours.double() - right).norm() <= 2 * (other.double() - right).norm(), f"gradient {i}"
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_row_engine_saves_nothing():
+    x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
+    with pytest.raises(ValueError, match="where gradients are asked for"):
+        forward(x, ws, plan_of("row"), saving=True)
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_inputs_of_any_layout_are_read():
     k, n = 16, 264
     x, ws = tokens(9, k, torch.bfloat16), weights(k, n, True, torch.bfloat16, requires_grad=False)
-    expected = cuda.gated_forward(x, *ws, plan_of("tile"), None)
+    expected, _ = forward(x, ws, plan_of("tile"))
     strided = torch.empty(9, 2 * k, dtype=torch.bfloat16)[:, ::2].copy_(x)
     misaligned = torch.empty(9 * k + 1, dtype=torch.bfloat16)[1:].view(9, k).copy_(x)
     column_major = torch.empty(k * n + 1, dtype=torch.bfloat16)[1:].view(n, k).copy_(ws[-1].T).T
     assert cuda._transposed(column_major, None).data_ptr() % 16 == 0
     for layout in (strided, misaligned):
-        for ours, theirs in zip(cuda.gated_forward(layout, *ws, plan_of("tile"), None), expected, strict=True):
+        for ours, theirs in zip(forward(layout, ws, plan_of("tile"))[0], expected, strict=True):
             assert torch.equal(ours, theirs)
 
 

@@ -70,10 +70,12 @@ def test_gradcheck(gated, plan):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_opcheck(gated, dtype):
     """Without w_down_t: opcheck calls with copies of its inputs, and a w_down_t is not of a copy."""
-    op = torch.ops.sparsellm.gated_ffn if gated else torch.ops.sparsellm.nongated_ffn
     x = tokens(5, 16, dtype).requires_grad_()
     ws = weights(16, 24, gated, dtype)
-    torch.library.opcheck(op, (x, *ws, plan_of(), None, None))
+    layer = ws if gated else (ws[0], None, ws[1])
+    for saving in (True, False):
+        args = (x if saving else x.detach(), *(w if saving or w is None else w.detach() for w in layer))
+        torch.library.opcheck(torch.ops.sparsellm.feedforward, (*args, plan_of(), None, None, saving))
 
 
 @pytest.mark.parametrize("plan", [None, plan_of()], ids=["traced", "registered"])
@@ -133,7 +135,7 @@ def test_saves_only_inputs_and_packed_activations(gated, plan):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         operator(gated)(x, *ws, plan)
     inputs = sum(t.numel() * 4 for t in (x, *ws))
-    activations = (2 if gated else 1) * m * n * 4 if plan is None else 0
+    activations = (2 if gated else 1) * m * n * 4
     assert sum(saved.values()) == inputs + activations
 
 

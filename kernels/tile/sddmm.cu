@@ -1,12 +1,14 @@
-// tile_up: u = x w_up^T on the neurons of each token tile, h = g u.
+// tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products, SDDMM),
+// and what is made of them one nonzero after the other: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T,
+// and du and dz from it.
 //
 // An item is one token tile times up to 256 of its slots. Four warps gather rows with cp.async: tokens, less a half
-// that needs none of the slots, and the slots' rows of w_up. A consumer warpgroup multiplies the blocks that its 64
-// tokens need, leaves u in shared memory, picks it up where the list has a gate, and puts h in its place. The consumers
-// also look the rows of the next items up.
+// that needs none of the slots, and the slots' rows of w. A consumer warpgroup multiplies the blocks that its 64
+// tokens need, leaves the product in shared memory, and picks up what the list names. The consumers also look the rows
+// of the next items up.
 //
-// Numerics: u is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once. l1 is summed in
-// float32 in a fixed order. Deterministic.
+// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
+// sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -20,6 +22,16 @@ static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens")
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // that a consumer warp looks up
 constexpr int kWords = 6;                          // nonzeros of an item that each thread has loaded beforehand
+
+enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
+
+struct Outputs {
+  uint32_t* hidden;
+  uint16_t* ups;
+  float* l1_partials;
+  float* l1;
+  Gradient gradient;
+};
 
 struct Shared {
   // The rows of this item's and the next one's stages: tokens, then neurons, in groups of 32; within a group
@@ -35,25 +47,28 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "stages, u and the row list share one CTA's memory");
 
-// u = x w_up^T for `kBlocks` blocks of a half, to its panels at `u`, one of kHalfBytes for each block.
+// a w^T for `kBlocks` blocks of a half, to its panels at `to`, one of kHalfBytes for each block.
 template <int kBlocks, class Release>
 __device__ __forceinline__ void multiply_blocks(Ring& ring, int k_blocks, uint32_t stages, uint32_t b_offset,
-                                                uint32_t u, uint32_t full, int half, uint32_t row, uint32_t chunk,
+                                                uint32_t to, uint32_t full, int half, uint32_t row, uint32_t chunk,
                                                 Release release) {
   float d[32 * kBlocks];
   multiply<kBlocks, 0>(d, ring, k_blocks, stages, b_offset, full, half, release);
 #pragma unroll
   for (int j = 0; j < 4 * kBlocks; ++j) {  // 16 slots
-    ptx::stmatrix_x4(u + j / 4 * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk),
+    ptx::stmatrix_x4(to + j / 4 * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk),
                      ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]), ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]),
                      ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]), ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
   }
 }
 
-template <bool kGated>
+__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+template <Epilogue kEpilogue>
 __global__ void __launch_bounds__(kThreads, 1)
-    tile_up_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w_up, int64_t m, int64_t k, int64_t n,
-                   const TilePlan plan, float* l1_partials, float* l1_out) {
+    tile_sddmm_kernel(const __nv_bfloat16* a, const __nv_bfloat16* w, int64_t m, int64_t k, int64_t n,
+                      const TilePlan plan, const Outputs out) {
+  constexpr bool kMultiply = kEpilogue != kL1;
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
   const uint32_t tile = stages + kStages * kStageBytes;
@@ -86,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (warp < kGatherWarps) {
-    if constexpr (kGated) {
+    if constexpr (kMultiply) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const uint32_t chunk = lane % 8;
       const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
@@ -120,11 +135,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           const uint32_t bytes = column < k ? 16 : 0;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t to = stages + ring.stage * kStageBytes + warp * (kGroup * 128);
-          if (tokens) copy(to, x + column, row[0], bytes);
+          if (tokens) copy(to, a + column, row[0], bytes);
 #pragma unroll
           for (int g = 0; g < kNeuronGroups; ++g) {
             if (neurons > g * kGatherWarps) {
-              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), w_up + column, row[g + 1], bytes);
+              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), w + column, row[g + 1], bytes);
             }
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
@@ -133,10 +148,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    if constexpr (kGated) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if constexpr (kMultiply) ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int consumer = warp - 4, half = consumer / 4;
     const uint32_t row = consumer * 16 % kHalf + (lane & 15);
-    const uint32_t own = tile + half * (kTileBytes / 2);  // u of this half, in panels of 64 slots
+    const uint32_t own = tile + half * (kTileBytes / 2);  // the product of this half, in panels of 64 slots
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
@@ -172,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     Ring ring;
     int4 code = item_in(0), next = item_in(1);
-    if (kGated && items != 0) {
+    if (kMultiply && items != 0) {
       ask(item_of(code));
       hand_over(0);
       ask(item_of(next));
@@ -181,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Item item = item_of(code);
       code = next;
       next = item_in(round + 2);
-      if constexpr (kGated) hand_over(round + 1);
+      if constexpr (kMultiply) hand_over(round + 1);
       int from;
       const int blocks = item.tile.needed(half, item.first, item.last, from);
       // The nonzeros of these blocks lie side by side.
@@ -195,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       uint32_t words[kWords];
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = first + 128 * i < end ? plan.lists[first + 128 * i] : 0;
-      if constexpr (kGated) {
+      if constexpr (kMultiply) {
         const uint32_t b_offset = (from - item.first) * (kBlockColumns * 128);
         const uint32_t chunk = lane / 16;
         switch (blocks) {
@@ -218,31 +233,56 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::bar_sync(1 + half, 128);
       }
       float l1 = 0.0f;
+      const float dl1 = kEpilogue == kGradient ? *out.gradient.dl1 : 0.0f;
       const auto finish = [&](uint32_t word, uint32_t at) {
-        float h = __uint_as_float(word & 0xffff0000);
-        if constexpr (kGated) {
-          const uint32_t panel = (at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3]);
-          const uint32_t u = ptx::ld_shared_u16(own + panel * kHalfBytes + (word & 0xffff) * 2);
-          h = __bfloat162float(__float2bfloat16_rn(h * __uint_as_float(u << 16)));  // the product is exact
-          plan.lists[at] = __float_as_uint(h) | (word & 0xffff);
+        const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
+        if constexpr (kEpilogue == kL1) {
+          l1 += fabsf(g);
+          return;
         }
-        l1 += fabsf(h);
+        const uint32_t panel = (at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3]);
+        const uint32_t bits = ptx::ld_shared_u16(own + panel * kHalfBytes + (word & 0xffff) * 2);
+        const float product = __uint_as_float(bits << 16);
+        if constexpr (kEpilogue == kUp) {
+          const float h = rounded(g * product);
+          out.hidden[at] = __float_as_uint(h) | (word & 0xffff);
+          if (out.ups != nullptr) out.ups[at] = bits;
+          l1 += fabsf(h);
+        } else {
+          const Gradient& to = out.gradient;
+          const uint32_t by_neuron = to.at[at], place = to.places[at];
+          const bool gated = to.ups != nullptr;
+          const float u = gated ? __uint_as_float(static_cast<const uint16_t*>(to.ups)[at] << 16) : 1.0f;
+          const float h = rounded(g * u);
+          const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // of NaN, NaN
+          const float dh = product + dl1 * sign;
+          const uint32_t dz = __float_as_uint(rounded(dh * u));
+          to.dz[at] = dz | (word & 0xffff);
+          to.dz_by_neuron[by_neuron] = dz | place;
+          to.h_by_neuron[by_neuron] = __float_as_uint(h) | place;
+          if (gated) {
+            const uint32_t du = __float_as_uint(rounded(dh * g));
+            to.du[at] = du | (word & 0xffff);
+            to.du_by_neuron[by_neuron] = du | place;
+          }
+        }
       };
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         if (first + 128 * i < end) finish(words[i], first + 128 * i);
       }
       for (uint32_t at = first + 128 * kWords; at < end; at += 128) finish(plan.lists[at], at);
-      if constexpr (kGated) ptx::bar_sync(1 + half, 128);  // u has been read
-      for (int offset = 16; offset > 0; offset /= 2) l1 += __shfl_xor_sync(~0u, l1, offset);
-      if (lane == 0) {
-        l1_partials[(static_cast<int64_t>(item.tile.index) * column_tiles + item.index) * kConsumerWarps + consumer] =
-            l1;
+      if constexpr (kMultiply) ptx::bar_sync(1 + half, 128);  // u has been read
+      if constexpr (kEpilogue != kGradient) {
+        for (int offset = 16; offset > 0; offset /= 2) l1 += __shfl_xor_sync(~0u, l1, offset);
+        const int64_t part = static_cast<int64_t>(item.tile.index) * column_tiles + item.index;
+        if (lane == 0) out.l1_partials[part * kConsumerWarps + consumer] = l1;
       }
     }
     __threadfence();
   }
 
+  if constexpr (kEpilogue == kGradient) return;
   // l1: the last CTA adds what all have written, always in the same order.
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -255,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float sum = 0.0f;
   const int64_t tiles = (m + kTileM - 1) / kTileM;
   for (int64_t t = threadIdx.x; t < tiles; t += kThreads) {
-    const float4* partials = reinterpret_cast<const float4*>(l1_partials + t * column_tiles * kConsumerWarps);
+    const float4* partials = reinterpret_cast<const float4*>(out.l1_partials + t * column_tiles * kConsumerWarps);
     const int of = items_of(plan.tiles[t].y) * (kConsumerWarps / 4);
     for (int i = 0; i < of; ++i) {
       const float4 four = __ldcg(partials + i);
@@ -268,21 +308,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     float all = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) all += shared.l1_warps[w];
-    *l1_out = all;
+    *out.l1 = all;
     plan.totals[kUpTickets] = 0;
   }
+}
+
+cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64_t, int64_t, int64_t, TilePlan, Outputs),
+                const void* a, const void* w, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                const Outputs& out, cudaStream_t stream) {
+  int count = 0;
+  const cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(a),
+                      static_cast<const __nv_bfloat16*>(w), m, k, n, plan, out);
 }
 
 }  // namespace
 
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
-                    float* l1_partials, float* l1, cudaStream_t stream) {
-  int count = 0;
-  const cudaError_t error = multiprocessors(&count);
-  if (error != cudaSuccess) return error;
-  const auto kernel = w_up != nullptr ? tile_up_kernel<true> : tile_up_kernel<false>;
-  return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(x),
-                      static_cast<const __nv_bfloat16*>(w_up), m, k, n, plan, l1_partials, l1);
+                    uint32_t* hidden, void* ups, float* l1_partials, float* l1, cudaStream_t stream) {
+  const Outputs out = {hidden, static_cast<uint16_t*>(ups), l1_partials, l1, {}};
+  return run(w_up != nullptr ? tile_sddmm_kernel<kUp> : tile_sddmm_kernel<kL1>, x, w_up, m, k, n, plan, out, stream);
+}
+
+cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
+                          const Gradient& gradient, cudaStream_t stream) {
+  return run(tile_sddmm_kernel<kGradient>, dy, w_down_t, m, k, n, plan, {nullptr, nullptr, nullptr, nullptr, gradient},
+             stream);
 }
 
 }  // namespace sparsellm

@@ -1,0 +1,138 @@
+"""The gradients of the operators on the CUDA kernels, against one right answer where there is one, else float64.
+
+Layers of integers make every sum exact, so that a gradient has one right answer: each product without error, one
+rounding wherever the operators have one (sparsellm/ops/reference.py), dx rounded once.
+"""
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, product
+
+from scripts import ffn_patterns
+from sparsellm.ops import cuda, gated_ffn, nongated_ffn, plan_of, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+ENGINES = ("dense", "tile")
+ENGINE = pytest.mark.parametrize("engine", ENGINES)
+DL1 = 0.5
+
+
+def gradients(engine, x, ws, dy, compression=8):
+    """(dx, dw ...) of y . dy + DL1 l1, in poisoned memory."""
+    operator = gated_ffn if len(ws) == 3 else nongated_ffn
+    inputs = [t.detach().requires_grad_() for t in (x, *ws)]
+    cases.poison()
+    out = operator(*inputs, plan_of(engine, compression))
+    cases.poison()
+    loss = (out.y.double() * dy.double()).sum() + DL1 * out.l1.double()
+    return out, torch.autograd.grad(loss, inputs)
+
+
+def stepwise(x, ws, dy):
+    """(dx, dw ...): products without error, one rounding wherever the operators have one."""
+    first, *up, w_down = ws
+    g, h, _ = cases.stepwise(x, ws)
+    u = product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
+    dh = product(dy, w_down.T).float() + DL1 * (h.float().sign() if up else 1)
+    du = (dh * g.float()).bfloat16()
+    dz = torch.where(g != 0, dh * u, 0).bfloat16()
+    dx = dz.double() @ first.double() + (du.double() @ up[0].double() if up else 0)
+    weights = [product(dz.T, x.T), *([product(du.T, x.T)] if up else []), product(dy.T, h.T)]
+    return dx.bfloat16(), *weights
+
+
+def small(m, k, seed):
+    return torch.randint(-2, 3, (m, k), device=DEVICE, generator=cases.random(seed)).bfloat16()
+
+
+def check(x, ws, dy, what, engines=ENGINES, compression=8):
+    names = ("dx", "dw_gate", "dw_up", "dw_down") if len(ws) == 3 else ("dx", "dw_up", "dw_down")
+    expected = stepwise(x, ws, dy)
+    for engine in engines:
+        _, found = gradients(engine, x, ws, dy, compression)
+        for name, ours, right in zip(names, found, expected, strict=True):
+            if engine == "dense" and name == "dx" and len(ws) == 3:
+                continue  # the sum of two products, each rounded
+            assert_equal(ours, right, f"{what}, {engine}: {name}")
+
+
+@GATED
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_gradients_are_exact_whatever_fires(pattern, gated):
+    for m, n in ((300, 1000), (129, 264)):
+        fires = cases.firing(pattern, m, n)
+        x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
+        check(x, ws, small(m, x.shape[1], seed=n), f"{pattern}, M {m}, N {n}")
+
+
+@GATED
+@pytest.mark.parametrize("m", cases.HEIGHTS)
+def test_gradients_are_exact_at_any_shape(m, gated):
+    for k, n in ((8, 8), (264, 264), (768, 1000)):
+        fires = cases.firing("synthetic29", m, n)
+        _, (_, *rest) = cases.integers(m, k, n, gated, seed=n)
+        generator = cases.random(m + k)
+        x = (torch.rand((m, k), device=DEVICE, generator=generator) < 4 / k).bfloat16()
+        first = torch.randint(-2, 3, (n, k), device=DEVICE, generator=generator).bfloat16()
+        first[:, 0] -= torch.where(fires.any(0), 0, 8)
+        check(x, [first, *rest], small(m, k, seed=k), f"M {m}, K {k}, N {n}")
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("pattern", [*ffn_patterns.SYNTHETIC, *ffn_patterns.RECORDED])
+def test_gradients_are_as_accurate_as_dense(pattern, engine, gated):
+    block = cases.recorded(pattern, 4096)
+    x, ws = block.x, [block.w_gate, *([block.w_up] if gated else []), block.w_down]
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(5)).bfloat16()
+    dl1 = torch.tensor(DL1, device=DEVICE)
+    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
+    theirs = backward(x, *ws, dy, dl1)
+    exact = backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    _, found = gradients(engine, x, ws, dy)
+    for name, *three in zip(("dx", "dw ...", "dw ...", "dw ..."), found, theirs, exact, strict=False):
+        assert_as_accurate(*three, f"{pattern}, {engine}: {name}")
+
+
+@GATED
+def test_gradients_repeat_bit_for_bit(gated):
+    x, ws = cases.normal(20_000, 264, 1000, gated, rate=0.02)
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
+    (_, once), (_, again) = (gradients("tile", x, ws, dy) for _ in range(2))
+    for i, (a, b) in enumerate(zip(once, again, strict=True)):
+        assert_equal(a, b, f"gradient {i}, twice")
+
+
+@GATED
+def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
+    fires = cases.firing("synthetic29", 300, 264)
+    x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
+    dy = small(300, x.shape[1], seed=3)
+    nnz = int(fires.sum())
+    for room, overflow in (((nnz + 3, 264), 0), ((nnz - 1, 264), 300)):
+        monkeypatch.setattr(cuda, "tile_room", lambda m, n, room=room: room)
+        out, _ = gradients("tile", x, ws, dy)
+        assert out.overflow == overflow
+        check(x, ws, dy, f"room for {room}", engines=("tile",))
+
+
+def test_the_tile_engine_saves_little():
+    x, ws = cases.normal(16_384, 2048, 5632, rate=36 / 5632)
+    inputs = [t.requires_grad_() for t in (x, *ws)]
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        gated_ffn(*inputs, plan_of("tile"))
+    beyond = sum(saved.values()) - sum(t.nbytes for t in inputs)
+    assert beyond <= 60 << 20, f"{beyond / 2**20:.0f} MiB beyond the inputs"
+
+
+def test_the_row_engine_has_no_backward():
+    x, ws = cases.normal(16, 64, 64)
+    with pytest.raises(ValueError, match="where gradients are asked for"):
+        gated_ffn(x.requires_grad_(), *ws, plan_of("row"))
