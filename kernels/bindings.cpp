@@ -124,7 +124,7 @@ void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSE
       Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, \
       Tensor neuron_totals
 
-void neuron_plan(int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_TENSORS) {
+void neuron_plan(int64_t m, int64_t k, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_TENSORS) {
   const Call call("neuron_plan", rows);
   const sparsellm::NeuronPlan out = {
       call.data<int32_t>(frequencies),   call.data<int32_t>(ranks),     call.data<int32_t>(neurons),
@@ -133,7 +133,7 @@ void neuron_plan(int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_
       call.data<int4>(neuron_tiles),     call.data<int4>(neuron_order), call.data<uint32_t>(at),
       call.data<uint16_t>(places),       call.data<int32_t>(neuron_totals)};
   call.check(sparsellm::neuron_plan(
-      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), m, n, out, call.stream()));
+      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), m, k, n, out, call.stream()));
 }
 
 void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalTensor ups, Tensor dl1, Tensor dz,
@@ -155,9 +155,15 @@ void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalT
       call.stream()));
 }
 
+void transpose(Tensor from, Tensor to) {
+  const Call call("transpose", to);
+  call.check(sparsellm::transpose(call.data(from), from.size(0), from.size(1), call.data(to), call.stream()));
+}
+
 // slots: [tiles, slots of each], int16 or int32; rows: the row of y at each position.
 void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, OptionalTensor more_weights, Tensor slots,
-               Tensor starts, Tensor order, OptionalTensor rows, Tensor y) {
+               Tensor starts, Tensor order, OptionalTensor rows, OptionalTensor totals, OptionalTensor partials,
+               OptionalTensor tickets, Tensor y, OptionalTensor more_y) {
   const Call call("tile_spmm", y);
   sparsellm::Spmm a = {};
   a.lists[0] = call.data<uint32_t>(lists);
@@ -173,7 +179,11 @@ void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, Optional
   a.rows = call.data<int32_t>(rows);
   a.m = y.size(0);
   a.k = y.size(1);
+  a.totals = call.data<int32_t>(totals);
+  a.partials = call.data<float>(partials);
+  a.tickets = call.data<int32_t>(tickets);
   a.y = call.data(y);
+  a.more_y = call.data(more_y);
   call.check(sparsellm::tile_spmm(a, call.stream()));
 }
 
@@ -265,7 +275,7 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
       "Tensor(a!) totals, Tensor(b!) hidden, Tensor(c!)? ups, Tensor(d!) l1_partials, Tensor(e!) l1) -> ()");
   library.def(
-      "neuron_plan(int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
+      "neuron_plan(int m, int k, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
       "Tensor totals, Tensor(a!) frequencies, Tensor(b!) ranks, Tensor(c!) neurons, Tensor(d!) masks, "
       "Tensor(e!) before, Tensor(f!) neuron_slots, Tensor(g!) counts, Tensor(h!) bases, Tensor(i!) neuron_starts, "
       "Tensor(j!) neuron_tiles, Tensor(k!) neuron_order, Tensor(l!) at, Tensor(m!) places, "
@@ -276,7 +286,8 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron) -> ()");
   library.def(
       "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
-      "Tensor order, Tensor? rows, Tensor(a!) y) -> ()");
+      "Tensor order, Tensor? rows, Tensor? totals, Tensor(a!)? partials, Tensor(b!)? tickets, Tensor(c!) y, Tensor(d!)? more_y) -> ()");
+  library.def("transpose(Tensor from, Tensor(a!) to) -> ()");
   library.def("row_workspace(int m, int k, int n) -> int");
   library.def("row_rest_workspace(int m, int k) -> int");
   library.def(
@@ -302,6 +313,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("neuron_plan", TORCH_BOX(&neuron_plan));
   library.impl("tile_gradient", TORCH_BOX(&tile_gradient));
   library.impl("tile_spmm", TORCH_BOX(&tile_spmm));
+  library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("rest_backward", TORCH_BOX(&rest_backward));
   library.impl("pointwise_gradient", TORCH_BOX(&pointwise_gradient));
   library.impl("gate_pack", TORCH_BOX(&gate_pack));

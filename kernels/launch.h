@@ -88,25 +88,33 @@ struct Gradient {
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream);
 
-// y[row] = sum over slots of h[row, slot] weights[slots[slot]]; with a second list and weights, the sum of both. Tiles of
-// 128 rows, in halves of 64, as tile/plan.cuh has them.
+// y[row] = sum over slots of h[row, slot] weights[slots[slot]]; with a second list and weights, the sum of both; with a
+// second list and y, one for each list, whose nonzeros have the same places. Tiles of 128 rows, in halves of 64, as
+// tile/plan.cuh has them.
 struct Spmm {
   const uint32_t* lists[2];  // h, bf16 << 16 | place; [1]: of the second, or null
-  const void* weights[2];    // bf16 [slots, K]
+  const void* weights[2];    // bf16 [slots, K]; [1]: null if there is one list, or more_y
   const void* slots;         // [tiles, slots_per_tile] uint16, or uint32 if wide_slots
   int64_t slots_per_tile;
   bool wide_slots;
   const uint32_t* starts;    // [tiles, 2, starts_per_half] where each block's nonzeros start in the lists
   int64_t starts_per_half;
-  const int4* order;         // [tiles] fullest first
+  const int4* order;         // [tiles] fullest first; or, wide, as of NeuronPlan
   const int32_t* rows;       // [m] the row of y at each position, or null: as they come
   int64_t m, k;
   void* y;                   // bf16 [m, K]
+  void* more_y;              // wide, [m, K], or null
+  const int32_t* totals;     // wide, as of NeuronPlan, and so the next two; else null
+  float* partials;           // [kSplitUnits, 2, 128, 256]
+  int32_t* tickets;          // [kSplitUnits, 4] zero before and after
 };
 cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 
 // The nonzeros of a tile plan by neuron, for the gradients of the weights: tiles of 128 neurons, most frequent first,
-// their slots being tokens. JT = ceil(N / 128).
+// their slots being tokens. JT = ceil(N / 128). A tile with more blocks than a CTA's share of all is multiplied in
+// pieces, whose sums are added up in order.
+constexpr int kSplitUnits = 384;  // at most: pieces of such tiles, times the units of 256 columns
+enum NeuronTotal { kNeuronListWords = 0, kNeuronTickets = 1, kPieces = 2, kNeuronTotals = 4 };
 struct NeuronPlan {
   int32_t* frequencies;  // [N] zeroed by the caller: tokens that fire each
   int32_t* ranks;        // [N] the position of each neuron
@@ -117,13 +125,16 @@ struct NeuronPlan {
   uint32_t* counts;      // [JT * 2, MT * 2] zeroed by the caller: nonzeros of each block of each half
   uint32_t* bases;       // [MT, JT * 2 * 6] of those, how many come before a token tile's, in the blocks it has part in
   uint32_t* starts;      // [JT, 2, MT * 2 + 1] where each block's nonzeros start in the lists by neuron
-  int4* tiles;           // [JT] as of TilePlan, and so the next
-  int4* order;
+  int4* tiles;           // [JT] as of TilePlan
+  int4* order;           // [JT + kSplitUnits] pieces, fullest first (tile/plan.cuh: Piece)
   uint32_t* at;          // [capacity] for each word of the tile plan's lists: where it is in the lists by neuron,
   uint16_t* places;      // and its place there
-  int32_t* totals;       // [2] zero before and after
+  int32_t* totals;       // [4] NeuronTotal: zero at first, and again after use but for kPieces
 };
-cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t n, const NeuronPlan& out, cudaStream_t stream);
+// For products of K columns. M is at most kMaxSplitTokens, else cudaErrorInvalidValue.
+constexpr int64_t kMaxSplitTokens = 65535 * 64;
+cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, const NeuronPlan& out,
+                        cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
@@ -161,6 +172,9 @@ cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
                       float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
+
+// to [columns, rows] = the transpose of from [rows, columns], bf16; both multiples of 8.
+cudaError_t transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream);
 
 // The dense engine's elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
 // (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.

@@ -2,15 +2,9 @@
 
     python -m scripts.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
 
-Weights are random, yet every neuron fires at a rate that was recorded: layer l of L takes the rates of recorded layer
-floor(8 l / L), all times one factor if --mean says what they should average to. Without --activations, lognormal rates
-(scripts/ffn_patterns.py). How (`shape_to_rates`): the embedding holds a constant direction, a token's own vector of
-heavy-tailed length, and, for --locality above 0, a vector that it shares with a cluster of the vocabulary; texts stay
-inside one cluster for 48 tokens. In one calibrating forward pass each gate then becomes w_i - t_i e, with e the mean
-direction of the layer's input and t_i the quantile at which neuron i fires as often as it should.
-
-Independent tokens share few neurons, so the union of 128 tokens is larger than real text's, and the tile engine slower:
-the printed union says by how much, and --locality narrows it.
+Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
+if --mean says what they should average to. Tokens are random: their union of 128 tokens, which is printed, is larger
+than real text's, and the tile engine slower; --locality narrows it.
 
 Measured: the hidden states of --batch x --length tokens, without logits. Eager and with compiled layers; all variants
 share one set of weights and alternate. Each engine choice needs statistics of earlier calls: hence the warm-up.
@@ -28,6 +22,16 @@ from torch import Tensor, nn
 
 from scripts import ffn_patterns as patterns
 from scripts.gpu_timing import alternating_ms
+from scripts.shaped_firing import (
+    CALIBRATION,
+    firing_statistics,
+    hidden,
+    layer_rates,
+    random_text,
+    shape_embedding,
+    shape_outputs,
+    shape_to_rates,
+)
 
 CONFIG = {
     "vocab_size": 49_152,
@@ -42,19 +46,11 @@ CONFIG = {
     "hidden_act": "relu",
     "tie_word_embeddings": True,
 }
-CALIBRATION = 16_384  # tokens, as many as were recorded
-CLUSTERS = 64  # of the vocabulary: few, so that the calibration sees each of them often
-CLUSTER_RUN = 48  # tokens
-DEFAULT_MEAN = 36.0  # nonzeros per token, where nothing recorded says otherwise
 WARMUP = 4  # forward passes
 
 
 def random_model(config: dict, device: str, locality: float, seed: int) -> nn.Module:
-    """A bfloat16 LlamaForCausalLM with attention by sdpa, its embedding as this file's contract says.
-
-    What layers add to the residual stream is small beside the embedding, as in a trained model's first steps: the
-    output projections are initialised with 0.02 / sqrt(2 L).
-    """
+    """A bfloat16 LlamaForCausalLM with attention by sdpa, ready for `shape_to_rates`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -66,94 +62,9 @@ def random_model(config: dict, device: str, locality: float, seed: int) -> nn.Mo
             model = LlamaForCausalLM(hub_config).eval()
     finally:
         torch.set_default_dtype(before)
-    std = patterns.WEIGHT_STD
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            projection.weight.data.normal_(0, std / (2 * len(model.model.layers)) ** 0.5)
-    embedding = model.model.embed_tokens.weight.data
-    vocabulary, width = embedding.shape
-    own, centre = torch.randn_like(embedding), torch.randn(CLUSTERS, width, device=device).to(embedding)
-    shared = centre[torch.arange(vocabulary, device=device) % CLUSTERS]
-    length = torch.exp(patterns.TOKEN_SIGMA * torch.randn(vocabulary, 1, device=device))
-    token = (1 - locality) ** 0.5 * own + locality**0.5 * shared
-    constant = width**0.5 * nn.functional.normalize(torch.randn(width, device=device), dim=0)
-    embedding.copy_(token * length + constant)
+    shape_outputs(model.model.layers, patterns.WEIGHT_STD)
+    shape_embedding(model.model.embed_tokens.weight.data, locality)
     return model
-
-
-def random_text(sequences: int, length: int, vocabulary: int, device: str, locality: float, seed: int) -> Tensor:
-    """int64 [sequences, length]; for locality above 0, runs of 48 tokens come from one cluster."""
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.randint(vocabulary, (sequences, length), device=device, generator=generator)
-    if not locality:
-        return tokens
-    runs = -(-length // CLUSTER_RUN)
-    cluster = torch.randint(CLUSTERS, (sequences, runs), device=device, generator=generator)
-    cluster = cluster.repeat_interleave(CLUSTER_RUN, dim=1)[:, :length]
-    return (tokens // CLUSTERS * CLUSTERS + cluster).clamp_(max=vocabulary - 1)
-
-
-def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float | None) -> np.ndarray:
-    """float64 [L, N]: how often each neuron should fire."""
-    if activations is None:
-        return np.stack([patterns.firing_rates(mean or DEFAULT_MEAN, neurons, seed) for seed in range(layers)])
-    rates = patterns.recorded_rates(activations, neurons)
-    rates = rates[np.arange(layers) * len(rates) // layers]
-    return rates if mean is None else patterns.scaled_rates(rates, mean)
-
-
-@torch.no_grad()
-def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
-    """Shift each layer's gate weight, in order, in one forward pass over `tokens`, so that neurons fire at `rates`."""
-
-    def calibrate(mlp: nn.Module, wanted: Tensor):
-        def before(_, args: tuple) -> None:
-            x = args[0].flatten(0, 1).float()
-            e = nn.functional.normalize(x.mean(0), dim=0)
-            w = mlp.gate_proj.weight.data.float()
-            w -= torch.outer(w @ e, e)
-            along = (x @ e).clamp_(min=1e-3)
-            # A neuron fires where w x > t e x, that is where this is above t: as many tokens as wanted are above.
-            ratio = ((x @ w.T) / along[:, None]).T.sort(dim=1, descending=True).values
-            count = (wanted * len(x)).round().long().clamp_(max=len(x) - 1)
-            above = ratio.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
-            below = ratio.gather(1, count[:, None])[:, 0]
-            never = 2 * ratio[:, 0].abs() + 1
-            t = torch.where(count > 0, (above + below) / 2, never)
-            mlp.gate_proj.weight.data.copy_(w - torch.outer(t, e))
-
-        return before
-
-    device = tokens.device
-    handles = [
-        layer.mlp.register_forward_pre_hook(calibrate(layer.mlp, torch.from_numpy(wanted).float().to(device)))
-        for layer, wanted in zip(model.model.layers, rates, strict=True)
-    ]
-    hidden(model, tokens)
-    for handle in handles:
-        handle.remove()
-
-
-@torch.no_grad()
-def firing_statistics(model: nn.Module, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Per layer: nonzeros per token, and union of 128 consecutive tokens."""
-    found = []
-
-    def count(mlp: nn.Module, args: tuple) -> None:
-        found.append(patterns.counts(args[0].flatten(0, 1), mlp.gate_proj.weight))
-
-    handles = [layer.mlp.register_forward_pre_hook(count) for layer in model.model.layers]
-    hidden(model, tokens)
-    for handle in handles:
-        handle.remove()
-    tiles = -(-tokens.numel() // patterns.TOKEN_TILE)
-    return [nnz / tokens.numel() for nnz, _ in found], [union / tiles for _, union in found]
-
-
-@torch.no_grad()
-def hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The last hidden states, without logits."""
-    return model.model(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

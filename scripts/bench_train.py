@@ -1,92 +1,345 @@
-"""Throughput of whole training steps, for any configurations, side by side in one process.
+r"""Throughput, memory and energy of whole training steps, for any configurations, side by side in one process.
 
-    python scripts/bench_train.py COMMON_OVERRIDE... --variant "OVERRIDE ..." --variant "OVERRIDE ..."
-    torchrun --standalone --nproc_per_node 8 scripts/bench_train.py ...
+    python -m scripts.bench_train COMMON_OVERRIDE... --variant "OVERRIDE ..." --variant "OVERRIDE ..."
+    python -m scripts.bench_train experiment=1p5b training.batch_size=64 --firing recorded --activations DIR \
+        --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32 --json OUT
+    torchrun --standalone --nproc_per_node 8 -m scripts.bench_train ...
 
 Each variant is the trainer itself on its real data, built anew `--rounds` times in alternation. Printed per variant:
 the median step of all rounds as tokens/s, its spread over rounds, MFU (sparsellm/training/metrics.py), the largest
-memory, and the share of the step in which the host waited for data. The first variant is the base of the ratio.
+memory, the share of the step in which the host waited for data, the energy per token of all GPUs (NVML's counter over
+the measured steps), nonzeros per token and layer, and each layer's engine after the last step. The first variant is the
+base of the ratios, at each micro-batch of --micro-batches. On one GPU a variant that runs out of memory says OOM, and
+the others go on.
+
+--firing gives all variants the same weights, shaped to fire at a mean number of nonzeros per token, or `recorded` as
+they are (scripts/shaped_firing.py). They are frozen, so that the statistics hold: the learning rate is 0, which weight
+decay is a multiple of, and all else of the step happens. --locality above 0 replaces the data by random texts whose
+neighbours share neurons: between 0.5 and 0.7 about as many as was recorded.
 """
 
 import argparse
+import functools
 import gc
+import json
+import math
 import shutil
 import statistics
+import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+import pynvml
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from scripts import shaped_firing
+from scripts.ffn_patterns import TOKEN_TILE
 from sparsellm import data
-from sparsellm.config import ConfigError, from_overrides
-from sparsellm.distributed import process_group
+from sparsellm.config import Config, ConfigError, Precision, from_overrides
+from sparsellm.distributed import Ranks, process_group
 from sparsellm.train import check, device_type, set_determinism
 from sparsellm.training.loop import Trainer
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
 
+RECORDED = "recorded"
 
-def measure(config, ranks, warmup: int, steps: int) -> dict:
-    """One trainer's steps: seconds of each after the warm-up, peak bytes, data wait, parameters."""
+
+def measure(
+    config: Config, ranks: Ranks, opened: data.Data, weights: dict[str, Tensor] | None, warmup: int, steps: int
+) -> dict:
+    """One trainer's steps after its warm-up: `seconds` of each, and what they took, counted and decided.
+
+    weights: the decoder's, instead of those that the trainer draws.
+    """
     folder = Path(tempfile.mkdtemp())
-    trainer = Trainer(config, ranks, data.open_data(config, ranks), folder)
-    with closing(trainer.data.batches(None)) as batches:
-        clocks = [trainer.advance(batches)[2] for _ in range(warmup + steps)][warmup:]
-    seconds = [clock.seconds() for clock in clocks]
+    try:
+        trainer = Trainer(config, ranks, opened, folder)
+        if weights is not None:
+            trainer.decoder.load_state_dict(weights)
+        with closing(trainer.data.batches(None)) as batches:
+            for _ in range(warmup):
+                trainer.advance(batches)
+            settled, energy = engines(trainer), energy_mj(ranks.device)
+            clocks = []
+            for _ in range(steps):
+                sums, _, clock = trainer.advance(batches)
+                clocks.append(clock)
+            energy = math.nan if energy is None else energy_mj(ranks.device) - energy
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    energy = torch.tensor(energy, dtype=torch.float64)
+    dist.all_reduce(energy)
+    seconds, tokens = [clock.seconds() for clock in clocks], trainer.tokens_per_step
     result = {
         "seconds": seconds,
         "peak": max((clock.peak_memory or 0) for clock in clocks),
         "wait": sum(clock.data_wait for clock in clocks) / sum(seconds),
         "parameters": sum(p.numel() for p in trainer.decoder.parameters()),
-    }
-    shutil.rmtree(folder, ignore_errors=True)
-    del trainer, clocks
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+        "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
+        "nonzeros": None, "union": None, "overflow": None,
+        "engines": engines(trainer), "settled": settled == engines(trainer),
+    }  # fmt: skip
+    if sums.nnz is not None:
+        counted = torch.stack([sums.nnz, sums.union, sums.overflow]).double()
+        dist.all_reduce(counted)
+        nonzeros, union, overflow = counted.tolist()
+        result["nonzeros"], result["overflow"] = [count / tokens for count in nonzeros], int(sum(overflow))
+        if min(union) >= 0:  # measured in all layers
+            result["union"] = [count * TOKEN_TILE / tokens for count in union]
     return result
 
 
-def main() -> None:
+def measured(config: Config, ranks: Ranks, *args) -> dict | None:
+    """`measure`, and its memory given back; None where it ran out of that.
+
+    Raises torch.OutOfMemoryError where there are other ranks: they may wait for this one.
+    """
+    result = None
+    try:
+        result = measure(config, ranks, *args)
+    except torch.OutOfMemoryError:
+        if ranks.world_size > 1:
+            raise
+    give_back_memory()  # only here: the exception's frames hold the trainer
+    return result
+
+
+def give_back_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+
+
+def engines(trainer: Trainer) -> list[str] | None:
+    """In effect, by layer; None where training does not take the kernels."""
+    return None if trainer.plans is None else trainer.plans.engines
+
+
+def energy_mj(device: torch.device) -> int | None:
+    """What the GPU has used since its driver was loaded, once its work is done; None where NVML does not say."""
+    handle = energy_counter(device)
+    if handle is None:
+        return None
+    torch.cuda.synchronize(device)
+    return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+@functools.cache
+def energy_counter(device: torch.device):
+    """NVML's handle of a GPU that counts its energy, or None."""
+    if device.type != "cuda":
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        print(f"energy is not measured: {error}", file=sys.stderr)
+        return None
+    return handle
+
+
+def freeze(configs: list[Config]) -> None:
+    """Let no step change a weight. Raises ConfigError for what would, and for variants that cannot share weights."""
+    first, found = configs[0], []
+    for config in configs:
+        if config.sparsity.reinit_dead_after_tokens is not None:
+            found.append("sparsity.reinit_dead_after_tokens draws weights anew: with --firing it should be null")
+        for group, values in (
+            ("model", (config.model, first.model)),
+            ("data", (config.data, first.data)),
+            ("training", (config.training, first.training)),
+        ):
+            if values[0] != values[1]:
+                found.append(f"{group} differs between variants: with --firing they share weights, and it should not")
+        config.optimizer.learning_rate = 0.0  # refused in a run, so set only now; scales the decay too
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+
+
+def shaped_weights(
+    config: Config, ranks: Ranks, opened: data.Data, rates: np.ndarray, locality: float
+) -> dict[str, Tensor]:
+    """A decoder's weights on the CPU, the same on all ranks, that fire at `rates` on the first of the training data."""
+    length = config.training.sequence_length
+    sequences, found = -(-shaped_firing.CALIBRATION // length), []
+    with closing(opened.batches(None)) as batches:
+        while sum(map(len, found)) < sequences:
+            found.append(next(batches)[0][:, :-1])
+    tokens = torch.cat(found)[:sequences].to(ranks.device)
+    with torch.autocast(ranks.device.type, torch.bfloat16, enabled=config.runtime.precision == Precision.bfloat16):
+        decoder = shaped_firing.shaped_decoder(config, tokens, rates, locality)
+    for parameter in decoder.parameters():
+        dist.broadcast(parameter.data, src=0)
+    weights = {name: tensor.cpu() for name, tensor in decoder.state_dict().items()}
+    del decoder
+    give_back_memory()
+    return weights
+
+
+def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_flops: float | None) -> list[dict]:
+    """What is said of each run, the first of its micro-batch being the base of its ratios."""
+    found, bases = [], {}
+    for (variant, config), rounds in zip(runs, results, strict=True):
+        micro_batch = config.runtime.micro_batch_size
+        row = {"variant": variant or "(as given)", "micro_batch": micro_batch, "out_of_memory": None in rounds}
+        found.append(row)
+        base = bases.setdefault(micro_batch, row)
+        if None in rounds:
+            continue
+        tokens = config.training.batch_size * config.training.sequence_length
+        medians = [tokens / statistics.median(r["seconds"]) for r in rounds]
+        speed = tokens / statistics.median([s for r in rounds for s in r["seconds"]])
+        energies, last = [r["mj_per_token"] for r in rounds], rounds[-1]
+        row |= {
+            "tokens_per_s": speed,
+            "spread": (max(medians) - min(medians)) / speed,
+            "mfu": peak_flops and mfu(
+                speed, last["parameters"], config.model.num_layers, config.training.sequence_length,
+                config.model.hidden_size, peak_flops,
+            ),
+            "peak_bytes": max(r["peak"] for r in rounds),
+            "data_wait": max(r["wait"] for r in rounds),
+            "mj_per_token": None if None in energies else statistics.mean(energies),
+            **{key: last[key] for key in ("nonzeros", "union", "overflow", "engines")},
+            "settled": all(r["settled"] for r in rounds),
+        }  # fmt: skip
+        for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
+            row[ratio] = row[key] / base[key] if base.get(key) and row[key] else None
+    return found
+
+
+def show(found: list[dict]) -> None:
+    print(
+        f"{'variant':<44}{'micro':>6}{'tokens/s':>12}{'spread':>8}{'ratio':>8}{'MFU':>8}{'peak GiB':>10}{'ratio':>8}"
+        f"{'data wait':>11}{'mJ/token':>10}{'ratio':>8}{'nonzeros':>10}"
+    )
+    for row in found:
+        start = f"{row['variant']:<44}{row['micro_batch']:>6}"
+        if row["out_of_memory"]:
+            print(f"{start}{'OOM':>12}")
+            continue
+        print(
+            f"{start}{row['tokens_per_s']:>12,.0f}{row['spread']:>8.1%}{_or_dash(row['ratio'], '.3f'):>8}"
+            f"{_or_dash(row['mfu'], '.1%'):>8}{row['peak_bytes'] / 2**30:>10.1f}{_or_dash(row['peak_ratio'], '.3f'):>8}"
+            f"{row['data_wait']:>11.2%}{_or_dash(row['mj_per_token'], '.2f'):>10}{_or_dash(row['mj_ratio'], '.3f'):>8}"
+            f"{_or_dash(row['nonzeros'] and statistics.mean(row['nonzeros']), '.1f'):>10}"
+        )
+    if len({row["micro_batch"] for row in found}) > 1:
+        print("each at its best micro-batch:")
+        base = None
+        for variant in dict.fromkeys(row["variant"] for row in found):
+            fits = [row for row in found if row["variant"] == variant and not row["out_of_memory"]]
+            best = max(fits, key=lambda row: row["tokens_per_s"], default=None)
+            if best is None:
+                print(f"  {variant:<48}{'OOM':>12}")
+                continue
+            base = base or best["tokens_per_s"]
+            ratio = best["tokens_per_s"] / base
+            print(f"  {variant:<42}{best['micro_batch']:>6}{best['tokens_per_s']:>12,.0f}{ratio:>16.3f}")
+    for row in found:
+        if row.get("engines"):
+            notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"
+            notes += f", {row['overflow']:,} overflows in the last step" if row["overflow"] else ""
+            print(f"engines of {row['variant']}, micro-batch {row['micro_batch']}{notes}: {' '.join(row['engines'])}")
+    for key, title in (("nonzeros", "nonzeros per token"), ("union", "union of 128 tokens")):
+        values = next((row[key] for row in found if row.get(key)), None)
+        if values is None:
+            print(f"{title}: not counted by these variants")
+        else:
+            print(f"{title}: mean {statistics.mean(values):,.1f}, by layer", *(f"{value:.0f}" for value in values))
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def firing(text: str) -> float | str:
+    return text if text == RECORDED else float(text)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="config overrides common to all variants")
     parser.add_argument("--variant", action="append", default=[], help="config overrides of one variant, in one string")
+    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="SIZE", help="measure each variant at each")
+    parser.add_argument(
+        "--firing", type=firing, metavar="MEAN", help="freeze weights that fire so often per token, or `recorded`"
+    )
+    parser.add_argument("--activations", type=Path, metavar="DIR", help="recorded activations, for --firing")
+    parser.add_argument(
+        "--locality", type=float, default=0.0, help="0 to 1: random texts instead of data, for --firing"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=5, help="steps, in every round")
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
-    args = parser.parse_args()
-    variants = args.variant or [""]
-    configs = [from_overrides([*args.overrides, *variant.split()]) for variant in variants]
-    for config in configs:
-        if found := check(config):
-            raise SystemExit(str(ConfigError(found)))
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args(arguments)
+    if args.firing is None and (args.activations or args.locality):
+        parser.error("--activations and --locality are for --firing")
+    if args.firing == RECORDED and args.activations is None:
+        parser.error("--firing recorded needs --activations DIR")
+    sizes = [f"runtime.micro_batch_size={size}" for size in args.micro_batches or []]
+    if not 0 <= args.locality <= 1:
+        parser.error(f"--locality is {args.locality:g}: it should be from 0 to 1")
+    try:
+        runs = [
+            (variant, from_overrides([*args.overrides, *variant.split(), *size]))
+            for size in ([[size] for size in sizes] or [[]])
+            for variant in args.variant or [""]
+        ]
+        configs = [config for _, config in runs]
+        for config in configs:
+            if found := check(config):
+                raise ConfigError(found)
+        if args.firing is not None:
+            freeze(configs)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    rates = None
+    if args.firing is not None:
+        model, mean = configs[0].model, None if args.firing == RECORDED else args.firing
+        try:
+            rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
+        except ValueError as error:
+            parser.error(f"--firing: {error}")
+    torch._dynamo.config.recompile_limit = 8 * len(runs)  # shapes and kinds of layer share their code
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:
-        results = [[] for _ in variants]
+        opened, weights = [data.open_data(config, ranks) for config in configs], None
+        if args.locality:
+            opened = [
+                shaped_firing.clustered(each, config, ranks, args.locality)
+                for each, config in zip(opened, configs, strict=True)
+            ]
+        if rates is not None:
+            weights = shaped_weights(configs[0], ranks, opened[0], rates, args.locality)
+        results: list[list[dict | None]] = [[] for _ in runs]
         for _ in range(args.rounds):
-            for config, rounds in zip(configs, results, strict=True):
-                rounds.append(measure(config, ranks, args.warmup, args.steps))
+            for config, each, rounds in zip(configs, opened, results, strict=True):
+                if None not in rounds:
+                    rounds.append(measured(config, ranks, each, weights, args.warmup, args.steps))
         if not ranks.is_main:
             return
         name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
         peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+        found = rows(runs, results, peak_flops and peak_flops * ranks.world_size)
         print(f"\n{ranks.world_size} x {name}, torch {torch.__version__}, {' '.join(args.overrides)}")
-        print(f"{'variant':<44}{'tokens/s':>12}{'spread':>8}{'ratio':>8}{'MFU':>8}{'peak GiB':>10}{'data wait':>11}")
-        base = None
-        for variant, config, rounds in zip(variants, configs, results, strict=True):
-            tokens = config.training.batch_size * config.training.sequence_length
-            medians = [tokens / statistics.median(r["seconds"]) for r in rounds]
-            speed = tokens / statistics.median([s for r in rounds for s in r["seconds"]])
-            base = base or speed
-            use = peak_flops and mfu(
-                speed, rounds[0]["parameters"], config.model.num_layers, config.training.sequence_length,
-                config.model.hidden_size, peak_flops * ranks.world_size,
-            )  # fmt: skip
-            print(
-                f"{variant or '(as given)':<44}{speed:>12,.0f}{(max(medians) - min(medians)) / speed:>8.1%}"
-                f"{speed / base:>8.3f}{f'{use:.1%}' if use else '-':>8}"
-                f"{max(r['peak'] for r in rounds) / 2**30:>10.1f}{max(r['wait'] for r in rounds):>11.2%}"
-            )
+        if args.firing is not None:
+            source = "lognormal" if args.activations is None else "recorded"
+            text = f"random texts of locality {args.locality:g}" if args.locality else "the run's data"
+            print(f"weights frozen, shaped to {source} rates, --firing {args.firing}; {text}")
+        show(found)
+        if args.json:
+            result = {
+                "gpus": ranks.world_size, "gpu": name, "torch": torch.__version__, "overrides": args.overrides,
+                "firing": args.firing, "recorded_rates": args.activations is not None, "locality": args.locality,
+                "runs": found,
+            }  # fmt: skip
+            args.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

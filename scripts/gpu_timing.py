@@ -13,7 +13,6 @@ from itertools import pairwise
 import torch
 
 SPIN_CYCLES = 6_000_000  # 3 ms at 2 GHz
-SPIN_BELOW_MS = 3.0  # candidates slower than this keep the GPU busy themselves
 
 
 def alternating_ms(
@@ -38,8 +37,7 @@ def alternating_ms(
     times: dict[str, list[float]] = {name: [] for name in estimates}
     for i in range(max(rounds.values(), default=0)):
         now = [name for name in rounds if i < rounds[name]]
-        if min(estimates[name] for name in now) < SPIN_BELOW_MS:
-            torch.cuda._sleep(SPIN_CYCLES)
+        torch.cuda._sleep(SPIN_CYCLES)
         for name, ms in zip(now, _events([partial(candidates[name], i) for name in now]), strict=True):
             times[name].append(ms)
     return results | {name: statistics.median(found) for name, found in times.items()}

@@ -209,7 +209,7 @@ class RuntimeConfig:
     device: Device = Device.auto
     precision: Precision = Precision.bfloat16
     compile: bool = True
-    # Of validation; training steps run in PyTorch. `auto` does without in deterministic, float32, SiLU and CPU runs.
+    # `auto` does without in deterministic, float32, SiLU and CPU runs.
     kernels: Kernels = Kernels.auto
     micro_batch_size: int = 16  # sequences per forward pass and rank; the last one of a step may be smaller
     recompute: bool = False  # recompute each layer in backward instead of keeping its activations
@@ -501,7 +501,7 @@ def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
 
 
 def obstacles_to_kernels(config: Config) -> list[str]:
-    """What in `config`, on whatever machine, keeps validation off the CUDA kernels."""
+    """What in `config`, on whatever machine, keeps training and validation off the CUDA kernels."""
     runtime, activation = config.runtime, config.sparsity.activation
     return [
         obstacle

@@ -1,4 +1,4 @@
-"""Trains the small run to its end on all ranks; each saves the state that it ended with.
+"""Trains the small run to its end on all ranks; each saves the state that it ended with, and its plans of each step.
 
 torchrun --nproc_per_node 2 small_ranks.py FOLDER OVERRIDE...
 """
@@ -7,13 +7,18 @@ import sys
 from pathlib import Path
 
 import torch
-from small_run import small_trainer
+from small_run import force_plans, small_trainer
 
+from sparsellm.training import plans
+
+plans.ROOM_MARGIN, plans.ROOM_MULTIPLE = 4, 1  # so that plans tell apart what was counted
 folder = Path(sys.argv[1])
 with small_trainer(folder / "run", *sys.argv[2:]) as trainer:
     rank = trainer.ranks.rank
     trainer.reinitialization.seed += rank  # other bits, as a GPU of another kind draws from one seed
-    batches = trainer.data.batches(None)
+    force_plans(trainer)
+    batches, decided = trainer.data.batches(None), []
     for _ in range(trainer.config.training.steps):
         trainer.advance(batches)
-    torch.save(trainer._tensors(trainer.silent.reduced()), folder / f"rank_{rank}.pt")
+        decided.append(trainer.plans.state()["plans"])
+    torch.save((trainer._tensors(trainer.silent.reduced()), decided), folder / f"rank_{rank}.pt")

@@ -136,16 +136,3 @@ def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):
     assert other.model.layers[1].mlp is not tiny_llama.model.layers[1].mlp
     assert all(a is b for a, b in zip(other.parameters(), tiny_llama.parameters(), strict=True))
     assert other.lm_head.weight is tiny_llama.model.embed_tokens.weight
-
-
-def test_local_text_stays_in_a_cluster():
-    tokens = bench_model.random_text(4, 200, 1024, "cpu", locality=0.5, seed=0)
-    run = tokens[:, : bench_model.CLUSTER_RUN] % bench_model.CLUSTERS
-    assert (run == run[:, :1]).all()
-    assert tokens.max() < 1024
-
-
-def test_layer_rates_scale_to_the_wanted_mean():
-    assert bench_model.layer_rates(3, 512, None, 12.0).sum(1) == pytest.approx([12.0] * 3)
-    scaled = patterns.scaled_rates(np.random.default_rng(0).random((4, 64)), 9.0)
-    assert scaled.sum(1).mean() == pytest.approx(9.0)

@@ -48,6 +48,27 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
+// Blocks [first, last) of a tile's slots, its piece `part` of `parts`. Where there are several, piece i's sums are the
+// partial sums base + i.
+struct Piece {
+  Tile tile;
+  int first, last, part, parts, base;
+};
+
+__device__ __forceinline__ Piece whole(const Tile& tile) { return {tile, 0, tile.blocks, 0, 1, 0}; }
+
+__device__ __forceinline__ int4 piece_code(const Piece& piece) {
+  return {piece.tile.index | piece.base << 16, piece.first | piece.last << 16, piece.tile.end | piece.tile.begin << 16,
+          piece.part | piece.parts << 16};
+}
+
+__device__ __forceinline__ Piece piece_of(int4 code) {
+  const auto low = [](int word) { return word & 0xffff; };
+  const auto high = [](int word) { return static_cast<int>(static_cast<uint32_t>(word) >> 16); };
+  return {{low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w),
+          high(code.x)};
+}
+
 // A unit of the up product: blocks [first, last) of a tile's slots, the tile's item `index`.
 struct Item {
   int index, first, last;

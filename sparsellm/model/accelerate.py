@@ -5,7 +5,8 @@
 
 For our Decoder and for Hugging Face models with blocks as sparsellm.model.acceptance describes them: Llama, Qwen or
 Mistral with hidden_act relu, Arcee with relu. Results are the dense model's but for rounding. The sparse engines take
-bfloat16 on a Hopper GPU; other inputs take the dense one. In training mode, gradients are computed as PyTorch does it.
+bfloat16 on a Hopper GPU; other inputs take the dense one. In training mode, calls with gradients follow
+`SparseFeedForward.training_plan`: until a trainer sets it, they are computed as PyTorch does it.
 
 Each block decides which engine runs, dense, row or tile, from what its earlier calls counted, separately for calls of
 few tokens (decoding) and of many; between the two it stays dense (sparsellm.ops.dispatch). The host never waits: counts
@@ -98,7 +99,8 @@ class SparseFeedForward(nn.Module):
     """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput where the original's is.
 
     Its children are the original's. Beside them it owns what no state_dict holds: a plan for few tokens and one for
-    many, the neuron-major copy of W_d, and the counts of its latest call.
+    many, the neuron-major copy of W_d, and the counts of its latest call. None of these serve training, where
+    `training_plan` decides, which is its setter's: read at every call, so write into it.
     """
 
     def __init__(self, original: nn.Module, traced: bool, engine: str | None) -> None:
@@ -109,6 +111,7 @@ class SparseFeedForward(nn.Module):
         self.training = original.training
         self.gated, self.returns_statistics = hasattr(original, "gate_proj"), isinstance(original, OWN)
         self.traced, self.engine = traced, engine
+        self.training_plan: Tensor | None = None  # None: the traced reference
         # Until measured, single tokens are taken to be sparse and batches to be dense.
         self.plans, self.dense = (plan_of(engine or "row"), plan_of(engine or "dense")), plan_of("dense")
         self.w_down_t = None
@@ -117,16 +120,18 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         rows = x.reshape(-1, x.shape[-1])
-        plan = self._plan(rows)
-        if plan is not None and not torch.compiler.is_compiling():
+        learning = self.training and torch.is_grad_enabled()
+        plan = self.training_plan if learning else self._plan(rows)
+        counting = plan is not None and not learning
+        if counting and not torch.compiler.is_compiling():
             self.prepare()
         up, down = self._weight("up_proj"), self._weight("down_proj")
-        w_down_t = None if plan is None else self.w_down_t
+        w_down_t = self.w_down_t if counting else None
         if self.gated:
             out = gated_ffn(rows, self._weight("gate_proj"), up, down, plan, w_down_t)
         else:
             out = nongated_ffn(rows, up, down, plan, w_down_t)
-        if plan is not None and self.counts is not None:
+        if counting and self.counts is not None:
             self.counts.copy_(torch.stack((out.nnz, out.union)))
             self.tokens = rows.shape[0]
         y = out.y.view(x.shape)
@@ -142,8 +147,8 @@ class SparseFeedForward(nn.Module):
         return linear.weight
 
     def _plan(self, rows: Tensor) -> Tensor | None:
-        """The plan of a call; None: the traced reference."""
-        if self.traced or (self.training and torch.is_grad_enabled()):
+        """The plan of a call outside of training; None: the traced reference."""
+        if self.traced:
             return None
         device, dtype = rows.device.type, rows.dtype
         if torch.is_autocast_enabled(device):

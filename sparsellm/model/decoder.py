@@ -28,6 +28,7 @@ class DecoderOutput:
     nnz: Tensor | None  # [L] int64: each layer's count of nonzero activations
     fired: Tensor | None  # [L, N] bool: the neurons that fired for some token
     overflow: Tensor | None  # [L] int64
+    union: Tensor | None  # [L] int64: the neurons active in each 128-token tile, summed; -1: not measured
 
 
 class RMSNorm(nn.Module):
@@ -126,7 +127,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         y, *statistics = self.mlp(self.post_attention_layernorm(x))
-        return x + y, *statistics[:4]  # what DecoderOutput holds: the union is not among it
+        return x + y, *statistics
 
 
 class Decoder(nn.Module):
@@ -179,5 +180,5 @@ class Decoder(nn.Module):
         ce = linear_cross_entropy(
             x.flatten(0, 1), self.embed_tokens.weight, targets.flatten(), self.softmax_cross_entropy
         )
-        stacked = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 4
+        stacked = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 5
         return DecoderOutput(ce, *stacked)

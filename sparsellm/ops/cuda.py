@@ -14,18 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsellm.ops.dispatch import DENSE, ROW
+from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, tiles
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
+NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
+SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
-# Nonzeros that the tile engine has room for, 4 bytes each.
-LISTED_PER_TOKEN, LONG_PER_TOKEN = 320, 128  # in all; in long rows
-MIN_ROOM, MAX_ROOM = 1 << 22, (1 << 32) - 4
+# Of the tile engine's lists and rows, 4 bytes a word.
+ALL_FIT = 1 << 22  # activations up to which the lists hold them all, whatever the plan's room
+MAX_WORDS = (1 << 32) - 4  # words are counted in uint32
 ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
@@ -70,7 +72,7 @@ def forward(
 
     Non-gated: w_gate is W_u, and w_up None. Raises ValueError for saving by the row engine, which has no backward.
     """
-    engine, compression = plan.tolist()
+    engine, compression, per_token = plan.tolist()
     saved = Saved.nothing(x)
     if not x.shape[0]:
         return *_nothing(x, w_down.shape[1]), saved
@@ -86,7 +88,8 @@ def forward(
         if saving:
             raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
         return *row_engine(gate, *up, _transposed(w_down, w_down_t)), *gate.statistics(), saved
-    y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t), saving=saving)
+    room = tile_room(*gate.wide.shape, per_token)
+    y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t), room=room, saving=saving)
     return y, l1, *gate.statistics(), made[0] if saving else saved
 
 
@@ -160,15 +163,7 @@ class TilePlan(NamedTuple):
     @classmethod
     def of_saved(cls, saved: Saved, m: int, n: int) -> "TilePlan":
         """The plan that was saved, but for its rows, which backward does not need."""
-        token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
-        shapes = (
-            (token_tiles, 4),
-            (token_tiles, 4),
-            (token_tiles * column_tiles, 4),
-            (TOTALS,),
-            (token_tiles, column_tiles * COLUMN_TILE // 2),
-            (token_tiles, 2, column_tiles * COLUMN_TILE // BLOCK + 1),
-        )
+        shapes = cls.index_shapes(m, n)
         sizes = [math.prod(shape) for shape in shapes]
         *parts, tokens = saved.index.split([*sizes, len(saved.index) - sum(sizes)])
         of_tiles, order, items, totals, slots, starts = (
@@ -178,6 +173,19 @@ class TilePlan(NamedTuple):
             saved.lists.new_empty(0), tokens if len(tokens) else None, slots.view(torch.int16), starts, saved.lists,
             of_tiles, order, items, totals,
         )  # fmt: skip
+
+    @staticmethod
+    def index_shapes(m: int, n: int) -> tuple[tuple[int, ...], ...]:
+        """Of the saved index, int32: tiles, order, items, totals, slots, starts; the tokens, if ordered, follow."""
+        token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
+        return (
+            (token_tiles, 4),
+            (token_tiles, 4),
+            (token_tiles * column_tiles, 4),
+            (TOTALS,),
+            (token_tiles, column_tiles * COLUMN_TILE // 2),
+            (token_tiles, 2, column_tiles * COLUMN_TILE // BLOCK + 1),
+        )
 
 
 class NeuronPlan(NamedTuple):
@@ -196,24 +204,27 @@ class NeuronPlan(NamedTuple):
     order: Tensor
     at: Tensor
     places: Tensor
-    totals: Tensor
+    totals: Tensor  # int32 [NEURON_TOTALS]
 
 
-def tile_plan(gate: Gate, ordered: bool = True, room: tuple[int, int] | None = None) -> TilePlan:
+def tile_plan(gate: Gate, ordered: bool = True, room: int | None = None, long_room: int | None = None) -> TilePlan:
     """Room for the plan of a tile engine, of which only the totals have contents. Arguments as of `tile_engine`."""
     m, column_tiles, _ = gate.words.shape
     token_tiles = tiles(m, TOKEN_TILE)
-    listed, in_long_rows = tile_room(*gate.wide.shape) if room is None else room
+    if room is None:
+        room = tile_room(*gate.wide.shape)
+    if long_room is None:
+        long_room = max(0, min(room, MAX_WORDS - m * ROW_CAPACITY))
 
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return gate.words.new_empty(shape, dtype=dtype)
 
     return TilePlan(
-        rows=integers(m * ROW_CAPACITY + in_long_rows),
+        rows=integers(m * ROW_CAPACITY + long_room),
         tokens=integers(m) if ordered and m >= MIN_ORDERED_TOKENS else None,
         slots=integers(token_tiles, column_tiles * COLUMN_TILE, dtype=torch.int16),
         starts=integers(token_tiles, 2, column_tiles * COLUMN_TILE // BLOCK + 1),
-        lists=integers(listed),
+        lists=integers(room),
         tiles=integers(token_tiles, 4),
         order=integers(token_tiles, 4),
         items=integers(token_tiles * column_tiles, 4),
@@ -221,9 +232,17 @@ def tile_plan(gate: Gate, ordered: bool = True, room: tuple[int, int] | None = N
     )
 
 
-def tile_room(m: int, n: int) -> tuple[int, int]:
-    """`room` of the tile engine: for all there can be if the tokens are few, else for so many of each token."""
-    return min(max(m * LISTED_PER_TOKEN, MIN_ROOM), m * n, MAX_ROOM), min(max(m * LONG_PER_TOKEN, MIN_ROOM), m * n)
+def tile_room(m: int, n: int, per_token: int = LISTED_PER_TOKEN) -> int:
+    """How many nonzeros the tile engine's lists hold: all there can be if ALL_FIT, else `per_token` of each token."""
+    return m * n if m * n <= ALL_FIT else min(m * min(per_token, n), MAX_WORDS)
+
+
+def tile_saved_bytes(m: int, n: int, per_token: int, gated: bool) -> int:
+    """What `forward` by the tile engine saves (`Saved`)."""
+    if not m:
+        return 0
+    index = sum(map(math.prod, TilePlan.index_shapes(m, n))) + (m if m >= MIN_ORDERED_TOKENS else 0)
+    return 4 * index + (6 if gated else 4) * tile_room(m, n, per_token)
 
 
 def tile_engine(
@@ -232,20 +251,21 @@ def tile_engine(
     w_up: Tensor | None,
     w_down_t: Tensor,
     ordered: bool = True,
-    room: tuple[int, int] | None = None,
+    room: int | None = None,
+    long_room: int | None = None,
     saving: bool = False,
 ) -> tuple[Tensor, ...]:
     """For each tile of 128 tokens, products over the neurons that fire in it. w_down_t [N, K].
 
     ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
-    128 tokens in a row do. room: how many nonzeros there may be in all, and in rows of more than ROW_CAPACITY
-    (`tile_room` unless given); if there are more, the row engine does everything, and gate.counters' overflow grows by
-    M. saving: returns what `tile_backward` needs as well.
+    128 tokens in a row do. room: how many nonzeros there may be in all (`tile_room` unless given); long_room: in rows
+    of more than ROW_CAPACITY (as many, unless given); if there are more, the row engine does everything, and
+    gate.counters' overflow grows by M. saving: returns what `tile_backward` needs as well.
     """
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
     m, column_tiles, _ = gate.words.shape
-    plan = tile_plan(gate, ordered, room)
+    plan = tile_plan(gate, ordered, room, long_room)
     y = gate.wide.new_empty((m, k))
     l1_partials, l1 = _l1(gate.wide, tiles(m, TOKEN_TILE) * column_tiles * CONSUMER_WARPS)
     ops.pack_rows(*gate, *plan)
@@ -256,7 +276,8 @@ def tile_engine(
     ups = x.new_empty(len(plan.lists)) if saving and x is not None else None
     hidden = plan.lists if ups is None else torch.empty_like(plan.lists)  # g is needed again only if it is saved
     ops.tile_up(x, w_up, m, n, *plan, hidden, ups, l1_partials, l1)
-    ops.tile_spmm(hidden, w_down_t, None, None, plan.slots, plan.starts, plan.order, plan.tokens, y)
+    of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
+    ops.tile_spmm(hidden, w_down_t, None, None, *of_tokens, y, None)
     if len(plan.lists) < m * n or len(plan.rows) < m * (ROW_CAPACITY + n):  # else there is room for anything
         workspace, tickets = _bytes(y, ops.row_rest_workspace(m, k)), gate.scratch()[1]
         ops.row_rest(x, w_up, w_down_t, *gate, plan.totals, workspace, tickets, l1, y)
@@ -286,30 +307,33 @@ def tile_backward(
         bases=integers(token_tiles, neuron_tiles * 2 * 6),
         starts=integers(neuron_tiles, 2, token_tiles * 2 + 1),
         tiles=integers(neuron_tiles, 4),
-        order=integers(neuron_tiles, 4),
+        order=integers(neuron_tiles + SPLIT_UNITS, 4),
         at=integers(capacity),
         places=integers(capacity, dtype=torch.int16),
-        totals=saved.lists.new_zeros(2),
+        totals=saved.lists.new_zeros(NEURON_TOTALS),
     )
     gated = w_up is not None
     ups = saved.first if gated else None
     dz, dz_by_neuron, h_by_neuron = (integers(capacity) for _ in range(3))
     du, du_by_neuron = (integers(capacity) for _ in range(2)) if gated else (None, None)
-    ops.neuron_plan(m, n, *plan, *by_neuron)
+    ops.neuron_plan(m, x.shape[1], n, *plan, *by_neuron)
     ops.tile_gradient(
         dy, w_down_t, *plan, ups, dl1, dz, du, by_neuron.at, by_neuron.places, dz_by_neuron, du_by_neuron, h_by_neuron
     )
     dx, dw_gate, dw_down_t = torch.empty_like(x), torch.empty_like(w_gate), torch.empty_like(w_down_t)
     dw_up = torch.empty_like(w_up) if gated else None
-    ops.tile_spmm(dz, w_gate, du, w_up, plan.slots, plan.starts, plan.order, plan.tokens, dx)
-    of_neurons = (by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons)
-    ops.tile_spmm(dz_by_neuron, x, None, None, *of_neurons, dw_gate)
-    if gated:
-        ops.tile_spmm(du_by_neuron, x, None, None, *of_neurons, dw_up)
-    ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t)
+    of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
+    ops.tile_spmm(dz, w_gate, du, w_up, *of_tokens, dx, None)
+    partials = x.new_empty(SPLIT_UNITS * 2 * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
+    tickets = saved.lists.new_zeros(SPLIT_UNITS * 4)
+    of_neurons = (
+        by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons, by_neuron.totals, partials, tickets
+    )  # fmt: skip
+    ops.tile_spmm(dz_by_neuron, x, du_by_neuron, None, *of_neurons, dw_gate, dw_up)
+    ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t, None)
     planes, arrivals = _bytes(x, ops.rest_backward_workspace(m, n)), saved.lists.new_zeros(2)
     ops.rest_backward(plan.totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals)
-    return dx, dw_gate, dw_up, dw_down_t.t()
+    return dx, dw_gate, dw_up, _transpose(dw_down_t)
 
 
 def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,7 +385,13 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _transposed(w_down: Tensor, w_down_t: Tensor | None) -> Tensor:
-    return _readable(w_down.t() if w_down_t is None else w_down_t)
+    return _transpose(_readable(w_down)) if w_down_t is None else _readable(w_down_t)
+
+
+def _transpose(matrix: Tensor) -> Tensor:
+    transposed = matrix.new_empty(tuple(reversed(matrix.shape)))
+    torch.ops.sparsellm_cuda.transpose(matrix, transposed)
+    return transposed
 
 
 def _bytes(like: Tensor, count: int) -> Tensor:

@@ -1,5 +1,8 @@
 """Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
 
+    choose_engine            a forward pass
+    choose_training_engine   the forward and the backward pass of a micro-batch
+
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
 costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
 Letters: M tokens, K model width, N neurons.
@@ -21,8 +24,17 @@ DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
 FEW_TOKENS = 16  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # above, the row engine reads more than the dense products
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
-TILE_MAX_NONZEROS = 256  # per token: four fifths of what the tile engine has room for (cuda.py: LISTED_PER_TOKEN)
+LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
+TILE_MAX_NONZEROS = 256  # per token: four fifths of that
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
+
+# Forward and backward, gated (a non-gated layer has five eighths of the dense products and three fifths of the others).
+DENSE_TRAINING_FLOPS = 680e12  # per second, cuBLAS and both elementwise halves
+DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
+TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
+TRAINING_SECONDS = 170e-6  # lists, order and plans of any micro-batch
+TRAINING_SECONDS_PER_TOKEN = 40e-9
+TRAINING_SECONDS_PER_NONZERO = 1.0e-9
 
 
 def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:
@@ -51,4 +63,28 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
         DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
         ROW: PACKING_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
         TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
+    }
+
+
+def choose_training_engine(
+    tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None
+) -> int:
+    """DENSE or TILE for the forward and backward pass of `tokens` tokens; arguments as of `choose_engine`."""
+    if tokens < MANY_TOKENS or union < 0 or nnz > TILE_MAX_NONZEROS * tokens:
+        return DENSE
+    seconds = training_estimates(tokens, width, neurons, nnz, union)
+    needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
+    return TILE if seconds[TILE] <= needed else DENSE
+
+
+def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
+    """Seconds of the forward and backward pass but for the gate product, by engine; arguments as of `choose_engine`.
+
+    The gradients of the gate product differ by engine, and are among them.
+    """
+    listed = TRAINING_SECONDS_PER_NONZERO * nnz
+    gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_FLOPS
+    return {
+        DENSE: DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
+        TILE: PACKING_SECONDS + TRAINING_SECONDS + TRAINING_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }

@@ -9,9 +9,10 @@ saves for backward g and u (h, for non-gated) beside the inputs. A plan tensor (
 recompiles; its engine saves what its backward needs: dense two planes of M x N, tile the packed g and u. Both run the
 same mathematics (sparsellm.ops.reference).
 
-A plan is two integers: the engine, and the compression of the packed gate. The row and tile engines run on CUDA
-kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes the fused elementwise kernel
-where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for another.
+A plan is three integers: the engine, the compression of the packed gate, and the room of the tile engine. The row and
+tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes the
+fused elementwise kernel where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for
+another.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import reference
-from sparsellm.ops.dispatch import DENSE, ENGINES
+from sparsellm.ops.dispatch import DENSE, ENGINES, LISTED_PER_TOKEN, TILE
 from sparsellm.ops.layout import NeuronMajor, check_fresh
 from sparsellm.ops.twell import COMPRESSIONS
 
@@ -43,13 +44,27 @@ class FeedForwardOutput(NamedTuple):
     union: Tensor  # 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured
 
 
-def plan_of(engine: str = "dense", compression: int = 8) -> Tensor:
-    """The plan (int32 [2], CPU) of an engine of ENGINES; compression: columns per word of the packed gate."""
+def plan_of(engine: str = "dense", compression: int = 8, room: int = LISTED_PER_TOKEN) -> Tensor:
+    """The plan (int32 [3], CPU) of an engine of ENGINES.
+
+    compression: columns per word of the packed gate. room: nonzeros per token, on average over a call, that the tile
+    engine's lists hold; of a call with more, a slower exact path computes everything, and `overflow` counts it.
+    """
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it should be {_or(ENGINES)}")
-    plan = torch.tensor([ENGINES.index(engine), compression], dtype=torch.int32)
+    plan = torch.tensor([ENGINES.index(engine), compression, room], dtype=torch.int32)
     _check_plan(plan)
     return plan
+
+
+def saved_bytes(plan: Tensor | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
+    """What a call with gradients saves for its backward beside the inputs; dtype: what the operator computes in."""
+    if plan is not None and int(plan[0]) == TILE:
+        # Here, for nothing else needs the machinery of the kernels.
+        from sparsellm.ops import cuda
+
+        return cuda.tile_saved_bytes(tokens, neurons, int(plan[2]), gated)
+    return (2 if gated else 1) * tokens * neurons * dtype.itemsize
 
 
 def gated_ffn(
@@ -158,16 +173,18 @@ def _check(x: Tensor, w_down: Tensor, **up: Tensor) -> None:
 
 
 def _check_plan(plan: Tensor) -> None:
-    if plan.dtype != torch.int32 or plan.device.type != "cpu" or plan.shape != (2,):
+    if plan.dtype != torch.int32 or plan.device.type != "cpu" or plan.shape != (3,):
         raise ValueError(
-            f"plan is {plan.dtype} {list(plan.shape)} on {plan.device}: it should be torch.int32 [2] on cpu"
+            f"plan is {plan.dtype} {list(plan.shape)} on {plan.device}: it should be torch.int32 [3] on cpu"
         )
-    engine, compression = plan.tolist()
+    engine, compression, room = plan.tolist()
     if not 0 <= engine < len(ENGINES):
         engines = _or([f"{number} ({name})" for number, name in enumerate(ENGINES)])
         raise ValueError(f"plan[0], the engine, is {engine}: it should be {engines}")
     if compression not in COMPRESSIONS:
         raise ValueError(f"plan[1], the compression, is {compression}: it should be {_or(COMPRESSIONS)}")
+    if not 1 <= room <= MAX_COLUMNS:
+        raise ValueError(f"plan[2], the room per token, is {room}: it should be between 1 and {MAX_COLUMNS}")
 
 
 def _or(choices) -> str:
@@ -294,13 +311,15 @@ def _(x, w_gate, w_up, w_down, dy, dl1, first, second, lists, index):
 
 def _feedforward_context(ctx, inputs, output) -> None:
     x, w_gate, w_up, w_down, *_, saving = inputs
+    ctx.set_materialize_grads(False)  # else what is saved would be given gradients, planes of zeros
     if saving:
-        ctx.gated = w_up is not None
         ctx.save_for_backward(x, w_gate, w_up, w_down, *output[4:])
 
 
 def _feedforward_gradients(ctx, dy, dl1, *_unused):
     x, w_gate, w_up, w_down, *saved = ctx.saved_tensors
+    dy = torch.zeros_like(x) if dy is None else dy
+    dl1 = x.new_zeros(()) if dl1 is None else dl1
     gradients = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, *saved)
     dx, dw_gate, *dw_up, dw_down = gradients
     return dx, dw_gate, dw_up[0] if dw_up else None, dw_down, None, None, None, None

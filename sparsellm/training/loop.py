@@ -9,7 +9,7 @@ batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gr
 buckets, while the last micro-batch's backward goes on.
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
-(`_read`), at validation, and while a checkpoint is copied to the host.
+(`_read`, and by `Plans` for the step before the last), at validation, and while a checkpoint is copied to the host.
 """
 
 import os
@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Config, Kernels, Precision, obstacles_to_kernels
+from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
+from sparsellm.ops import build, saved_bytes
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
 from sparsellm.training.metrics import (
@@ -44,6 +45,7 @@ from sparsellm.training.metrics import (
     reduce_step,
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
+from sparsellm.training.plans import Plans
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
@@ -82,8 +84,11 @@ class Trainer:
         torch.manual_seed(config.training.seed)
         with device:
             self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
+        self.plans: Plans | None = None  # None: the traced reference trains
         if device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
-            accelerate(self.decoder, runtime.kernels.name)  # validation: what needs gradients stays in PyTorch
+            accelerate(self.decoder, runtime.kernels.name)
+            if build.loaded():
+                self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = self.decoder
@@ -167,6 +172,8 @@ class Trainer:
 
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
         """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
+        if self.plans is not None:
+            self.plans.before(self.step)
         sums, sparsity = StepSums(), self.config.sparsity
         l1_weight = l1_coefficient(self.tokens, sparsity) / self.l1_denominator
         scale = self.ranks.world_size / self.tokens_per_step
@@ -178,7 +185,9 @@ class Trainer:
                     out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
                 loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
                 (loss * scale).backward()
-            sums.add(out)
+            sums.add(out, micro_batch[:, 1:].numel())
+        if self.plans is not None:
+            self.plans.after(self.step, sums)
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
         if sums.fired is not None:
             self.silent.update(sums.fired, self.tokens_per_step)
@@ -195,12 +204,27 @@ class Trainer:
             "tokens": self.tokens,
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
             "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
+            "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
+            "ffn_saved_bytes": self._saved_bytes(),
         }
         return reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
             None if self.reinitialization is None else self.reinitialization.count,
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
         )  # fmt: skip
+
+    def _saved_bytes(self) -> int | None:
+        """What the feedforward layers keep beside their inputs for backward, of a whole micro-batch."""
+        config, runtime = self.config, self.config.runtime
+        if config.sparsity.activation != Activation.relu:
+            return None  # autograd and the compiler decide
+        if runtime.recompute:
+            return 0  # but for the layer whose backward is under way
+        sequences = min(runtime.micro_batch_size, config.training.batch_size // self.ranks.world_size)
+        plans = [None] * len(self.decoder.layers) if self.plans is None else self.plans.plans
+        tokens, model = sequences * config.training.sequence_length, config.model
+        dtype = DTYPES[runtime.precision]
+        return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
 
     def _read(self, val_ce: float | None = None) -> bool:
         """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
@@ -247,9 +271,8 @@ class Trainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
-        self.checkpoints.save(
-            self.step, self._tensors(self.silent.reduced()), {"step": self.step}, rng, {"data": self.data_state}
-        )
+        values = {"step": self.step, "plans": None if self.plans is None else self.plans.state()}
+        self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
 
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
@@ -257,6 +280,8 @@ class Trainer:
             return
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]
+        if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
+            self.plans.restore(values["plans"])
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)

@@ -38,14 +38,18 @@ class StepSums:
 
     def __init__(self) -> None:
         self.ce: Tensor | None = None
-        self.l1 = self.nnz = self.fired = self.overflow = None
+        self.l1 = self.nnz = self.fired = self.overflow = self.union = None
+        self.fullest: Tensor | None = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
-    def add(self, out: DecoderOutput) -> None:
+    def add(self, out: DecoderOutput, tokens: int) -> None:
+        """`out` is of a micro-batch of so many tokens."""
+        fullest = None if out.nnz is None else out.nnz.double() / tokens
         if self.ce is None:
             self.ce = out.ce.detach().double()
             if out.l1 is not None:
                 self.l1, self.nnz = out.l1.detach().double(), out.nnz
-                self.fired, self.overflow = out.fired, out.overflow
+                self.fired, self.overflow, self.union = out.fired, out.overflow, out.union
+                self.fullest = fullest
             return
         self.ce += out.ce.detach()
         if out.l1 is not None:
@@ -53,6 +57,8 @@ class StepSums:
             self.nnz += out.nnz
             self.fired |= out.fired
             self.overflow += out.overflow
+            self.union += out.union
+            self.fullest = torch.maximum(self.fullest, fullest)
 
 
 class StepClock:
@@ -89,7 +95,7 @@ class StepClock:
 class StepReport:
     """One reduced step, possibly still being computed; `read` waits for it."""
 
-    known: dict[str, Any]  # what the host knows already: step, tokens, lr, l1_coefficient
+    known: dict[str, Any]  # what the host knows already, by the name that it has in the row
     layers: int
     # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then l1, nnz, overflow, dead, reinitialized [L]
     sums: Tensor
@@ -152,14 +158,17 @@ def reduce_step(
     dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
     drawn = [] if reinitialized is None else [reinitialized.double()]
     packed = torch.cat([summed[:2], same, summed[2:], *dead, *drawn])
-    if packed.is_cuda:
-        on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        on_host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-    else:
-        on_host, copied = packed, None
-    return StepReport(known, 0 if sums.l1 is None else len(sums.l1), on_host, copied, clock)
+    return StepReport(known, 0 if sums.l1 is None else len(sums.l1), *to_host(packed), clock)
+
+
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start copying to the host: (the copy, the event after which it is there; None: it is)."""
+    if not tensor.is_cuda:
+        return tensor, None
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return on_host, copied
 
 
 class Rows:
@@ -201,7 +210,8 @@ class Rows:
             "peak_memory_bytes": values.peak_memory,
             "data_wait_fraction": values.data_wait / values.seconds,
             "overflow": None if values.overflow is None else int(sum(values.overflow)),
-            "plan_per_layer": ["dense"] * model.num_layers,
+            "plan_per_layer": values.known["plan_per_layer"],
+            "ffn_saved_bytes": values.known["ffn_saved_bytes"],
         }
         return {key: _finite_or_none(value) for key, value in row.items()}
 
@@ -284,9 +294,10 @@ class WandbRun:
             return
         flat = {}
         for key, value in row.items():
-            if isinstance(value, list):
-                if key != "plan_per_layer":
-                    flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
+            if key == "plan_per_layer":
+                flat["tile_layers"] = value.count("tile")
+            elif isinstance(value, list):
+                flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
             elif value is not None:
                 flat[key] = value
         # The step is given: an offline run that resumes would count from 0 again.

@@ -245,7 +245,7 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
         packed = cuda.pack_gate(x, ws[0], 8)
         overflow, union = int(packed.counters[1]), int(packed.counters[2])
         for calls in (1, 2):  # the second finds what the first has left
-            y, _ = tile_engine(x, ws, packed, room=room)
+            y, _ = tile_engine(x, ws, packed, room=room[0], long_room=room[1])
             assert_equal(y, expected, f"M {m}, room for {room}, call {calls}: y")
             assert int(packed.counters[1]) == overflow + (0 if enough else m * calls)
         assert int(packed.counters[2]) == union

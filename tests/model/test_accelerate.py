@@ -407,6 +407,27 @@ def test_training_makes_no_copies(hollow):
     assert [block.w_down_t for block in blocks(model)] == [None] * 2
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_training_follows_its_own_plan(name, hollow):
+    """Whatever calls without gradients have left: copies that have become stale, counts under way."""
+    model = sparsellm.accelerate(make(name).train(), "cuda")
+    plans = [plan_of("dense", room=room) for room in (1, 2)]
+    for block, plan in zip(blocks(model), plans, strict=True):
+        block.training_plan = plan
+    for _ in range(2):
+        logits(model, tokens(200))
+        counts = [block.counts.clone() for block in blocks(model)]
+        with torch.no_grad():
+            for block in blocks(model):
+                block.down_proj.weight.mul_(2)
+        assert all(block.w_down_t is not None for block in blocks(model))
+        hollow.engines.clear()
+        hollow.copies.clear()
+        (model.logits(tokens(9)) if isinstance(model, Decoder) else model(tokens(9)).logits).sum().backward()
+        assert (hollow.engines, hollow.copies) == (["dense"] * 2, [None] * 2)
+        assert all(torch.equal(block.counts, count) for block, count in zip(blocks(model), counts, strict=True))
+
+
 def test_other_dtypes_run_dense_without_a_copy(hollow):
     model = sparsellm.accelerate(make("llama").double(), "cuda")
     assert hollow.of(model, tokens(5)) == ["dense"] * 2

@@ -9,9 +9,10 @@ import pytest
 import torch
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import build, cuda, feedforward, plan_of, reference, twell
+from sparsellm.ops import build, cuda, feedforward, plan_of, reference, saved_bytes, twell
 
 ROWS = 5  # what stands for the rows
+PER_TOKEN = []  # the plan's room, where it is not the default
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 
 
@@ -43,12 +44,12 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
 
 def expect_plan(wide, rows, tokens, slots, starts, lists, tiles, order, items, totals):
     (m, n), token_tiles, column_tiles = wide.shape, twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
-    expect(rows, torch.int32, m * 512 + cuda.tile_room(m, n)[1])
+    expect(rows, torch.int32, m * 512 + cuda.tile_room(m, n, *PER_TOKEN))
     if tokens is not None:
         expect(tokens, torch.int32, m, alignment=4)
     expect(slots, torch.int16, token_tiles, column_tiles * 256)
     expect(starts, torch.int32, token_tiles, 2, column_tiles * 4 + 1, alignment=4)
-    expect(lists, torch.int32, cuda.tile_room(m, n)[0])
+    expect(lists, torch.int32, cuda.tile_room(m, n, *PER_TOKEN))
     expect(tiles, torch.int32, token_tiles, 4)
     expect(order, torch.int32, token_tiles, 4)
     expect(items, torch.int32, token_tiles * column_tiles, 4)
@@ -128,10 +129,10 @@ SAVED = []  # g (non-gated: h) and u: the kernels would find them in what backwa
 
 def expect_saved_plan(m, n, rows, *rest):
     expect(rows, torch.int32, 0)
-    expect_plan(torch.empty(m, n), torch.empty(m * 512 + cuda.tile_room(m, n)[1], dtype=torch.int32), *rest)
+    expect_plan(torch.empty(m, n), torch.empty(m * 512 + cuda.tile_room(m, n, *PER_TOKEN), dtype=torch.int32), *rest)
 
 
-def neuron_plan(m, n, *args):
+def neuron_plan(m, k, n, *args):
     expect_saved_plan(m, n, *args[:9])
     token_tiles, halves = twell.tiles(m, 128), 2 * twell.tiles(n, 128)
     names = cuda.NeuronPlan(*args[9:])
@@ -147,10 +148,10 @@ def neuron_plan(m, n, *args):
     expect(names.bases, torch.int32, token_tiles, halves * 6)
     expect(names.starts, torch.int32, halves // 2, 2, token_tiles * 2 + 1)
     expect(names.tiles, torch.int32, halves // 2, 4)
-    expect(names.order, torch.int32, halves // 2, 4)
+    expect(names.order, torch.int32, halves // 2 + 384, 4)
     expect(names.at, torch.int32, len(args[4]))
     expect(names.places, torch.int16, len(args[4]))
-    expect(names.totals, torch.int32, 2)
+    expect(names.totals, torch.int32, 4)
 
 
 def tile_gradient(dy, w_down_t, *args):
@@ -174,15 +175,30 @@ def tile_gradient(dy, w_down_t, *args):
             (BY_NEURON.add if by_neuron else BY_NEURON.discard)(lists.data_ptr())
 
 
-def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, rows, y):
-    matrix = MATRICES[lists.data_ptr()]
+def transpose(matrix, transposed):
+    expect(transposed, torch.bfloat16, *reversed(matrix.shape))
+    transposed.copy_(matrix.t())
+
+
+def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, rows, totals, partials, tickets, *ys):
+    matrix, y = MATRICES[lists.data_ptr()], ys[0]
     expect(weights, torch.bfloat16, matrix.shape[1], y.shape[1])
-    assert slots.dtype == (torch.int32 if lists.data_ptr() in BY_NEURON else torch.int16)
+    by_neuron = lists.data_ptr() in BY_NEURON
+    assert slots.dtype == (torch.int32 if by_neuron else torch.int16)
     assert starts.shape[:2] == (len(slots), 2)
-    expect(order, torch.int32, len(slots), 4)
+    expect(order, torch.int32, len(slots) + 384 * by_neuron, 4)
+    if by_neuron:
+        expect(totals, torch.int32, 4)
+        expect(partials, torch.float32, 384 * 2 * 128 * 256)
+        expect(tickets, torch.int32, 384 * 4)
+        assert not tickets.any()
+    else:
+        assert totals is partials is tickets is None
     sums = matrix.float() @ weights.float()
-    if more_lists is not None:
+    if more_weights is not None:
         sums += MATRICES[more_lists.data_ptr()].float() @ more_weights.float()
+    elif more_lists is not None:
+        ys[1].copy_(MATRICES[more_lists.data_ptr()].float() @ weights.float())
     y.copy_(sums)
 
 
@@ -259,8 +275,8 @@ def stand_ins():
         pytest.skip("the kernels themselves are loaded")
     functions = (
         gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, neuron_plan, tile_gradient, tile_spmm,
-        row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise, pointwise_gradient, rest_backward_workspace,
-        rest_backward,
+        transpose, row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise, pointwise_gradient,
+        rest_backward_workspace, rest_backward,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
@@ -307,6 +323,7 @@ def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, engine, gate
     x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
     dy, dl1 = tokens(m, k, torch.bfloat16, seed=3), torch.tensor(0.37)
     outputs, saved = forward(x, ws, plan_of(engine), saving=True)
+    assert sum(t.nbytes for t in saved) == saved_bytes(plan_of(engine), m, n, gated, torch.bfloat16)
     for ours, theirs in zip(outputs, forward(x, ws, plan_of(engine))[0], strict=True):
         assert torch.equal(ours, theirs)
     w_up = ws[1] if gated else None
@@ -317,6 +334,25 @@ def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, engine, gate
     for i, (ours, other, right) in enumerate(zip(found, theirs, expected, strict=True)):
         assert ours.shape == right.shape
         assert (ours.double() - right).norm() <= 2 * (other.double() - right).norm(), f"gradient {i}"
+
+
+def test_the_room_is_for_all_or_for_so_many_of_each_token():
+    assert cuda.tile_room(1024, 4096, 1) == 1024 * 4096
+    assert cuda.tile_room(1024, 4104, 96) == 1024 * 96
+    assert cuda.tile_room(100_000, 64, 96) == 100_000 * 64
+    assert cuda.tile_room(1 << 20, 65_536, 65_536) == cuda.MAX_WORDS < 1 << 32
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("per_token", [3, 64])
+def test_the_plan_gives_the_room(per_token, monkeypatch):
+    """In the lists, and so many for long rows, which the stand-ins look at."""
+    monkeypatch.setattr(cuda, "ALL_FIT", 0)
+    monkeypatch.setitem(globals(), "PER_TOKEN", [per_token])
+    x, ws = tokens(129, 16, torch.bfloat16), weights(16, 1000, True, torch.bfloat16, requires_grad=False)
+    _, saved = forward(x, ws, plan_of("tile", room=per_token), saving=True)
+    assert len(saved.lists) == len(saved.first) == 129 * per_token
+    assert sum(t.nbytes for t in saved) == saved_bytes(plan_of("tile", room=per_token), 129, 1000, True, x.dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")

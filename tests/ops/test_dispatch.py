@@ -2,7 +2,18 @@
 
 import pytest
 
-from sparsellm.ops.dispatch import DENSE, ROW, TILE, TILE_MARGIN, choose_engine, estimates
+from sparsellm.ops.dispatch import (
+    DENSE,
+    MANY_TOKENS,
+    ROW,
+    TILE,
+    TILE_MARGIN,
+    TILE_MAX_NONZEROS,
+    choose_engine,
+    choose_training_engine,
+    estimates,
+    training_estimates,
+)
 
 K, N = 2048, 5632
 # nonzeros per token, union of 128 tokens: KERNELS.md's measured patterns
@@ -76,3 +87,47 @@ def test_an_unmeasured_union_is_no_reason_for_the_tile_engine():
 def test_no_tokens_and_no_nonzeros_are_cases_too():
     assert choose_engine(0, K, N, 0, 0) == ROW
     assert choose_engine(16_384, K, N, 0, 0) == ROW
+
+
+def choose_training(tokens, per_token, per_tile, **current):
+    return choose_training_engine(tokens, K, N, per_token * tokens, per_tile * -(-tokens // 128), **current)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "per_tile", "microseconds"), [(20.5, 430, 1456), (36, 640, 1596), (76, 1250, 2644), (116, 1480, 3394)]
+)
+def test_training_estimates_are_near_what_was_measured(per_token, per_tile, microseconds):
+    """One H200, M 16,384, beside the gate product; dense 4438."""
+    seconds = training_estimates(16_384, K, N, per_token * 16_384, per_tile * 128)
+    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.1)
+    assert seconds[DENSE] == pytest.approx(4438e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", [2048, 16_384, 131_072])
+def test_training_takes_the_tile_engine_for_sparse_layers_only(tokens):
+    assert choose_training(tokens, 36, 640) == TILE
+    for per_token in (TILE_MAX_NONZEROS + 1, 900, N // 2, N):
+        assert choose_training(tokens, per_token, min(N, 4 * per_token)) == DENSE
+
+
+def test_training_is_dense_where_the_tile_engine_cannot_be_judged_or_cannot_win():
+    assert choose_training(MANY_TOKENS - 1, 1, 10) == DENSE
+    assert choose_training(0, 0, 0) == DENSE
+    for current in (None, DENSE, TILE):
+        assert choose_training_engine(16_384, K, N, 36 * 16_384, -1, current=current) == DENSE
+    small_model = choose_training_engine(16_384, 64, 128, 10 * 16_384, 100 * 128)
+    assert small_model == DENSE
+
+
+def test_in_training_too_the_tile_engine_must_win_by_a_margin_and_then_stays():
+    tokens, nnz = 16_384, 36 * 16_384
+    dense, fixed = (training_estimates(tokens, K, N, nnz, 0)[engine] for engine in (DENSE, TILE))
+    per_union = training_estimates(tokens, K, N, nnz, 1)[TILE] - fixed
+
+    def at(share, current):
+        return choose_training_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
+
+    assert at(1 - TILE_MARGIN - 0.01, DENSE) == at(1 - TILE_MARGIN - 0.01, None) == TILE
+    assert at(1 - TILE_MARGIN / 2, DENSE) == at(1 - TILE_MARGIN / 2, None) == DENSE
+    assert at(1 - TILE_MARGIN / 2, TILE) == TILE
+    assert at(1.01, TILE) == DENSE

@@ -173,7 +173,7 @@ def test_a_new_plan_does_not_recompile():
         for ours, theirs in zip(function(x, *ws, plan_of(compression=compression)), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match=r"plan\[0\], the engine, is 9"):
-        function(x, *ws, torch.tensor([9, 8], dtype=torch.int32))
+        function(x, *ws, torch.tensor([9, 8, 320], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"x.device is cpu: it should be a CUDA device for the tile engine"):
         function(x, *ws, plan_of("tile"))
     function(x, *ws, plan_of())
@@ -213,10 +213,14 @@ def test_float16_autocast_is_refused(plan):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (torch.tensor([0, 8]), r"plan is torch.int64 \[2\]"),
-        (torch.tensor([0], dtype=torch.int32), r"plan is torch.int32 \[1\]"),
-        (torch.tensor([3, 8], dtype=torch.int32), r"engine, is 3: it should be 0 \(dense\), 1 \(row\) or 2 \(tile\)"),
-        (torch.tensor([0, 3], dtype=torch.int32), r"compression, is 3: it should be 2, 4, 8 or 16"),
+        (torch.tensor([0, 8, 1]), r"plan is torch.int64 \[3\]"),
+        (torch.tensor([0, 8], dtype=torch.int32), r"plan is torch.int32 \[2\]"),
+        (
+            torch.tensor([3, 8, 1], dtype=torch.int32),
+            r"engine, is 3: it should be 0 \(dense\), 1 \(row\) or 2 \(tile\)",
+        ),
+        (torch.tensor([0, 3, 1], dtype=torch.int32), r"compression, is 3: it should be 2, 4, 8 or 16"),
+        (torch.tensor([0, 8, 0], dtype=torch.int32), r"plan\[2\], the room per token, is 0: .* between 1 and 65536"),
     ],
 )
 def test_other_plans_are_refused(plan, message):
@@ -226,12 +230,14 @@ def test_other_plans_are_refused(plan, message):
 
 
 def test_plans_are_made_of_known_engines():
-    assert plan_of().tolist() == [0, 8]
-    assert plan_of("tile", 4).tolist() == [2, 4]
+    assert plan_of().tolist() == [0, 8, 320]
+    assert plan_of("tile", 4, 64).tolist() == [2, 4, 64]
     with pytest.raises(ValueError, match="engine is 'sparse': it should be dense, row or tile"):
         plan_of("sparse")
     with pytest.raises(ValueError, match="compression, is 5"):
         plan_of("row", 5)
+    with pytest.raises(ValueError, match="room per token, is 65537"):
+        plan_of("tile", room=65_537)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -25,7 +25,7 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "overflow", "plan_per_layer",
-    "val_ce", "reinitialized_per_layer", "skipped_steps",
+    "ffn_saved_bytes", "val_ce", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
@@ -110,14 +110,17 @@ def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(ove
 
 
 @pytest.mark.slow
-def test_two_ranks_draw_the_same_rows(tmp_path):
-    """Of neurons that were silent on both; every rank ends with the same weights, moments and counts."""
+def test_two_ranks_draw_the_same_rows_and_decide_the_same_plans(tmp_path):
+    """Rows of neurons that were silent on both; every rank ends with the same weights, moments and counts."""
     draws = ["sparsity.reinit_dead_after_tokens=4", "sparsity.reinit_every=2"]
     torchrun(2, SMALL_RUN.with_name("small_ranks.py"), tmp_path, *FEW_TOKENS, *draws)
-    ranks = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    ranks, plans = zip(*(torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)), strict=True)
     assert ranks[0].keys() == ranks[1].keys()
     assert [name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])] == []
     assert (ranks[0]["sparsity.reinitialized"] > 0).all()
+    # The decisions of steps 3 and 11, from counts over both; each saw other tokens.
+    assert plans[0] == plans[1]
+    assert len({str(of_step) for of_step in plans[0]}) == 3
 
 
 def torchrun(ranks, *command):
@@ -146,6 +149,8 @@ def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert first["overflow"] == 0
+    assert first["plan_per_layer"] == ["torch", "torch"]
+    assert first["ffn_saved_bytes"] == 2 * 2 * (3 * 16) * 48 * 4  # g and u of each layer, float32
     assert [row["step"] for row in rows if row["val_ce"] is not None] == [4, 8, 12]
     for row in rows:
         assert row["loss"] == pytest.approx(row["ce"] + row["l1_coefficient"] * row["l1"])
@@ -170,7 +175,7 @@ def test_values_that_do_not_exist_are_null(tmp_path):
     assert "NaN" not in text
     for row in map(json.loads, text.splitlines()):
         nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "overflow", "mfu", "peak_memory_bytes",
-                   "reinitialized_per_layer")  # fmt: skip
+                   "reinitialized_per_layer", "ffn_saved_bytes")  # fmt: skip
         assert all(row[key] is None for key in nothing)
         assert row["loss"] == row["ce"]
 

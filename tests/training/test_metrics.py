@@ -61,9 +61,13 @@ def test_an_unreachable_server_means_offline_and_says_so(tmp_path, monkeypatch, 
     config = small_config("logging.wandb=online", "run.name=x")
     for _ in range(2):  # a start and a resume
         run = WandbRun(config, config.logging, tmp_path)
-        run.write({"step": 7, "loss": 1.5, "mfu": None, "nnz_per_layer": [2.0, 3.0], "plan_per_layer": ["dense"]})
+        run.write(
+            {"step": 7, "loss": 1.5, "mfu": None, "nnz_per_layer": [2.0, 3.0], "plan_per_layer": ["dense", "tile"]}
+        )
         run.close(0)
     assert "offline, for online failed: no route to host" in capsys.readouterr().err
     assert [settings["mode"] for settings in started] == ["online", "offline"] * 2
     assert len({settings["id"] for settings in started}) == 1
-    assert run._run.logged == [(7, {"step": 7, "loss": 1.5, "nnz_per_layer/00": 2.0, "nnz_per_layer/01": 3.0})]
+    assert run._run.logged == [
+        (7, {"step": 7, "loss": 1.5, "nnz_per_layer/00": 2.0, "nnz_per_layer/01": 3.0, "tile_layers": 1})
+    ]

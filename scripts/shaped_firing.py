@@ -1,0 +1,201 @@
+"""Whole models with random weights whose neurons fire at wanted rates: our Decoder, or a Hugging Face Llama.
+
+Layer l of L takes the rates of recorded layer floor(8 l / L), all times one factor where a mean is wanted; without
+recordings, lognormal rates (scripts/ffn_patterns.py). How: the embedding holds a constant direction, a token's own
+vector of heavy-tailed length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary
+(`shape_embedding`); random texts stay inside one cluster for 48 tokens (`random_text`). In one calibrating forward
+pass each gate then becomes w_i - t_i e, with e the mean direction of the layer's input and t_i the quantile at which
+neuron i fires as often as it should (`shape_to_rates`).
+
+Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger than recorded, and the tile
+engine slower. At the recorded rates it was 1.20 times the recorded one on real text, and on random text 1.20, 1.05 and
+0.88 times for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, on every other of the recorded layers).
+
+Letters: L layers, K model width, N neurons, M tokens, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scripts import ffn_patterns as patterns
+from sparsellm.config import Config
+from sparsellm.data import Data
+from sparsellm.distributed import Ranks
+from sparsellm.model import Decoder
+
+CALIBRATION = 16_384  # tokens, as many as were recorded
+CLUSTERS = 64  # of the vocabulary: few, so that the calibration sees each of them often
+CLUSTER_RUN = 48  # tokens
+DEFAULT_MEAN = 36.0  # nonzeros per token, where nothing recorded says otherwise
+
+
+def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float | None) -> np.ndarray:
+    """float64 [L, N]: how often each neuron should fire; `mean` is nonzeros per token averaged over layers, None as
+    recorded.
+
+    A model of another N than the recorded one takes the quantiles of the recorded rates. Raises ValueError for a mean
+    that they cannot be scaled to.
+    """
+    if mean is not None and not mean > 0:
+        raise ValueError(f"the mean is {mean:g} nonzeros per token: it should be above 0")
+    if activations is None:
+        mean = DEFAULT_MEAN if mean is None else mean
+        rates = np.stack([patterns.firing_rates(mean, neurons, seed) for seed in range(layers)])
+    else:
+        rates = patterns.recorded_rates(activations)
+        if neurons != patterns.N:
+            rates = np.quantile(rates, (np.arange(neurons) + 0.5) / neurons, axis=1).T
+        rates = rates[np.arange(layers) * len(rates) // layers]
+        if mean is None:
+            return rates
+        rates = patterns.scaled_rates(rates, mean)
+    if not np.isclose(rates.sum(1).mean(), mean, rtol=1e-3):
+        raise ValueError(
+            f"the mean is {mean:g} nonzeros per token: for {neurons:,} neurons it should be lower, as some never fire"
+            f" and the others for at most {patterns.RATE_CAP:.0%} of the tokens"
+        )
+    return rates
+
+
+def random_text(sequences: int, length: int, vocabulary: int, device: str, locality: float, seed: int) -> Tensor:
+    """int64 [sequences, length]; for locality above 0, runs of 48 tokens come from one cluster."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.randint(vocabulary, (sequences, length), device=device, generator=generator)
+    if not locality:
+        return tokens
+    runs = -(-length // CLUSTER_RUN)
+    cluster = torch.randint(CLUSTERS, (sequences, runs), device=device, generator=generator)
+    cluster = cluster.repeat_interleave(CLUSTER_RUN, dim=1)[:, :length]
+    return (tokens // CLUSTERS * CLUSTERS + cluster).clamp_(max=vocabulary - 1)
+
+
+class ClusteredTokens:
+    """`random_text` as a run's tokens (sparsellm.data.Data): new ones in every step and on every rank."""
+
+    def __init__(self, config: Config, ranks: Ranks, locality: float) -> None:
+        self.size = config.training.batch_size // ranks.world_size, config.training.sequence_length + 1
+        self.vocabulary, self.locality, self.ranks = config.model.vocab_size, locality, ranks
+
+    def batches(self, _state: None) -> Iterator[tuple[Tensor, dict]]:
+        for step in itertools.count():
+            seed = step * self.ranks.world_size + self.ranks.rank
+            tokens = random_text(*self.size, self.vocabulary, "cpu", self.locality, seed)
+            yield tokens.pin_memory() if self.ranks.device.type == "cuda" else tokens, {}
+
+
+def clustered(data: Data, config: Config, ranks: Ranks, locality: float) -> Data:
+    """`data` with random texts of a locality in place of its training tokens."""
+    return replace(data, tokens=ClusteredTokens(config, ranks, locality))
+
+
+def shape_embedding(embedding: Tensor, locality: float) -> None:
+    """Draw the embedding [V, K] anew, in place, as this file's contract says."""
+    vocabulary, width = embedding.shape
+    device = embedding.device
+    own, centre = torch.randn_like(embedding), torch.randn(CLUSTERS, width, device=device).to(embedding)
+    shared = centre[torch.arange(vocabulary, device=device) % CLUSTERS]
+    length = torch.exp(patterns.TOKEN_SIGMA * torch.randn(vocabulary, 1, device=device))
+    token = (1 - locality) ** 0.5 * own + locality**0.5 * shared
+    constant = width**0.5 * nn.functional.normalize(torch.randn(width, device=device), dim=0)
+    embedding.copy_(token * length + constant)
+
+
+def shape_outputs(layers: nn.ModuleList, std: float) -> None:
+    """Draw what layers add to the residual stream small beside the embedding, as in a trained model's first steps: the
+    output projections from N(0, std / sqrt(2 L))."""
+    for layer in layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.data.normal_(0, std / (2 * len(layers)) ** 0.5)
+
+
+@torch.no_grad()
+def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
+    """Shift each layer's gate weight, in order, in one forward pass over `tokens`, so that neurons fire at `rates`.
+
+    tokens int64 [B, T]; rates float64 [L, N]. The arithmetic is float32, under autocast too.
+    """
+
+    def calibrate(weight: Tensor, wanted: Tensor):
+        def before(_, args: tuple) -> None:
+            with torch.autocast(weight.device.type, enabled=False):
+                weight.copy_(shifted(args[0].flatten(0, 1).float(), weight.float(), wanted))
+
+        return before
+
+    def shifted(x: Tensor, w: Tensor, wanted: Tensor) -> Tensor:
+        e = nn.functional.normalize(x.mean(0), dim=0)
+        w = w - torch.outer(w @ e, e)
+        along = (x @ e).clamp_(min=1e-3)
+        # A neuron fires where w x > t e x, that is where this is above t: as many tokens as wanted are above.
+        ratio = ((x @ w.T) / along[:, None]).T.sort(dim=1, descending=True).values
+        count = (wanted * len(x)).round().long().clamp_(max=len(x) - 1)
+        above = ratio.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
+        below = ratio.gather(1, count[:, None])[:, 0]
+        never = 2 * ratio[:, 0].abs() + 1
+        t = torch.where(count > 0, (above + below) / 2, never)
+        return w - torch.outer(t, e)
+
+    handles = [
+        mlp.register_forward_pre_hook(calibrate(gate(mlp).data, torch.from_numpy(wanted).float().to(tokens.device)))
+        for mlp, wanted in zip(blocks(model), rates, strict=True)
+    ]
+    hidden(model, tokens)
+    for handle in handles:
+        handle.remove()
+
+
+@torch.no_grad()
+def firing_statistics(model: nn.Module, tokens: Tensor) -> tuple[list[float], list[float]]:
+    """Per layer: nonzeros per token, and union of 128 consecutive tokens."""
+    found = []
+
+    def count(mlp: nn.Module, args: tuple) -> None:
+        found.append(patterns.counts(args[0].flatten(0, 1), gate(mlp)))
+
+    handles = [mlp.register_forward_pre_hook(count) for mlp in blocks(model)]
+    hidden(model, tokens)
+    for handle in handles:
+        handle.remove()
+    tiles = -(-tokens.numel() // patterns.TOKEN_TILE)
+    return [nnz / tokens.numel() for nnz, _ in found], [union / tiles for _, union in found]
+
+
+@torch.no_grad()
+def hidden(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The last hidden states [B, T, K] of tokens [B, T], without logits."""
+    if isinstance(model, Decoder):
+        return model.hidden(tokens)[0]
+    return model.model(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Each layer's feedforward block, in order."""
+    return [layer.mlp for layer in (model if isinstance(model, Decoder) else model.model).layers]
+
+
+def gate(mlp: nn.Module) -> Tensor:
+    """The weight [N, K] whose product decides what fires: the gate's, or W_up of a non-gated block."""
+    return (mlp.gate_proj if hasattr(mlp, "gate_proj") else mlp.up_proj).weight
+
+
+@torch.no_grad()
+def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
+    """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
+
+    Calibrated in the precision of the caller's autocast. The last norm is small: its product with the embedding, whose
+    entries are of size 1 here, gives logits of the same size.
+    """
+    torch.manual_seed(config.training.seed)
+    with tokens.device:
+        decoder = Decoder(config.model, config.sparsity.activation)
+    shape_embedding(decoder.embed_tokens.weight, locality)
+    shape_outputs(decoder.layers, config.model.init_std)
+    decoder.norm.weight.fill_(config.model.hidden_size**-0.5)
+    shape_to_rates(decoder, tokens, rates)
+    return decoder

@@ -1,0 +1,98 @@
+"""Which engine computes each feedforward layer in training, decided from what earlier steps counted.
+
+Every DECIDE_EVERY steps, the first time after step 1, what step s counted is summed over the ranks and copied to the
+host without blocking, and right before step s + DELAY it decides. The host then waits for step s, while the device has
+step s + 1 to do. So all ranks decide alike, always before the same steps, and a run that was stopped in between decides
+as if it had not been: `state` holds what is under way.
+
+A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
+result is exact all the same, `overflow` counts it, and the next decision makes the room larger.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsellm.config import Config
+from sparsellm.model import Decoder
+from sparsellm.ops import ENGINES, choose_training_engine, plan_of
+from sparsellm.ops.dispatch import LISTED_PER_TOKEN
+from sparsellm.training.metrics import StepSums, to_host
+
+DECIDE_EVERY = 8  # steps
+DELAY = 2  # steps
+ROOM_MARGIN = 2.0  # times the nonzeros of the fullest micro-batch: to run out of room is slow
+ROOM_MULTIPLE = 32  # nonzeros per token
+
+
+@dataclass
+class Counts:
+    """What a step counted over all ranks, possibly still being computed; `read` waits for it."""
+
+    step: int
+    on_host: Tensor  # float64 [3, L]: nonzeros; union; the nonzeros per token of the fullest micro-batch
+    copied: torch.cuda.Event | None
+
+    def read(self) -> list[list[float]]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host.tolist()
+
+
+class Plans:
+    """The training plans of an accelerated decoder's layers: dense until something has been counted."""
+
+    def __init__(self, config: Config, decoder: Decoder, world_size: int) -> None:
+        training, model = config.training, config.model
+        self.width, self.neurons = model.hidden_size, model.intermediate_size
+        sequences = training.batch_size // world_size
+        micro_batches = math.ceil(sequences / config.runtime.micro_batch_size)
+        self.tokens = sequences * training.sequence_length // micro_batches  # of the mean micro-batch
+        self.tokens_per_step = training.batch_size * training.sequence_length
+        self.plans = [plan_of() for _ in decoder.layers]
+        for layer, plan in zip(decoder.layers, self.plans, strict=True):
+            layer.mlp.training_plan = plan
+        self.counts: Counts | None = None  # not decided yet
+
+    @property
+    def engines(self) -> list[str]:
+        """In effect, by layer."""
+        return [ENGINES[int(plan[0])] for plan in self.plans]
+
+    def before(self, step: int) -> None:
+        """Decide, if `step` is one to decide before. Waits then for the step DELAY before."""
+        if self.counts is None or step != self.counts.step + DELAY:
+            return
+        counts, self.counts = self.counts.read(), None
+        share = self.tokens / self.tokens_per_step
+        for plan, nnz, union, fullest in zip(self.plans, *counts, strict=True):
+            engine = choose_training_engine(
+                self.tokens, self.width, self.neurons, nnz * share, union * share, current=int(plan[0])
+            )
+            room = ROOM_MULTIPLE * max(1, math.ceil(ROOM_MARGIN * fullest / ROOM_MULTIPLE))
+            plan.copy_(plan_of(ENGINES[engine], room=min(room, LISTED_PER_TOKEN)))
+
+    def after(self, step: int, sums: StepSums) -> None:
+        """Send what `step` counted, if it is one to decide from. Collective."""
+        if step % DECIDE_EVERY != 1:
+            return
+        summed, fullest = torch.stack([sums.nnz, sums.union]).double(), sums.fullest.clone()
+        dist.all_reduce(summed)
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+        self.counts = Counts(step, *to_host(torch.cat([summed, fullest[None]])))
+
+    def state(self) -> dict[str, Any]:
+        """All that the next steps depend on, for JSON. Waits for counts that are under way."""
+        counts = None if self.counts is None else {"step": self.counts.step, "values": self.counts.read()}
+        return {"plans": [plan.tolist() for plan in self.plans], "counts": counts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for plan, values in zip(self.plans, state["plans"], strict=True):
+            plan.copy_(torch.tensor(values, dtype=plan.dtype))
+        counts = state["counts"]
+        if counts is not None:
+            self.counts = Counts(counts["step"], torch.tensor(counts["values"], dtype=torch.float64), None)

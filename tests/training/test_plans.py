@@ -1,0 +1,229 @@
+"""Plans: decided when and from what they say they are, alike after a resume, and without effect on what is computed.
+
+On the CPU the trainer runs the dense engine of the registered operator; which engine a plan names is for tests/gpu.
+"""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_run import first_gradients, force_plans, small_config, small_trainer
+
+from sparsellm.distributed import process_group
+from sparsellm.ops import plan_of, saved_bytes
+from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE
+from sparsellm.training import plans as module
+from sparsellm.training.metrics import METRICS, StepSums, read
+from sparsellm.training.plans import Plans
+
+# Large enough for the tile engine to pay: 4 + 4 + 2 sequences to a micro-batch, 20,480 tokens to a step.
+LARGE = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.context_length=2048", "model.num_heads=32",
+         "training.sequence_length=2048", "training.batch_size=10", "runtime.micro_batch_size=4"]  # fmt: skip
+STEP_TOKENS, STEP_TILES = 20_480, 160
+START = plan_of().tolist()
+
+
+@contextmanager
+def fake(*overrides, layers=2):
+    """Plans of as many layers, without a model."""
+    with process_group("cpu"):
+        yield plans_of(*overrides, layers=layers)
+
+
+def plans_of(*overrides, layers=2):
+    decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace()) for _ in range(layers)])
+    made = Plans(small_config(*LARGE, *overrides), decoder, 1)
+    assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.plans, strict=True))
+    return made
+
+
+def counted(per_token, per_tile, fullest=None):
+    """The sums of a step that counted these in each layer."""
+    sums = StepSums()
+    sums.nnz = torch.tensor([int(value * STEP_TOKENS) for value in per_token])
+    sums.union = torch.tensor([value * STEP_TILES for value in per_tile])
+    sums.fullest = torch.tensor(per_token if fullest is None else fullest, dtype=torch.float64)
+    return sums
+
+
+def values(plans):
+    return [plan.tolist() for plan in plans.plans]
+
+
+def test_a_step_decides_before_the_step_after_the_next():
+    with fake() as plans:
+        seen = []
+        for step in range(1, 21):
+            plans.before(step)
+            seen.append(plans.engines)
+            layer_0 = 30.0 if step != 9 else 2800.0
+            layer_1 = 900.0 if step == 1 else 30.0
+            plans.after(step, counted([layer_0, layer_1], [500 if v < 100 else 5632 for v in (layer_0, layer_1)]))
+    of_1, of_9, of_17 = ["tile", "dense"], ["dense", "tile"], ["tile", "tile"]
+    assert seen == [["dense", "dense"]] * 2 + [of_1] * 8 + [of_9] * 8 + [of_17] * 2
+
+
+def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatch):
+    asked = []
+
+    def choose(tokens, width, neurons, nnz, union, current):
+        asked.append((tokens, width, neurons, pytest.approx(nnz), pytest.approx(union), current))
+        return TILE
+
+    monkeypatch.setattr(module, "choose_training_engine", choose)
+    with fake(layers=1) as plans:
+        for step in range(1, 12):
+            plans.before(step)
+            plans.after(step, counted([36], [640]))
+    mean = (STEP_TOKENS // 3, 2048, 5632, 36 * (STEP_TOKENS // 3), 640 * STEP_TILES * (STEP_TOKENS // 3) / STEP_TOKENS)
+    assert asked == [(*mean, DENSE), (*mean, TILE)]
+
+
+def test_a_union_that_was_not_measured_is_dense():
+    with fake(layers=1) as plans:
+        plans.plans[0].copy_(plan_of("tile"))
+        plans.after(1, counted([5], [-1]))
+        plans.before(3)
+        assert plans.engines == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("fullest", "room"),
+    [(0, 32), (15.9, 32), (16.1, 64), (100, 224), (160, 320), (161, LISTED_PER_TOKEN), (5632, LISTED_PER_TOKEN)],
+)
+def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
+    with fake(layers=1) as plans:
+        plans.after(1, counted([20], [500], [fullest]))
+        plans.before(3)
+        assert values(plans) == [[TILE, 8, room]]
+
+
+def test_a_resume_after_any_step_decides_as_if_there_had_been_none():
+    generator = torch.Generator().manual_seed(0)
+    steps = [counted(*(torch.rand(3, 2, generator=generator) * torch.tensor([[300.0], [3000], [200]])).tolist())
+             for _ in range(30)]  # fmt: skip
+
+    def run(plans, first=1):
+        seen, states = [], []
+        for step in range(first, 31):
+            plans.before(step)
+            seen.append(values(plans))
+            plans.after(step, steps[step - 1])
+            states.append(json.dumps(plans.state()))
+        return seen, states
+
+    with fake() as plans:
+        straight, states = run(plans)
+        assert len({str(seen) for seen in straight}) == 5  # the start, and the decisions of steps 1, 9, 17, 25
+        for step, state in enumerate(states, 1):
+            resumed = plans_of()
+            resumed.restore(json.loads(state))
+            assert values(resumed) == straight[step - 1]
+            assert run(resumed, step + 1) == (straight[step:], states[step:])
+
+
+def test_the_fullest_micro_batch_counts_by_its_own_tokens():
+    sums = StepSums()
+    for nnz, tokens in ((80, 8), (30, 2), (90, 8)):
+        layer = torch.tensor([nnz])
+        sums.add(SimpleNamespace(ce=torch.ones(()), l1=layer.float(), nnz=layer, fired=layer > 0, overflow=layer * 0,
+                                 union=layer * 2), tokens)  # fmt: skip
+    assert sums.fullest.tolist() == [15]
+    assert (sums.nnz.item(), sums.union.item()) == (200, 400)
+
+
+# In the trainer.
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["runtime.micro_batch_size=3"],
+        ["runtime.micro_batch_size=3", "model.gated=false", "runtime.recompute=true"],
+        ["runtime.precision=bfloat16"],
+        ["runtime.compile=true", "runtime.recompute=true"],
+    ],
+    ids=["gated", "nongated-recompute", "autocast", "compiled-recompute"],
+)
+def test_gradients_are_those_of_the_traced_reference(overrides, tmp_path):
+    gradients = []
+    for forced in (False, True):
+        torch._dynamo.reset()
+        with small_trainer(tmp_path / str(forced), *overrides) as trainer:
+            if forced:
+                force_plans(trainer)
+            gradients.append(first_gradients(trainer))
+    traced, registered = gradients
+    assert traced.keys() == registered.keys()
+    # Sums of K, N or M terms, rounded to the compute dtype in another order, through both layers.
+    eps = torch.finfo(torch.bfloat16 if "runtime.precision=bfloat16" in overrides else torch.float32).eps
+    for name, gradient in traced.items():
+        assert (gradient - registered[name]).norm() <= 8 * eps * gradient.norm(), name
+
+
+def fit(folder, forced=True, stop_after=None, **changes):
+    """The rows, the plans of each step, and the state at the end of a run; or of its steps up to `stop_after`."""
+    decided = {}
+    with small_trainer(folder, "run.checkpoint_every=3", *(f"{k}={v}" for k, v in changes.items())) as trainer:
+        if forced:
+            force_plans(trainer)
+        train_step = trainer.train_step
+
+        def recorded(tokens):
+            results = train_step(tokens)
+            decided[trainer.step] = values(trainer.plans) if forced else None
+            return results
+
+        trainer.train_step = recorded
+        if stop_after is None:
+            assert trainer.fit() == 0
+        else:
+            trainer._resume()
+            trainer._open_logs()
+            batches = trainer.data.batches(trainer.data_state)
+            while trainer.step < stop_after:
+                trainer.advance(batches)
+            trainer._save()
+            trainer.checkpoints.wait()
+        tensors = {name: tensor.clone() for name, tensor in trainer._tensors(trainer.silent.reduced()).items()}
+    return decided, tensors
+
+
+@pytest.fixture
+def fine_rooms(monkeypatch):
+    """Rooms that tell apart what was counted."""
+    monkeypatch.setattr(module, "ROOM_MULTIPLE", 1)
+
+
+@pytest.mark.usefixtures("fine_rooms")
+@pytest.mark.parametrize("stop_after", [1, 2, 9, 10], ids=lambda step: f"step {step}")
+def test_a_resumed_run_has_the_plans_of_one_that_never_stopped(stop_after, tmp_path):
+    straight, tensors = fit(tmp_path / "straight")
+    assert straight[1] == straight[2] == [START] * 2
+    assert START not in straight[3]
+    assert straight[3] == straight[10] != straight[11] == straight[12]
+    before, _ = fit(tmp_path / "stopped", stop_after=stop_after)
+    after, resumed = fit(tmp_path / "stopped")
+    assert before | after == straight
+    assert set(before) & set(after) == set()
+    assert all(torch.equal(tensors[name], resumed[name]) for name in tensors)
+
+
+@pytest.mark.usefixtures("fine_rooms")
+def test_runs_with_and_without_plans_resume_each_other(tmp_path):
+    fit(tmp_path / "run", forced=False, stop_after=2)
+    decided, _ = fit(tmp_path / "run", stop_after=5)
+    assert decided == {step: [START] * 2 for step in (3, 4, 5)}  # what step 1 counted was not asked
+    assert fit(tmp_path / "run", forced=False)[0].keys() == set(range(6, 13))
+
+
+def test_rows_tell_the_plans_and_what_they_save(tmp_path):
+    fit(tmp_path / "run", **{"runtime.micro_batch_size": 3})
+    rows = read(tmp_path / "run" / METRICS)
+    saved = 2 * saved_bytes(plan_of(), 3 * 16, 48, True, torch.float32)
+    assert {row["ffn_saved_bytes"] for row in rows} == {saved} == {2 * 2 * 48 * 48 * 4}
+    assert all(row["plan_per_layer"] == ["dense", "dense"] for row in rows)
+    fit(tmp_path / "recomputed", **{"runtime.recompute": "true"})
+    assert all(row["ffn_saved_bytes"] == 0 for row in read(tmp_path / "recomputed" / METRICS))
