@@ -230,6 +230,17 @@ class LoggingConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """The downstream tasks while training; keys that `EvaluateConfig` has too mean the same."""
+
+    every: int = 0  # steps between evaluations, the last step included; 0 for never
+    tasks: list[str] = field(default_factory=list)  # of the seven; none named: all
+    data_dir: str | None = None
+    limit: int | None = None  # rows per task
+    batch_size: int | str = "auto"
+
+
+@dataclass
 class RunConfig:
     """The run's folder: its name, its checkpoints, and what starting again does."""
 
@@ -251,6 +262,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -309,7 +321,7 @@ class AnalyzeConfig:
 
 
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
-FREE_GROUPS = ("runtime", "logging", "run")
+FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
 
 AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
@@ -538,7 +550,7 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         ("runtime", "max_skipped_steps", 1),
         ("optimizer", "warmup_steps", 0), ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
         ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
-        ("logging", "validation_every", 0), ("logging", "validation_samples", 1),
+        ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
     ):  # fmt: skip
         value = getattr(getattr(config, group), key)
@@ -652,7 +664,7 @@ def mistakes(config: Config, world_size: int) -> list[str]:
     else:
         require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
     require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
-    return found
+    return found + _amount_mistakes(config.evaluation, "evaluation.")
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
@@ -660,12 +672,7 @@ def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
     found: list[str] = []
     if config.checkpoint is None:
         found.append("checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name")
-    if config.limit is not None and config.limit < 1:
-        found.append(f"limit is {config.limit}: it must be at least 1, or null for all rows")
-    size = config.batch_size
-    if not (size == "auto" if isinstance(size, str) else size >= 1):
-        found.append(f"batch_size is {size}: it must be auto, or a number of at least 1")
-    found += _device_mistakes("device", config.device)
+    found += _amount_mistakes(config) + _device_mistakes("device", config.device)
     obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
     if config.dtype not in (Dtype.auto, Dtype.bfloat16):
         obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
@@ -689,6 +696,15 @@ def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append("an analysis is one process: start it without torchrun")
     return found + _device_mistakes("device", config.device)
+
+
+def _amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = "") -> list[str]:
+    found, limit, size = [], config.limit, config.batch_size
+    if limit is not None and limit < 1:
+        found.append(f"{prefix}limit is {limit}: it must be at least 1, or null for all rows")
+    if not (size == "auto" if isinstance(size, str) else size >= 1):
+        found.append(f"{prefix}batch_size is {size}: it must be auto, or a number of at least 1")
+    return found
 
 
 def _device_mistakes(key: str, device: Device) -> list[str]:

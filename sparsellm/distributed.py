@@ -74,6 +74,13 @@ def process_group(device_type: str) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def first_error(error: str | None) -> str | None:
+    """The error of the first rank that has one, the same on all ranks. Collective."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next(filter(None, errors), None)
+
+
 @contextmanager
 def main_first(ranks: Ranks) -> Iterator[None]:
     """The main rank runs the block before the others do, which raise MainRankFailed if it raises."""

@@ -17,6 +17,7 @@ from sparsellm.distributed import (
     process_group,
     world_size_from_environment,
 )
+from sparsellm.evaluation import live
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import Trainer, TrainingDiverged
@@ -35,9 +36,9 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def check(config: Config) -> list[str]:
-    """Everything that keeps `config` from being trained: its values, its data, and the run of the same name."""
+    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
     found = mistakes(config, world_size_from_environment()) + run_folder.mistakes(config)
-    return found if run_folder.is_finished(config) else found + data.mistakes(config)
+    return found if run_folder.is_finished(config) else found + data.mistakes(config) + live.mistakes(config)
 
 
 @entry_point(check)
@@ -49,9 +50,10 @@ def main(config: Config) -> int:
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
         try:
-            opened = data.open_data(config, ranks)  # before the folder: what is refused leaves nothing behind
+            evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
+            opened = data.open_data(config, ranks)
             with run_folder.open_folder(config, ranks) as (config, folder):
-                return Trainer(config, ranks, opened, folder).fit()
+                return Trainer(config, ranks, opened, folder, evaluation).fit()
         except MainRankFailed:
             return 1  # the main rank says why
         except (CheckpointError, TrainingDiverged) as error:  # the same on all ranks

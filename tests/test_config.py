@@ -62,9 +62,10 @@ def test_yaml_and_dict_round_trips(tmp_path):
     assert c.load(tmp_path / "config.yaml") == config
 
 
-def test_the_fingerprint_ignores_only_runtime_logging_and_run():
+def test_the_fingerprint_ignores_only_runtime_logging_evaluation_and_run():
     base = from_overrides([])
-    for free in ("runtime.micro_batch_size=2", "runtime.kernels=torch", "logging.every=5", "run.checkpoint_every=7"):
+    for free in ("runtime.micro_batch_size=2", "runtime.kernels=torch", "logging.every=5", "evaluation.every=5",
+                 "run.checkpoint_every=7"):  # fmt: skip
         assert c.fingerprint(from_overrides([free])) == c.fingerprint(base), free
     for change in ("sparsity.l1_coefficient=2e-3", "training.seed=1", "data.seed=1", "optimizer.eps=1e-7"):
         assert c.fingerprint(from_overrides([change])) != c.fingerprint(base), change

@@ -26,7 +26,7 @@ from sparsellm.config import (
     load,
     obstacles_to_kernels,
 )
-from sparsellm.distributed import Ranks, device_type, main_first, process_group
+from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.perplexity import cross_entropy
@@ -46,12 +46,7 @@ class EvaluationError(RuntimeError):
 def mistakes(config: EvaluateConfig) -> list[str]:
     """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
     found = evaluate_mistakes(config)
-    if unknown := [name for name in config.tasks if name not in tasks.TASKS]:
-        found.append(f"tasks has {', '.join(unknown)}: it should have some of {', '.join(tasks.TASKS)}")
-    if len(set(config.tasks)) < len(config.tasks):
-        found.append(f"tasks names one twice: {', '.join(config.tasks)}")
-    if config.data_dir is not None and not Path(config.data_dir).expanduser().is_dir():
-        found.append(f"data_dir={config.data_dir} is not a folder: it should hold TASK/SPLIT.jsonl or .parquet")
+    found += tasks.mistakes(config.tasks, config.data_dir)
     if config.checkpoint is not None:
         try:
             locate(config.checkpoint)
@@ -181,16 +176,12 @@ class Evaluation:
     # The downstream tasks.
 
     def _load_task(self, name: str) -> tasks.LoadedTask | None:
-        """None, and a reason in `failed`, if some rank cannot. The main rank downloads, the others find it there."""
-        loaded = error = None
-        for turn in (True, False):
-            if self.ranks.is_main == turn:
-                try:
-                    loaded = tasks.load(name, self.config.data_dir)
-                except tasks.TaskUnavailable as exception:
-                    error = str(exception)
-            dist.barrier()
-        return loaded if self._agreed(name, error) else None
+        """None, and a reason in `failed`, if some rank cannot."""
+        try:
+            return tasks.load_on_all(name, self.config.data_dir, self.ranks)
+        except tasks.TaskUnavailable as error:
+            self._fail(name, str(error))
+            return None
 
     def _score(self, task: tasks.LoadedTask, kernels: Kernels) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         from sparsellm.evaluation import downstream
@@ -298,13 +289,13 @@ class Evaluation:
 
     def _agreed(self, name: str, error: str | None) -> bool:
         """Whether no rank has an error; the first one is kept in `failed`, and said."""
-        errors: list[str | None] = [None] * self.ranks.world_size
-        dist.all_gather_object(errors, error)
-        for found in filter(None, errors):
-            self.failed[name] = found
-            self._say(f"{name}  failed: {found}")
-            return False
-        return True
+        if (found := first_error(error)) is not None:
+            self._fail(name, found)
+        return found is None
+
+    def _fail(self, name: str, reason: str) -> None:
+        self.failed[name] = reason
+        self._say(f"{name}  failed: {reason}")
 
     def _say(self, text: str) -> None:
         if self.ranks.is_main:

@@ -42,11 +42,22 @@ class SharedLM(HFLM):
     """lm-eval's Hugging Face model, with batches of its own making that the ranks share. Used by all ranks together."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, batch_size: int | str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        batch_size: int | str,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        """`batch_size`: sequences per batch, or "auto" for as many as `AUTO_LOGITS` allow at their length."""
+        """`batch_size`: sequences per batch, or "auto" for as many as `AUTO_LOGITS` allow at their length.
+
+        `autocast`: the dtype of mixed precision, whose log-probabilities are float32; None: all in the model's own.
+        """
         with _without_warnings():  # of being given a model, and of what lm-eval would then not do
-            super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto")
+            super().__init__(
+                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto",
+                mixed_precision_dtype=autocast, softmax_dtype=None if autocast is None else torch.float32,
+            )  # fmt: skip
         self.ranks, self.sequences = ranks, batch_size
         self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
         self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation.locate import file_digest
 
 
@@ -47,12 +50,39 @@ class LoadedTask:
     identity: str  # which rows, and which version of the task
 
 
+def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[str]:
+    """What is wrong with the values of the keys PREFIXtasks and PREFIXdata_dir, each with its remedy."""
+    found = []
+    if unknown := [name for name in names if name not in TASKS]:
+        found.append(f"{prefix}tasks has {', '.join(unknown)}: it should have some of {', '.join(TASKS)}")
+    if len(set(names)) < len(names):
+        found.append(f"{prefix}tasks names one twice: {', '.join(names)}")
+    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+        found.append(f"{prefix}data_dir={data_dir} is not a folder: it should hold TASK/SPLIT.jsonl or .parquet")
+    return found
+
+
+def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
+    """`load` on all ranks; the main rank downloads, the others find it there. Raises TaskUnavailable on all or none."""
+    loaded = error = None
+    for turn in (True, False):
+        if ranks.is_main == turn:
+            try:
+                loaded = load(name, data_dir)
+            except TaskUnavailable as exception:
+                error = str(exception)
+        dist.barrier()
+    if (found := first_error(error)) is not None:
+        raise TaskUnavailable(found)
+    return loaded
+
+
 def load(name: str, data_dir: str | None) -> LoadedTask:
     """The task on the rows of `data_dir`, or of the hub. Raises TaskUnavailable."""
     from lm_eval import tasks
 
     definition = Path(tasks.__file__).parent / TASKS[name].path
-    source = None if data_dir is None else _local_rows(name, Path(data_dir).expanduser())
+    source = None if data_dir is None else local_rows(name, data_dir)
     try:
         with _quiet(source is not None), tempfile.TemporaryDirectory() as folder:
             if source is not None:
@@ -74,14 +104,14 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
     return LoadedTask(name, task, split, note, f"{task.VERSION} {split} {content}")
 
 
-def _local_rows(name: str, data_dir: Path) -> Path:
+def local_rows(name: str, data_dir: str) -> Path:
     """The file with the rows to score. Raises TaskUnavailable, naming what would have done."""
-    splits = dict.fromkeys((TASKS[name].split, "validation"))
-    wanted = [data_dir / name / f"{split}{suffix}" for split in splits for suffix in FORMATS]
+    splits, folder = dict.fromkeys((TASKS[name].split, "validation")), Path(data_dir).expanduser() / name
+    wanted = [folder / f"{split}{suffix}" for split in splits for suffix in FORMATS]
     for path in wanted:
         if path.is_file():
             return path
-    raise TaskUnavailable(f"no rows in {data_dir / name}: it should have {' or '.join(path.name for path in wanted)}")
+    raise TaskUnavailable(f"no rows in {folder}: it should have {' or '.join(path.name for path in wanted)}")
 
 
 def _on_local_rows(name: str, stock: Path, rows: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ FIELDS = {
     "init_std": "initializer_range",
 }
 PREFIX = "model."
+HEAD = "lm_head.weight"
 WEIGHTS = "model.safetensors"
 
 
@@ -44,6 +45,22 @@ def export(
     tensors = {PREFIX + name: weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors' own is for the owner only
+
+
+def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int):
+    """The model that `export` writes, in memory, for inference: it shares the memory of `weights`, float32."""
+    from transformers import AutoModelForCausalLM
+
+    hub_config = _hub_config(config, activation, end_of_text_id, torch.float32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hub_config)
+    embedding = weights["embed_tokens.weight"]
+    theirs = {PREFIX + name: weight for name, weight in weights.items()} | {HEAD: embedding}
+    model.load_state_dict(theirs, assign=True)
+    model.tie_weights()
+    rotary = type(model.model.rotary_emb)(hub_config)  # on the CPU, as transformers loads it: it is in no state_dict
+    model.model.rotary_emb = rotary.to(embedding.device)
+    return model.requires_grad_(False).eval()
 
 
 def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
@@ -82,7 +99,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     weights = {
         name.removeprefix(PREFIX): weight
         for name, weight in model.state_dict().items()
-        if name != "lm_head.weight"  # tied: the same tensor as the embedding
+        if name != HEAD  # tied: the same tensor as the embedding
     }
     return config, Activation[hub.hidden_act], weights
 

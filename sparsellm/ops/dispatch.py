@@ -29,12 +29,13 @@ TILE_MAX_NONZEROS = 256  # per token: four fifths of that
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 # Forward and backward, gated (a non-gated layer has five eighths of the dense products and three fifths of the others).
-DENSE_TRAINING_FLOPS = 680e12  # per second, cuBLAS and both elementwise halves
+DENSE_TRAINING_FLOPS = 740e12  # per second, cuBLAS and both elementwise halves
 DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
 TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
-TRAINING_SECONDS = 170e-6  # lists, order and plans of any micro-batch
-TRAINING_SECONDS_PER_TOKEN = 40e-9
-TRAINING_SECONDS_PER_NONZERO = 1.0e-9
+TILE_TRAINING_FLOPS = 635e12  # per second, these
+TRAINING_SECONDS = 220e-6  # lists, order and plans of any micro-batch, and the transposes
+TRAINING_SECONDS_PER_TOKEN = 12e-9
+TRAINING_SECONDS_PER_NONZERO = 0.63e-9  # at ROW_WIDTH
 
 
 def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:
@@ -82,8 +83,8 @@ def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union:
 
     The gradients of the gate product differ by engine, and are among them.
     """
-    listed = TRAINING_SECONDS_PER_NONZERO * nnz
-    gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_FLOPS
+    listed = TRAINING_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH
+    gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_TRAINING_FLOPS
     return {
         DENSE: DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
         TILE: PACKING_SECONDS + TRAINING_SECONDS + TRAINING_SECONDS_PER_TOKEN * tokens + listed + gathered,

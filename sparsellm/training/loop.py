@@ -9,7 +9,8 @@ batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gr
 buckets, while the last micro-batch's backward goes on.
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
-(`_read`, and by `Plans` for the step before the last), at validation, and while a checkpoint is copied to the host.
+(`_read`, and by `Plans` for the step before the last), at validation and evaluation, and while a checkpoint is copied
+to the host.
 """
 
 import os
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks
+from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
@@ -78,8 +80,11 @@ class StopRequest:
 class Trainer:
     """A run in `folder` on the ranks of one process group: model, optimizer, data position, metrics, checkpoints."""
 
-    def __init__(self, config: Config, ranks: Ranks, data: Data, folder: Path) -> None:
-        self.config, self.ranks, self.data, self.folder = config, ranks, data, folder
+    def __init__(
+        self, config: Config, ranks: Ranks, data: Data, folder: Path, evaluation: LiveEvaluation | None = None
+    ) -> None:
+        """`evaluation`: what is scored every `evaluation.every` steps; None: nothing."""
+        self.config, self.ranks, self.data, self.folder, self.evaluation = config, ranks, data, folder, evaluation
         runtime, device = config.runtime, ranks.device
         torch.manual_seed(config.training.seed)
         with device:
@@ -140,17 +145,20 @@ class Trainer:
         return exit_code
 
     def _train(self, stop: StopRequest) -> None:
-        """Steps, rows, validations and checkpoints, to the end or until some rank is asked to stop."""
+        """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop."""
         config, stopping, save_due = self.config, False, False
         with closing(self.data.batches(self.data_state)) as batches:
             while self.step < config.training.steps and not stopping:
                 sums, norm, clock = self.advance(batches)
                 stopping = self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
-                if validating or self.step == 1 or self._due(config.logging.every):
+                evaluating = self.evaluation is not None and self._due(config.evaluation.every)
+                if validating or evaluating or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
-                if validating:
-                    stopping |= self._read(self._validate())
+                if validating or evaluating:
+                    val_ce = self._validate() if validating else None
+                    scores = self.evaluation.scores(self.step, self.decoder, self.data) if evaluating else None
+                    stopping |= self._read(val_ce, scores)
                 save_due |= stopping or self._due(config.run.checkpoint_every)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
@@ -226,14 +234,14 @@ class Trainer:
         dtype = DTYPES[runtime.precision]
         return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
 
-    def _read(self, val_ce: float | None = None) -> bool:
+    def _read(self, val_ce: float | None = None, scores: dict[str, float | None] | None = None) -> bool:
         """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
         if self.ranks.is_main:
             self._warn_of_failed_save(self.checkpoints.failure())
-            row = self.rows.row(values, self.l1_denominator, val_ce)
+            row = self.rows.row(values, self.l1_denominator, val_ce, scores)
             self.metrics.write(row)
             self.wandb.write(row)
             self.progress.row(row)

@@ -179,7 +179,9 @@ class Rows:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
-    def row(self, values: StepValues, l1_denominator: int, val_ce: float | None) -> dict[str, Any]:
+    def row(
+        self, values: StepValues, l1_denominator: int, val_ce: float | None, scores: dict[str, float | None] | None
+    ) -> dict[str, Any]:
         config, model = self.config, self.config.model
         step_tokens = config.training.batch_size * config.training.sequence_length
         ce = values.ce / step_tokens
@@ -196,6 +198,7 @@ class Rows:
             "loss": ce if l1 is None else ce + values.known["l1_coefficient"] * l1,
             "ce": ce,
             "val_ce": val_ce,
+            "evaluation": scores,
             "l1": l1,
             "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
             "nnz_per_layer": nnz,
@@ -298,6 +301,9 @@ class WandbRun:
                 flat["tile_layers"] = value.count("tile")
             elif isinstance(value, list):
                 flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
+            elif isinstance(value, dict):  # as `evaluation` below has them
+                named = {"step": row["step"], **value}
+                flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
             elif value is not None:
                 flat[key] = value
         # The step is given: an offline run that resumes would count from 0 again.

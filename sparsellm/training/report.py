@@ -28,9 +28,14 @@ class Progress:
             self.bar.update()
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show a logged step."""
+        """Show a logged step; the scores of an evaluated one on a line that stays."""
         words = {"loss": "loss", "nnz_mean": "nonzeros", "tokens_per_s": "tokens/s", "val_ce": "held-out"}
         shown = {word: f"{row[key]:,.4g}" for key, word in words.items() if row[key] is not None}
+        if row["evaluation"] is not None:
+            scores = "  ".join(
+                f"{name} {'-' if score is None else f'{score:.4f}'}" for name, score in row["evaluation"].items()
+            )
+            tqdm.write(f"{self.name}  step {row['step']:,}/{self.steps:,}  {scores}", file=sys.stderr)
         if self.bar is not None:
             self.bar.set_postfix(shown)
         elif time.monotonic() - self.last_line >= LINE_EVERY or row["step"] == self.steps:
@@ -103,6 +108,9 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
     validated = [row["val_ce"] for row in rows if row["val_ce"] is not None]
     if validated:
         lines.append(f"  held-out            {validated[-1]:,.3f}")
+    scores = last.get("evaluation")  # rows of earlier versions have no such key
+    if scores is not None and scores["mean"] is not None:
+        lines.append(f"  accuracy            {scores['mean']:.4f}  (mean of {len(scores) - 1} tasks)")
     if last["nnz_mean"] is not None:
         width = config.model.intermediate_size
         lines.append(

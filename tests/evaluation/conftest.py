@@ -28,24 +28,31 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with checkpoints at 2 and 4. Tests that change it make a copy."""
-    folder = tmp_path_factory.mktemp("trained")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The overrides of a run of 4 steps with checkpoints at 2 and 4, whose data are prepared."""
+    folder = tmp_path_factory.mktemp("tiny")
     draw = random.Random(0)
     documents = [f"{i}: {sentence(draw, 60)}" for i in range(400)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     tokenizer.save(tokenizer.train(documents, VOCABULARY), folder / "tokenizer")
-    config = from_overrides([
+    overrides = [
         "data=files", f"data.files=[{folder}/text.jsonl]", f"data.tokenizer={folder}/tokenizer",
         f"data.path={folder}/tokens", "data.validation_fraction=0.2", "data.max_tokens=4000",
         f"model.vocab_size={VOCABULARY}", "model.hidden_size=32", "model.intermediate_size=48",
         "model.num_layers=2", "model.num_heads=2",
         "model.context_length=192", "model.init_std=0.3", "training.steps=4", "training.batch_size=4",
         "training.sequence_length=32", "optimizer.warmup_steps=1", "logging=disabled", "logging.validation_every=4",
-        "logging.validation_samples=6", "run.checkpoint_every=2", f"run.root={folder}/runs", "run.name=tiny",
+        "logging.validation_samples=6", "run.checkpoint_every=2", "run.name=tiny",
         "runtime.device=cpu",
-    ])  # fmt: skip
-    data.prepare(config)
+    ]  # fmt: skip
+    data.prepare(from_overrides(overrides))
+    return overrides
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `tiny`. Tests that change it make a copy."""
+    config = from_overrides([*tiny, f"run.root={tmp_path_factory.mktemp('runs')}"])
     with process_group("cpu") as ranks:
         opened = data.open_data(config, ranks)
         with open_folder(config, ranks) as (config, run):

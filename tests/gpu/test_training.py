@@ -17,6 +17,12 @@ CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=tr
 PLANNED = [*CUDA, "runtime.deterministic=false"]  # the small run is deterministic, and so has no plans
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Each test compiles for itself: together they would reach the limit of recompilations."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -47,7 +53,6 @@ def test_a_step_and_its_report_never_wait_for_the_device(overrides, tmp_path):
 
 
 def test_steps_after_the_first_compile_nothing(tmp_path):
-    torch._dynamo.reset()
     with small_trainer(tmp_path / "run", *CUDA) as trainer:
         batches = trainer.data.batches(None)
         trainer.advance(batches)

@@ -94,13 +94,18 @@ def choose_training(tokens, per_token, per_tile, **current):
 
 
 @pytest.mark.parametrize(
-    ("per_token", "per_tile", "microseconds"), [(20.5, 430, 1456), (36, 640, 1596), (76, 1250, 2644), (116, 1480, 3394)]
-)
-def test_training_estimates_are_near_what_was_measured(per_token, per_tile, microseconds):
-    """One H200, M 16,384, beside the gate product; dense 4438."""
-    seconds = training_estimates(16_384, K, N, per_token * 16_384, per_tile * 128)
-    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.1)
-    assert seconds[DENSE] == pytest.approx(4438e-6, rel=0.1)
+    ("tokens", "per_token", "per_tile", "microseconds"),
+    [
+        (4096, 20.3, 581, 328), (4096, 35.7, 1628, 509), (4096, 114.1, 3080, 929),
+        (16_384, 20.5, 438, 875), (16_384, 36, 940, 1277), (16_384, 76, 2228, 2305), (16_384, 116, 2610, 2903),
+        (65_536, 20.5, 438, 2541), (65_536, 36, 940, 4601), (65_536, 76, 2228, 9319), (65_536, 116, 2610, 11_316),
+    ],
+)  # fmt: skip
+def test_training_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
+    """Measured without the operator's casts and transposes, for which the estimate has 60 microseconds more."""
+    seconds = training_estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
+    assert seconds[TILE] == pytest.approx((microseconds + 60) * 1e-6, rel=0.1)
+    assert seconds[DENSE] == pytest.approx(tokens / 16_384 * 4070e-6, rel=0.02)
 
 
 @pytest.mark.parametrize("tokens", [2048, 16_384, 131_072])

@@ -25,7 +25,7 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "overflow", "plan_per_layer",
-    "ffn_saved_bytes", "val_ce", "reinitialized_per_layer", "skipped_steps",
+    "ffn_saved_bytes", "val_ce", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
@@ -175,7 +175,7 @@ def test_values_that_do_not_exist_are_null(tmp_path):
     assert "NaN" not in text
     for row in map(json.loads, text.splitlines()):
         nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "overflow", "mfu", "peak_memory_bytes",
-                   "reinitialized_per_layer", "ffn_saved_bytes")  # fmt: skip
+                   "reinitialized_per_layer", "ffn_saved_bytes", "evaluation")  # fmt: skip
         assert all(row[key] is None for key in nothing)
         assert row["loss"] == row["ce"]
 

@@ -102,7 +102,7 @@ def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
 
 def test_a_resume_after_any_step_decides_as_if_there_had_been_none():
     generator = torch.Generator().manual_seed(0)
-    steps = [counted(*(torch.rand(3, 2, generator=generator) * torch.tensor([[300.0], [3000], [200]])).tolist())
+    steps = [counted(*(torch.rand(3, 2, generator=generator) * torch.tensor([[300.0], [3000], [150]])).tolist())
              for _ in range(30)]  # fmt: skip
 
     def run(plans, first=1):

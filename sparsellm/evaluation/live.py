@@ -1,0 +1,107 @@
+"""Accuracy on downstream tasks in the middle of training, which it leaves as it is.
+
+The scores are those of the checkpoint that the run would save, in the run's own precision. They are computed by a
+Hugging Face model that shares the decoder's weights: it is not compiled, for its sequences have all lengths, and has
+feedforward blocks of its own, so that neither the compiled layers nor the engines of validation learn of it.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_to_kernels
+from sparsellm.data import Data
+from sparsellm.distributed import Ranks, first_error
+from sparsellm.evaluation import tasks
+from sparsellm.model import Decoder, huggingface
+from sparsellm.model.accelerate import accelerate
+
+T = TypeVar("T")
+
+
+def mistakes(config: Config) -> list[str]:
+    """Why the tasks of `config.evaluation` cannot be loaded, as far as it can be known before any work."""
+    evaluation = config.evaluation
+    if not evaluation.every:
+        return []
+    found = tasks.mistakes(evaluation.tasks, evaluation.data_dir, "evaluation.")
+    if not found and evaluation.data_dir is not None:
+        for name in evaluation.tasks or tasks.TASKS:
+            try:
+                tasks.local_rows(name, evaluation.data_dir)
+            except tasks.TaskUnavailable as error:
+                found.append(_without(name, error))
+    return found
+
+
+def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
+    """What `config.evaluation` asks for, its rows read; None: nothing. Collective. Raises ConfigError on all ranks."""
+    evaluation = config.evaluation
+    if not evaluation.every:
+        return None
+    loaded, found = [], []
+    with tasks.offline(evaluation.data_dir is not None):
+        for name in evaluation.tasks or tasks.TASKS:
+            try:
+                loaded.append(tasks.load_on_all(name, evaluation.data_dir, ranks))
+            except tasks.TaskUnavailable as error:
+                found.append(_without(name, error))
+    if found:
+        raise ConfigError(found)
+    return LiveEvaluation(config, ranks, loaded)
+
+
+def _without(name: str, error: tasks.TaskUnavailable) -> str:
+    return f"evaluation.tasks: {name} cannot be scored, for {error}; evaluation.tasks=[...] names others"
+
+
+class LiveEvaluation:
+    """The tasks of a run, to be scored again and again. All ranks call `scores` together."""
+
+    def __init__(self, config: Config, ranks: Ranks, loaded: list[tasks.LoadedTask]) -> None:
+        self.config, self.ranks, self.loaded = config, ranks, loaded
+
+    def scores(self, step: int, decoder: Decoder, data: Data) -> dict[str, float | None]:
+        """Each task's score and their "mean", the same on all ranks; None, and a line that says why, for a failure."""
+        from sparsellm.evaluation import downstream
+
+        limit = self.config.evaluation.limit
+        found: dict[str, float | None] = {task.name: None for task in self.loaded}
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
+        with tasks.offline(self.config.evaluation.data_dir is not None):
+            lm = self._attempt(step, "the model", lambda: self._lm(decoder, data))
+            for task in [] if lm is None else self.loaded:
+                found[task.name] = self._attempt(
+                    step, task.name, lambda task=task: downstream.score(lm, task, limit)[0]["score"]
+                )
+        return {**found, "mean": None if None in found.values() else sum(found.values()) / len(found)}
+
+    def _lm(self, decoder: Decoder, data: Data) -> Any:
+        """The decoder's weights as a SharedLM, its feedforward blocks on the kernels that validation takes."""
+        from transformers import AutoTokenizer
+
+        from sparsellm.evaluation.downstream import SharedLM
+
+        config, runtime = self.config, self.config.runtime
+        model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
+        if self.ranks.device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+            accelerate(model, runtime.kernels.name)
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+        autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
+        return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)
+
+    def _attempt(self, step: int, what: str, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None, and a line on stderr, if it fails on some rank. Collective."""
+        result = error = None
+        try:
+            result = work()
+        except Exception as exception:  # of the libraries, a row or the model: training is worth more than a score
+            error = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
+        if (error := first_error(error)) is None:
+            return result
+        if self.ranks.is_main:
+            print(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}", file=sys.stderr)
+        return None

@@ -1,0 +1,232 @@
+"""Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from sparsellm import data, train
+from sparsellm.config import EvaluateConfig, from_overrides
+from sparsellm.distributed import process_group
+from sparsellm.evaluation import downstream, evaluate_checkpoint, live
+from sparsellm.model import Decoder, huggingface
+from sparsellm.model.accelerate import accelerate
+from sparsellm.training.loop import Trainer
+from sparsellm.training.metrics import METRICS, WandbRun, read
+from sparsellm.training.run_folder import open_folder
+
+TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
+NAMES = ["hellaswag", "piqa", "arc_challenge"]
+
+
+@pytest.fixture
+def asked(tiny, rows, tmp_path):
+    """The run of `tiny` in a folder of the test, evaluated after steps 3 and 4."""
+    return [
+        *tiny, f"run.root={tmp_path}", "evaluation.every=3", f"evaluation.tasks=[{','.join(NAMES)}]",
+        f"evaluation.data_dir={rows}", "evaluation.limit=5", "run.checkpoint_every=1", "run.keep_checkpoints=4",
+    ]  # fmt: skip
+
+
+def run(overrides, stop_at=None):
+    """Train: (exit code, the run's state and that of every random generator at its end, folder)."""
+    config = from_overrides(overrides)
+    assert train.check(config) == []
+    with process_group("cpu") as ranks:
+        evaluation, opened = live.load(config, ranks), data.open_data(config, ranks)
+        with open_folder(config, ranks) as (config, folder):
+            trainer = Trainer(config, ranks, opened, folder, evaluation)
+            advance = trainer.advance
+
+            def signalled(batches):
+                if trainer.step == stop_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return advance(batches)
+
+            trainer.advance = signalled
+            random.seed(0), np.random.seed(0)
+            code = trainer.fit()
+            state = {name: t.clone() for name, t in trainer._tensors(trainer.silent.reduced()).items()}
+            state |= {"torch": torch.get_rng_state(), "numpy": torch.tensor(np.random.get_state()[1])}
+            state |= {"python": torch.tensor(random.getstate()[1])}
+            assert all(module.training for module in trainer.decoder.modules())
+    return code, state, folder
+
+
+def rows_without(folder, *keys):
+    return [{k: v for k, v in row.items() if k not in (*TIMING, *keys)} for row in read(folder / METRICS)]
+
+
+def assert_equal_states(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_training_does_not_notice_and_the_scores_are_the_checkpoints(asked, rows):
+    _, without, plain = run([*asked, "run.name=plain", "evaluation.every=0", "logging.every=1"])
+    _, evaluated, folder = run([*asked, "logging.every=1"])
+    assert_equal_states(without, evaluated)
+    assert rows_without(plain, "evaluation") == rows_without(folder, "evaluation")
+    assert [row["evaluation"] for row in read(plain / METRICS)] == [None] * 4
+
+    scores = [row["evaluation"] for row in read(folder / METRICS)]
+    assert scores[:2] == [None, None]
+    for step in (3, 4):
+        checkpoint = str(folder / f"checkpoints/step_{step:08d}")
+        found = evaluate_checkpoint(EvaluateConfig(checkpoint, tasks=NAMES, data_dir=str(rows), limit=5))
+        expected = {name: found["tasks"][name]["score"] for name in NAMES} | {"mean": found["mean"]}
+        assert scores[step - 1] == expected
+
+
+def test_the_view_is_the_exported_model(asked, trained):
+    """Bit for bit, and of the weights as they are now; gated or not. Kernels take it like a loaded one."""
+    tokens = torch.arange(24).view(2, 12)
+    for gated in ("true", "false"):
+        config = from_overrides([*asked, f"model.gated={gated}"])
+        decoder = Decoder(config.model, config.sparsity.activation)
+        tokenizer = trained / "checkpoints/step_00000004/hf"
+        about = (config.model, config.sparsity.activation)
+        view = huggingface.view(decoder.state_dict(), *about, 0)
+        with torch.no_grad():
+            decoder.layers[0].mlp.up_proj.weight.mul_(-2)
+            decoder.embed_tokens.weight.mul_(2)
+        folder = trained.parent / f"exported-{gated}"
+        huggingface.export(decoder.state_dict(), *about, folder, tokenizer, 0)
+        loaded = type(view).from_pretrained(folder)
+        assert view.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+        assert sorted(view.state_dict()) == sorted(loaded.state_dict())
+        with torch.no_grad():
+            expected = loaded(tokens).logits
+            assert torch.equal(view(tokens).logits, expected)
+            torch.testing.assert_close(accelerate(view, "torch")(tokens).logits, expected)
+        shutil.rmtree(folder)
+
+
+def test_mixed_precision_is_the_runs(asked):
+    """Logits no further from float32's than twice as far as the decoder's own are, under the same autocast."""
+    config = from_overrides([*asked, "runtime.precision=bfloat16"])
+    with process_group("cpu") as ranks:
+        opened = data.open_data(config, ranks)
+        torch.manual_seed(0)
+        decoder = Decoder(config.model, config.sparsity.activation)
+        lm = live.LiveEvaluation(config, ranks, [])._lm(decoder, opened)
+        tokens = opened.validation[:2, :-1]
+        with torch.no_grad():
+            exact = decoder.logits(tokens)
+            with torch.autocast("cpu", torch.bfloat16):
+                own = decoder.logits(tokens)
+        theirs = lm._model_call(tokens)
+    assert (theirs.dtype, lm.softmax_dtype) == (torch.bfloat16, torch.float32)
+    assert 0 < (theirs - exact).norm() <= 2 * (own - exact).norm()
+
+
+def test_nothing_is_compiled_anew(asked, monkeypatch):
+    """As many graphs are captured as without evaluations, whose sequences have many lengths."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # no C++ compiler, and quicker
+    seen = []
+    for every in (0, 1):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run([*asked, "runtime.compile=true", f"run.name=every-{every}", f"evaluation.every={every}"])
+        seen.append(dict(torch._dynamo.utils.counters["stats"]))
+    torch._dynamo.reset()
+    assert seen[0] == seen[1]
+    assert seen[0]["unique_graphs"] > 0
+
+
+def test_a_resumed_run_evaluates_at_the_same_steps(asked):
+    _, straight, folder = run([*asked, "run.name=straight"])
+    overrides = [*asked, "run.name=stopped"]
+    assert run(overrides, stop_at=0)[0] == 128 + signal.SIGTERM
+    code, resumed, stopped = run(overrides)
+    assert code == 0
+    assert_equal_states(straight, resumed)
+    assert rows_without(folder) == rows_without(stopped)
+
+
+def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
+    score = downstream.score
+
+    def fails(lm, loaded, limit):
+        if loaded.name == "piqa":
+            raise downstream.ScoringFailed("rank 1: OutOfMemoryError: too much")
+        return score(lm, loaded, limit)
+
+    monkeypatch.setattr(downstream, "score", fails)
+    code, _, folder = run(asked)
+    assert code == 0
+    for row in read(folder / METRICS)[-2:]:
+        assert (row["evaluation"]["piqa"], row["evaluation"]["mean"]) == (None, None)
+        assert row["evaluation"]["hellaswag"] is not None
+    monkeypatch.setattr(huggingface, "view", lambda *_: 1 / 0)
+    assert run([*asked, "run.name=no-model"])[0] == 0
+    said = capsys.readouterr().err
+    assert "sparsellm: step 3: evaluating piqa failed, training goes on: ScoringFailed: rank 1: OutOfMemory" in said
+    assert "step 4/4  hellaswag " in said
+    assert "sparsellm: step 4: evaluating the model failed, training goes on: ZeroDivisionError: division by" in said
+
+
+def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, capsys):
+    wrong = [*asked, "evaluation.every=-1", "evaluation.limit=0", "evaluation.batch_size=0", "evaluation.data_dir=gone",
+             "evaluation.tasks=[piqa,pica,piqa]"]  # fmt: skip
+    assert [mistake.split(" ")[0] for mistake in train.check(from_overrides(wrong))] == [
+        "evaluation.every", "evaluation.limit", "evaluation.batch_size", "evaluation.tasks", "evaluation.tasks",
+        "evaluation.data_dir=gone",
+    ]  # fmt: skip
+    assert train.check(from_overrides([*asked, "evaluation.tasks=[pica]", "evaluation.every=0"])) == []
+
+    local = shutil.copytree(rows, tmp_path / "rows")
+    shutil.rmtree(local / "piqa")
+    config = from_overrides([*asked, f"evaluation.data_dir={local}"])
+    (mistake,) = train.check(config)
+    assert mistake.startswith(f"evaluation.tasks: piqa cannot be scored, for no rows in {local}/piqa: it should have")
+
+    # What only reading shows is the same kind of mistake, of all tasks at once, and leaves no folder.
+    for name in ("piqa", "hellaswag"):
+        (local / name).mkdir(exist_ok=True)
+        (local / name / "validation.jsonl").write_text("not a row\n")
+    assert train.check(config) == []
+    monkeypatch.setattr(sys, "argv", ["train", *asked, f"evaluation.data_dir={local}", "run.name=refused"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    said = capsys.readouterr().err
+    for name in ("hellaswag", "piqa"):
+        assert f"\n  - evaluation.tasks: {name} cannot be scored, for the rows in {local / name}" in said
+    assert not (tmp_path / "refused").exists()
+
+
+def test_scores_stand_under_evaluation_in_the_record():
+    logged = []
+
+    class Record:
+        def log(self, row, step):
+            logged.append((step, row))
+
+    wandb = WandbRun.__new__(WandbRun)
+    wandb._run = Record()
+    wandb.write({"step": 3, "evaluation": {"piqa": 0.5, "winogrande": None, "mean": None}})
+    wandb.write({"step": 4, "evaluation": None})
+    assert logged == [(3, {"step": 3, "evaluation/step": 3, "evaluation/piqa": 0.5}), (4, {"step": 4})]
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_rows(asked, rows, tmp_path):
+    """By the command line; one rank gives the checkpoint the same scores."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.train"]
+
+    done = subprocess.run(
+        [sys.executable, *launcher, *asked], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "accuracy  " in done.stdout
+    found = evaluate_checkpoint(EvaluateConfig(str(tmp_path / "tiny"), tasks=NAMES, data_dir=str(rows), limit=5))
+    expected = {name: found["tasks"][name]["score"] for name in NAMES} | {"mean": found["mean"]}
+    assert read(tmp_path / "tiny" / METRICS)[-1]["evaluation"] == expected
