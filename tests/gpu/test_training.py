@@ -77,7 +77,6 @@ def alternate(monkeypatch):
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_plans_change_without_compiling_or_waiting(recompute, tmp_path, monkeypatch):
     """But for the counts of the step before the last, which are waited for by an event."""
-    torch._dynamo.reset()
     alternate(monkeypatch)
     with small_trainer(tmp_path / "run", *PLANNED, f"runtime.recompute={recompute}") as trainer:
         batches, seen = trainer.data.batches(None), []
