@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps, in every round")
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     if args.firing is None and (args.activations or args.locality):
         parser.error("--activations and --locality are for --firing")
     if args.firing == RECORDED and args.activations is None:

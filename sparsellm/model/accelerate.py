@@ -156,7 +156,7 @@ class SparseFeedForward(nn.Module):
         m = rows.shape[0]
         if self.engine is None and (FEW_TOKENS < m < MANY_TOKENS or not sparse_engines_take(device, dtype)):
             return self.dense
-        return self.plans[m >= MANY_TOKENS]
+        return self.plans[int(m >= MANY_TOKENS)]  # torch 2.11 compiles no other index
 
     def prepare(self) -> None:
         """Before a call: a neuron-major W_d of the weight as it is now, and room for the counts beside it."""
@@ -187,7 +187,7 @@ class SparseFeedForward(nn.Module):
         if FEW_TOKENS < tokens < MANY_TOKENS:
             return
         neurons, width = self.up_proj.weight.shape
-        plan = self.plans[tokens >= MANY_TOKENS]
+        plan = self.plans[int(tokens >= MANY_TOKENS)]
         plan.copy_(plan_of(ENGINES[choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))]))
 
     def take_back(self) -> nn.Module:
