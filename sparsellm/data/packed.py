@@ -5,6 +5,8 @@ samples [s batch, (s + 1) batch), of which rank r takes the r-th contiguous shar
 number of ranks nor on how a rank cuts its share. The position is therefore one number, `samples`.
 """
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,10 +33,27 @@ def permutation(size: int, *key: int) -> np.ndarray:
 def outlive_stop_signals(_worker: int) -> None:
     """For loader processes: a stop signal that goes to the whole group is the trainer's to answer, with a checkpoint.
 
-    A worker still ends when the iterator over batches is closed (close it: multiprocessing's own end is a SIGTERM) and
-    when its parent dies of whatever cause."""
+    A worker still ends when the iterator over batches is closed, when its parent exits (`started`) and when it dies of
+    whatever cause."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def started(loader: DataLoader) -> Iterator[Any]:
+    """The loader's iterator. Its processes end when this one exits, though an exception may have left it open.
+
+    Left to themselves, torch and multiprocessing would send SIGTERM, which they ignore, and wait for them.
+    """
+    iterator = iter(loader)
+    atexit.unregister(_end_workers)
+    atexit.register(_end_workers)  # what was registered last, after torch's, is called first
+    return iterator
+
+
+def _end_workers() -> None:
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,7 @@ class PackedTokens(Dataset):
             generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
         )
         # Counted here, where batches are handed out, and not where workers read ahead.
-        for batch in loader:
+        for batch in started(loader):
             samples += self.batch_size
             yield batch, {"samples": samples, "tokens": tokens}
 

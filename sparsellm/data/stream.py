@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.packed import outlive_stop_signals, permutation
+from sparsellm.data.packed import outlive_stop_signals, permutation, started
 
 GROUP_BLOCKS = 1024
 
@@ -93,7 +93,7 @@ class TokenStream:
             generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
             **worker,
         )
-        for batch, after in loader:
+        for batch, after in started(loader):
             yield batch, {**identity, **after}
 
     def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -112,3 +114,19 @@ def test_validation_is_the_held_out_blocks_and_no_training_block(packed: PackedT
 def test_permutations_never_change_between_versions() -> None:
     assert permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
     assert permutation(8, 2**40, 1).tolist() != permutation(8, 2**40, 2).tolist()
+
+
+LEFT_OPEN = """
+from torch.utils.data import DataLoader
+from sparsellm.data.packed import outlive_stop_signals, started
+
+kept = started(DataLoader(range(100), batch_size=None, num_workers=2, worker_init_fn=outlive_stop_signals))
+print(next(kept), flush=True)
+raise RuntimeError("in the middle")
+"""
+
+
+def test_a_process_that_fails_with_its_loaders_open_exits() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "0\n")
+    assert "in the middle" in done.stderr
