@@ -104,6 +104,7 @@ struct Spmm {
   int64_t m, k;
   void* y;                   // bf16 [m, K]
   void* more_y;              // wide, [m, K], or null
+  bool float_y;              // wide: y and more_y are float32
   const int32_t* totals;     // wide, as of NeuronPlan, and so the next two; else null
   float* partials;           // [kSplitUnits, 2, 128, 256]
   int32_t* tickets;          // [kSplitUnits, 4] zero before and after
@@ -159,7 +160,8 @@ struct RestBackward {
   const void *x, *dy;                          // bf16 [M, K]
   const void *w_gate, *w_up, *w_down_t;        // bf16 [N, K]
   const float* dl1;                            // [1]
-  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights
+  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights; the latter float32
+  bool float_gradients;                        // if so
   void* planes;                                // rest_backward_workspace(m, n) bytes
   int32_t* arrivals;                           // [2] zero before and after
   int m, k, n;
@@ -173,8 +175,10 @@ cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* 
                       float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
 
-// to [columns, rows] = the transpose of from [rows, columns], bf16; both multiples of 8.
-cudaError_t transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream);
+// to [columns, rows] = the transpose of from [rows, columns], each float32 or bf16 (bf16 to float32: invalid); both
+// multiples of 8.
+cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
+                      cudaStream_t stream);
 
 // The dense engine's elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
 // (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.

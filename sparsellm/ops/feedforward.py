@@ -73,10 +73,10 @@ def gated_ffn(
     """h = relu(x w_gate^T) * (x w_up^T), y = h w_down^T, and the statistics of h; x [M, K], M >= 0.
 
     Under autocast all is computed in the autocast dtype. A registered operator casts the weights itself, in backward
-    anew, so that nothing but the weights as they are is kept between the two. `w_down_t`, from `neuron_major(w_down)`, spares
-    the row and tile engines a transposition per call; it is of no use where autocast casts w_down. Raises ValueError
-    for other shapes, dtypes, devices or plans than this module's constants allow, and for a w_down_t that is not of
-    w_down as it is now (under torch.compile only where it is used).
+    anew, so that nothing but the weights as they are is kept between the two. `w_down_t`, from
+    `neuron_major(w_down)`, spares the row and tile engines a transposition per call; it is of no use where autocast
+    casts w_down. Raises ValueError for other shapes, dtypes, devices or plans than this module's constants allow, and
+    for a w_down_t that is not of w_down as it is now (under torch.compile only where it is used).
     """
     x, cast = _autocast(x)
     _check(x, w_down, cast, w_gate=w_gate, w_up=w_up)
@@ -270,7 +270,6 @@ def _feedforward(
     _check_plan(plan)
     if w_down_t is not None:
         check_fresh(w_down_t, stamp, w_down)
-    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     with torch.autocast(x.device.type, enabled=False):
         return _forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
 
@@ -279,6 +278,7 @@ def _forward(x, w_gate, w_up, w_down, plan, w_down_t, saving):
     if kernels := _kernels(x, plan):
         *outputs, saved = kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
         return *outputs, *saved
+    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_up is None:
         y, l1, nnz, fired, overflow, g = reference.nongated_forward(x, w_gate, w_down)
         planes = (g,)
@@ -309,16 +309,16 @@ def _feedforward_backward(
     first: Tensor, second: Tensor, lists: Tensor, index: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
-    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
-    shape = (x.shape[0], w_down.shape[1])
     if x.is_cuda and x.dtype == torch.bfloat16 and _loaded():
         from sparsellm.ops import cuda
 
         found = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
-    elif w_up is None:
-        found = reference.nongated_backward(x, w_gate, w_down, first.view(shape), dy, dl1)
     else:
-        found = reference.gated_backward(x, w_gate, w_up, w_down, first.view(shape), second.view(shape), dy, dl1)
+        shape, layer = (x.shape[0], w_down.shape[1]), _in(x.dtype, w_gate, w_up, w_down)
+        if w_up is None:
+            found = reference.nongated_backward(x, layer[0], layer[2], first.view(shape), dy, dl1)
+        else:
+            found = reference.gated_backward(x, *layer, first.view(shape), second.view(shape), dy, dl1)
     gradients = [gradient for gradient in found if gradient is not None]
     return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
 
