@@ -18,6 +18,7 @@ from sparsellm.distributed import (
     world_size_from_environment,
 )
 from sparsellm.evaluation import live
+from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import Trainer, TrainingDiverged
@@ -56,7 +57,7 @@ def main(config: Config) -> int:
                 return Trainer(config, ranks, opened, folder, evaluation).fit()
         except MainRankFailed:
             return 1  # the main rank says why
-        except (CheckpointError, TrainingDiverged) as error:  # the same on all ranks
+        except (CheckpointError, TrainingDiverged, KernelsUnavailable) as error:  # the same on all ranks
             if ranks.is_main:
                 print(f"sparsellm: {error}", file=sys.stderr)
             return 1

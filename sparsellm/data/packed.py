@@ -51,6 +51,7 @@ def started(loader: DataLoader) -> Iterator[Any]:
 
 
 def _end_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # by which torch would report each as an error of its own
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -5,8 +5,9 @@
 
 For our Decoder and for Hugging Face models with blocks as sparsellm.model.acceptance describes them: Llama, Qwen or
 Mistral with hidden_act relu, Arcee with relu. Results are the dense model's but for rounding. The sparse engines take
-bfloat16 on a Hopper GPU; other inputs take the dense one. In training mode, calls with gradients follow
-`SparseFeedForward.training_plan`: until a trainer sets it, they are computed as PyTorch does it.
+bfloat16 on a Hopper GPU, without gradients (torch.no_grad, torch.inference_mode); other calls take the dense one. In
+training mode, calls with gradients follow `SparseFeedForward.training_plan`: until a trainer sets it, they are computed
+as PyTorch does it.
 
 Each block decides which engine runs, dense, row or tile, from what its earlier calls counted, separately for calls of
 few tokens (decoding) and of many; between the two it stays dense (sparsellm.ops.dispatch). The host never waits: counts
@@ -120,8 +121,9 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         rows = x.reshape(-1, x.shape[-1])
-        learning = self.training and torch.is_grad_enabled()
-        plan = self.training_plan if learning else self._plan(rows)
+        gradients = torch.is_grad_enabled()
+        learning = self.training and gradients
+        plan = self.training_plan if learning else self._plan(rows, gradients)
         counting = plan is not None and not learning
         if counting and not torch.compiler.is_compiling():
             self.prepare()
@@ -146,10 +148,12 @@ class SparseFeedForward(nn.Module):
             )
         return linear.weight
 
-    def _plan(self, rows: Tensor) -> Tensor | None:
+    def _plan(self, rows: Tensor, gradients: bool) -> Tensor | None:
         """The plan of a call outside of training; None: the traced reference."""
         if self.traced:
             return None
+        if gradients and self.engine is None:
+            return self.dense  # not every engine that may be chosen has a backward
         device, dtype = rows.device.type, rows.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks
+from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
@@ -92,6 +92,7 @@ class Trainer:
         self.plans: Plans | None = None  # None: the traced reference trains
         if device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
             accelerate(self.decoder, runtime.kernels.name)
+            self._agree_on_kernels()
             if build.loaded():
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
@@ -117,6 +118,19 @@ class Trainer:
         self.checkpoints = Checkpoints(
             folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export
         )
+
+    def _agree_on_kernels(self) -> None:
+        """Raise KernelsUnavailable, alike on all ranks, if some have the kernels and others have not.
+
+        Plans have collectives of their own, and ranks without them would answer them with others.
+        """
+        lacking = None if build.loaded() else f"rank {self.ranks.rank}: {build.available()[1]}"
+        having = f"rank {self.ranks.rank}" if build.loaded() else None
+        lacking, having = first_error(lacking), first_error(having)
+        if lacking and having:
+            raise build.KernelsUnavailable(
+                f"{lacking}; {having} has the kernels: mend the former, or take runtime.kernels=torch on all ranks"
+            )
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsellm.config import Config
 from sparsellm.model import Decoder
 from sparsellm.ops import ENGINES, choose_training_engine, plan_of
-from sparsellm.ops.dispatch import LISTED_PER_TOKEN
+from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE_MAX_NONZEROS
 from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
@@ -73,6 +73,8 @@ class Plans:
             engine = choose_training_engine(
                 self.tokens, self.width, self.neurons, nnz * share, union * share, current=int(plan[0])
             )
+            if fullest > TILE_MAX_NONZEROS:
+                engine = DENSE  # a micro-batch that needs more room than there is takes far longer than the others win
             room = ROOM_MULTIPLE * max(1, math.ceil(ROOM_MARGIN * fullest / ROOM_MULTIPLE))
             plan.copy_(plan_of(ENGINES[engine], room=min(room, LISTED_PER_TOKEN)))
 
@@ -91,6 +93,7 @@ class Plans:
         return {"plans": [plan.tolist() for plan in self.plans], "counts": counts}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results."""
         for plan, values in zip(self.plans, state["plans"], strict=True):
             plan.copy_(torch.tensor(values, dtype=plan.dtype))
         counts = state["counts"]

@@ -116,7 +116,8 @@ def test_mixed_precision_is_the_runs(asked):
         opened = data.open_data(config, ranks)
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
-        lm = live.LiveEvaluation(config, ranks, [])._lm(decoder, opened)
+        evaluation = live.LiveEvaluation(config, ranks, [])
+        lm = evaluation._lm(*evaluation._parts(decoder, opened))
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
             exact = decoder.logits(tokens)

@@ -83,7 +83,8 @@ class Hollow:
     def of(self, model, ids):
         """The engines of one forward pass."""
         self.engines.clear()
-        logits(model, ids) if not isinstance(model, Decoder) else model(ids, ids)
+        with torch.no_grad():  # as is inference mode, in which logits are asked for
+            logits(model, ids) if not isinstance(model, Decoder) else model(ids, ids)
         return self.engines[:]
 
 
@@ -183,11 +184,11 @@ def test_gradients_are_right_in_either_mode(name, hollow):
     sparsellm.accelerate(model, "cuda")
     with torch.inference_mode():  # what it leaves behind must not get in the way of gradients
         logits(model, tokens(9))
-    for training, engines in ((False, {"dense", "row"}), (True, {"traced"})):
+    for training, engines in ((False, {"dense"}), (True, {"traced"})):  # the row engine has no backward
         hollow.engines.clear()
         for ours, theirs in zip(gradients(model.train(training)), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE * theirs.abs().max().item())
-        assert set(hollow.engines) <= engines
+        assert set(hollow.engines) == engines
 
 
 def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own(hollow):

@@ -91,13 +91,20 @@ def test_a_union_that_was_not_measured_is_dense():
 
 @pytest.mark.parametrize(
     ("fullest", "room"),
-    [(0, 32), (15.9, 32), (16.1, 64), (100, 224), (160, 320), (161, LISTED_PER_TOKEN), (5632, LISTED_PER_TOKEN)],
+    [(0, 32), (15.9, 32), (16.1, 64), (100, 224), (160, 320), (161, LISTED_PER_TOKEN), (256, LISTED_PER_TOKEN)],
 )
 def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
     with fake(layers=1) as plans:
         plans.after(1, counted([20], [500], [fullest]))
         plans.before(3)
         assert values(plans) == [[TILE, 8, room]]
+
+
+def test_a_micro_batch_that_could_run_out_of_room_is_dense_whatever_the_mean():
+    with fake(layers=2) as plans:
+        plans.after(1, counted([20, 20], [500, 500], [256, 257]))
+        plans.before(3)
+        assert plans.engines == ["tile", "dense"]
 
 
 def test_a_resume_after_any_step_decides_as_if_there_had_been_none():
