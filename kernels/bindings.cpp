@@ -105,7 +105,6 @@ void tile_plan(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
   const Call call("tile_plan", words);
   call.check(sparsellm::tile_plan(
       packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
-      static_cast<int>(words.size(2)),
       plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
 }
 

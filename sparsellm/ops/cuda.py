@@ -22,6 +22,7 @@ COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
+MAX_TOKENS = 65_535 * 64  # of a batch with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
@@ -90,6 +91,10 @@ def forward(
         if saving:
             raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
         return *row_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype)), *gate.statistics(), saved
+    if saving and x.shape[0] > MAX_TOKENS:
+        raise ValueError(
+            f"x has {x.shape[0]:,} tokens: for gradients by the tile engine it should have up to {MAX_TOKENS:,}"
+        )
     room = tile_room(*gate.wide.shape, per_token)
     y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype), room=room, saving=saving)
     return y, l1, *gate.statistics(), made[0] if saving else saved
@@ -340,8 +345,10 @@ def tile_backward(
     )  # fmt: skip
     ops.tile_spmm(dz_by_neuron, x, du_by_neuron, None, *of_neurons, dw_gate, dw_up)
     ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t, None)
-    planes = _bytes(x, ops.rest_backward_workspace(m, n))
-    ops.rest_backward(plan.totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals)
+    if capacity < m * n:  # else there was room for anything
+        planes = _bytes(x, ops.rest_backward_workspace(m, n))
+        weights, theirs = (w_gate, w_up, w_down_t), (dw_gate, dw_up, dw_down_t)
+        ops.rest_backward(plan.totals, x, dy, *weights, dl1, dx, *theirs, planes, arrivals)
     return dx, dw_gate, dw_up, _transpose(dw_down_t, dtype)
 
 
