@@ -10,7 +10,7 @@ from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, repo
 from sparsellm.config import AnalyzeConfig, entry_point
 
 
-@entry_point(mistakes, "analyze")
+@entry_point(mistakes, AnalyzeConfig)
 def main(config: AnalyzeConfig) -> int:
     try:
         results, folder = analyze_checkpoint(config)

@@ -19,7 +19,7 @@ from sparsellm.training import run_folder
 from sparsellm.training.metrics import WandbRun
 
 
-@entry_point(mistakes, "evaluate")
+@entry_point(mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
         found = evaluate_checkpoint(config)

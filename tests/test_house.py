@@ -13,6 +13,7 @@ FLOORS = [
     {"sweeps"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
+CONFIG_FLOORS = [{"errors", "schema"}, {"values"}, {"rules", "compose"}, {"__init__"}]
 
 
 def room(path: Path) -> str:
@@ -23,17 +24,18 @@ def floor(name: str) -> int:
     return next((i for i, rooms in enumerate(FLOORS) if name in rooms), ENTRY_POINTS)
 
 
-def imported_rooms(path: Path) -> set[str]:
+def imported_rooms(path: Path, package: str = "sparsellm") -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             pytest.fail(f"{path} has a relative import")
-        if isinstance(node, ast.ImportFrom) and node.module == "sparsellm":
+        if isinstance(node, ast.ImportFrom) and node.module == package:
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sparsellm."):
-            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found.add(node.module.removeprefix(f"{package}.").split(".")[0])
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sparsellm.")}
+            names = [a.name for a in node.names if a.name.startswith(f"{package}.")]
+            found |= {name.removeprefix(f"{package}.").split(".")[0] for name in names}
     return found
 
 
@@ -47,13 +49,20 @@ def test_a_file_imports_only_from_lower_floors(path):
         assert floor(other) < floor(own), f"{path.name} ({own}) imports {other}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "config").glob("*.py")), ids=lambda p: p.name)
+def test_config_has_floors_of_its_own(path):
+    (own,) = (i for i, files in enumerate(CONFIG_FLOORS) if path.stem in files)
+    assert imported_rooms(path, "sparsellm.config") <= set().union(*CONFIG_FLOORS[:own])
+
+
 def test_the_order_has_something_to_hold():
     assert "config" in imported_rooms(PACKAGE / "training" / "loop.py")
+    assert "schema" in imported_rooms(PACKAGE / "config" / "rules.py", "sparsellm.config")
 
 
-def test_only_config_knows_omegaconf_and_hydra():
+def test_only_one_file_knows_omegaconf_and_hydra():
     knowing = {p.relative_to(PACKAGE).as_posix() for p in FILES if {"omegaconf", "hydra"} & top_level_imports(p)}
-    assert knowing == {"config.py"}
+    assert knowing == {"config/compose.py"}
 
 
 def top_level_imports(path: Path) -> set[str]:

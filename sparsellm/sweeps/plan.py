@@ -19,10 +19,10 @@ from sparsellm.config import (
     Config,
     ConfigError,
     Device,
+    EvaluateConfig,
     SweepConfig,
     SweepMode,
     SweepRequest,
-    evaluate_from_overrides,
     from_overrides,
     mistakes,
     sweep_request,
@@ -154,7 +154,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
             found.append(f"evaluate.{key} in a sweep: every run has its own; leave it out")
     if options.evaluate:
         try:
-            wrong = evaluation_mistakes(evaluate_from_overrides(request.evaluate))
+            wrong = evaluation_mistakes(from_overrides(request.evaluate, EvaluateConfig))
         except ConfigError as error:
             wrong = error.mistakes
         found += [f"evaluate: {mistake}" for mistake in wrong if not mistake.startswith("checkpoint has no value")]

@@ -1,3 +1,3 @@
-from evaluation.conftest import trained
+from evaluation.conftest import tiny, trained
 
-__all__ = ["trained"]
+__all__ = ["tiny", "trained"]

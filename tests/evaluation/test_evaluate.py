@@ -18,7 +18,7 @@ from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, evaluate_from_overrides
+from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, tasks
 from sparsellm.model import accelerate
@@ -127,7 +127,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
     assert lines[4].startswith("mean of 3")
     assert lines[-1] == "two/results.json"
 
-    one = evaluate_checkpoint(evaluate_from_overrides([*options, f"output_dir={tmp_path}/one"]))
+    one = evaluate_checkpoint(from_overrides([*options, f"output_dir={tmp_path}/one"], EvaluateConfig))
     two = json.loads((tmp_path / "two/results.json").read_text())
     assert (one["tasks"], one["mean"]) == (two["tasks"], two["mean"])
     assert one["validation"]["loss"] == pytest.approx(two["validation"]["loss"], rel=1e-6)
@@ -255,7 +255,7 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
 
 
 def test_every_mistake_at_once(rows):
-    config = evaluate_from_overrides(["tasks=[piqa,pica,piqa]", "limit=0", "batch_size=0", "data_dir=gone"])
+    config = from_overrides(["tasks=[piqa,pica,piqa]", "limit=0", "batch_size=0", "data_dir=gone"], EvaluateConfig)
     found = checkpoint.mistakes(config)
     for start in (
         "checkpoint has no value",

@@ -1,0 +1,10 @@
+"""What this package raises."""
+
+
+class ConfigError(ValueError):
+    """One or more mistakes in a configuration; `mistakes` lists them, each with its remedy."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {m}" for m in mistakes))

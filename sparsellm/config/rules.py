@@ -1,0 +1,243 @@
+"""The rules that a configuration's values must keep; a broken one is a sentence with its remedy."""
+
+import math
+import os
+import re
+
+import torch
+
+from sparsellm.config.schema import (
+    Activation,
+    AnalyzeConfig,
+    Config,
+    Device,
+    Dtype,
+    EvaluateConfig,
+    EvaluationConfig,
+    Kernels,
+    L1Schedule,
+    Precision,
+    Source,
+)
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
+
+MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
+
+
+def obstacles_to_kernels(config: Config) -> list[str]:
+    """What in `config`, on whatever machine, keeps training and validation off the CUDA kernels."""
+    runtime, activation = config.runtime, config.sparsity.activation
+    return [
+        obstacle
+        for applies, obstacle in (
+            (runtime.device == Device.cpu, "runtime.device=cpu has no GPU"),
+            (runtime.precision != Precision.bfloat16, f"runtime.precision={runtime.precision.name} is not bfloat16"),
+            (runtime.deterministic, "runtime.deterministic=true excludes engines that are chosen by timing"),
+            (activation != Activation.relu, f"sparsity.activation={activation.name} never gives exact zeros"),
+        )
+        if applies
+    ]
+
+
+def mistakes(config: Config, world_size: int) -> list[str]:
+    """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
+
+    Looks at values and at the number of GPUs; what `data.path` and `data.files` hold is checked by sparsellm.data.
+    """
+    found: list[str] = []
+
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            found.append(problem)
+
+    model, data, sparsity, optimizer = config.model, config.data, config.sparsity, config.optimizer
+    training, runtime, log, run = config.training, config.runtime, config.logging, config.run
+
+    for group, key, least in (
+        ("model", "vocab_size", 2), ("model", "hidden_size", 8), ("model", "intermediate_size", 8),
+        ("model", "num_layers", 1), ("model", "num_heads", 1), ("model", "context_length", 2),
+        ("training", "steps", 1), ("training", "batch_size", 1), ("training", "sequence_length", 1),
+        ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
+        ("runtime", "micro_batch_size", 1), ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
+        ("runtime", "max_skipped_steps", 1),
+        ("optimizer", "warmup_steps", 0), ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
+        ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
+        ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
+        ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
+    ):  # fmt: skip
+        value = getattr(getattr(config, group), key)
+        require(value >= least, f"{group}.{key} is {value}: it must be at least {least}")
+    for key, value in (
+        ("model.rope_theta", model.rope_theta), ("model.norm_eps", model.norm_eps),
+        ("model.init_std", model.init_std), ("optimizer.learning_rate", optimizer.learning_rate),
+        ("optimizer.eps", optimizer.eps), ("optimizer.grad_clip", optimizer.grad_clip),
+    ):  # fmt: skip
+        require(0 < value < math.inf, f"{key} is {value}: it must be a positive number")
+    for key, value in (
+        ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
+    ):  # fmt: skip
+        require(0 <= value < math.inf, f"{key} is {value}: it must be zero or a positive number")
+    for key, value in (("training.seed", training.seed), ("data.seed", data.seed)):
+        require(value < 2**63, f"{key} is {value}: it must be below 2^63")
+    for key, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
+        require(0 <= value < 1, f"{key} is {value}: it must be at least 0 and below 1")
+    require(
+        0 <= optimizer.final_lr_fraction <= 1,
+        f"optimizer.final_lr_fraction is {optimizer.final_lr_fraction}: it must be between 0 and 1",
+    )
+    require(
+        0 < data.validation_fraction < 1,
+        f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
+    )
+
+    for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
+        require(value % MULTIPLE == 0, f"model.{key} is {value}: it must be a multiple of {MULTIPLE}")
+        require(value <= MAX_COLUMNS, f"model.{key} is {value}: it must be at most {MAX_COLUMNS}")
+    if model.num_heads >= 1:
+        require(
+            model.hidden_size % (2 * model.num_heads) == 0,
+            f"model.hidden_size {model.hidden_size} does not divide into {model.num_heads} heads of even width:"
+            " change model.num_heads",
+        )
+    require(
+        training.sequence_length <= model.context_length,
+        f"training.sequence_length {training.sequence_length} is longer than model.context_length"
+        f" {model.context_length}: shorten the one or raise the other",
+    )
+
+    if sparsity.activation == Activation.silu:
+        require(
+            sparsity.l1_coefficient == 0,
+            f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
+            " exact zeros: add sparsity.l1_coefficient=0, or use relu",
+        )
+        require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
+    step_tokens = training.batch_size * training.sequence_length
+    run_tokens = training.steps * step_tokens
+    require(
+        (sparsity.l1_schedule == L1Schedule.linear) == (sparsity.l1_warmup_tokens != 0),
+        f"sparsity.l1_warmup_tokens is {sparsity.l1_warmup_tokens} with"
+        f" sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear schedule needs its tokens, a constant one has 0",
+    )
+    require(
+        run_tokens < 1 or sparsity.l1_start_tokens + max(1, sparsity.l1_warmup_tokens) <= run_tokens,
+        f"sparsity.l1_start_tokens {sparsity.l1_start_tokens} and l1_warmup_tokens {sparsity.l1_warmup_tokens} exceed"
+        f" the run's {run_tokens} tokens together: the coefficient would never be reached, so lower them",
+    )
+    if (silence := sparsity.reinit_dead_after_tokens) is not None:
+        require(silence >= 1, f"sparsity.reinit_dead_after_tokens is {silence}: it must be at least 1, or null for off")
+        require(
+            sparsity.activation == Activation.relu,
+            f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
+            " neurons are never silent: set it to null, or use relu",
+        )
+        if min(silence, sparsity.reinit_every, step_tokens) >= 1:
+            silent_steps = -(-silence // step_tokens)
+            first = -(-silent_steps // sparsity.reinit_every) * sparsity.reinit_every
+            require(
+                first + silent_steps <= training.steps,
+                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {sparsity.reinit_every} never draws a"
+                f" row in the run's {training.steps} steps: the first could be drawn at step {first}, and none is in"
+                f" the last {silent_steps}; lower them, or train longer",
+            )
+    require(
+        optimizer.warmup_steps <= training.steps,
+        f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
+        " shorten the warm-up, or train longer",
+    )
+
+    require(
+        training.batch_size % world_size == 0,
+        f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
+        " change it, or the number of processes",
+    )
+    found += _device_mistakes("runtime.device", runtime.device)
+    if runtime.kernels == Kernels.cuda:
+        found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
+    require(
+        1 <= log.every <= MAX_LOG_INTERVAL,
+        f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
+    )
+    require(
+        run.name is not None and re.fullmatch(r"[a-z0-9._-]+", run.name) is not None and run.name not in (".", ".."),
+        f"run.name is {run.name!r}: use only a-z, 0-9, '.', '_' and '-'",
+    )
+
+    if data.source == Source.hub:
+        require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+    if data.source == Source.files:
+        require(bool(data.files), "data.source=files needs data.files=[PATTERN,...]")
+    if data.source == Source.stdlib_docs:
+        require(not data.streaming, "data.streaming=true with data.source=stdlib_docs: there is nothing to stream")
+        require(
+            data.tokenizer is None,
+            f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",
+        )
+    else:
+        require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
+    require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
+    return found + _amount_mistakes(config.evaluation, "evaluation.")
+
+
+def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.evaluation looks at what it names."""
+    found = _checkpoint_mistakes(config.checkpoint) + _amount_mistakes(config)
+    found += _device_mistakes("device", config.device)
+    obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+    if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+        obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+    if config.compare_kernels:
+        if config.kernels == Kernels.torch:
+            obstacles.append("kernels=torch takes none")
+        found += _kernel_mistakes("compare_kernels=true", "compare_kernels=false", obstacles)
+    elif config.kernels == Kernels.cuda:
+        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found
+
+
+def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; what its paths hold is sparsellm.analysis's."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    for key in ("sequences", "batch_size", "min_count"):
+        if (value := getattr(config, key)) < 1:
+            found.append(f"{key} is {value}: it must be at least 1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("an analysis is one process: start it without torchrun")
+    return found + _device_mistakes("device", config.device)
+
+
+def _checkpoint_mistakes(checkpoint: str | None) -> list[str]:
+    if checkpoint is None:
+        return ["checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name"]
+    return []
+
+
+def _amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = "") -> list[str]:
+    found, limit, size = [], config.limit, config.batch_size
+    if limit is not None and limit < 1:
+        found.append(f"{prefix}limit is {limit}: it must be at least 1, or null for all rows")
+    if not (size == "auto" if isinstance(size, str) else size >= 1):
+        found.append(f"{prefix}batch_size is {size}: it must be auto, or a number of at least 1")
+    return found
+
+
+def _device_mistakes(key: str, device: Device) -> list[str]:
+    found = []
+    if device == Device.cuda and not torch.cuda.is_available():
+        found.append(f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu")
+    if device != Device.cpu and torch.cuda.is_available():
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if ranks > gpus:
+            found.append(f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
+    return found
+
+
+def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:
+    """Why the CUDA kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
+    if obstacles:
+        return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
+    try:
+        build.load()
+    except build.KernelsUnavailable as error:
+        return [f"{setting} does not run here ({remedy} goes without): {error}"]
+    return []
