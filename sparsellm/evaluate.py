@@ -22,7 +22,7 @@ from sparsellm.training.metrics import WandbRun
 @entry_point(mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
-        found = evaluate_checkpoint(config)
+        found = evaluate_checkpoint(config, record)
     except MainRankFailed:
         return 1  # the main rank says why
     except KeyboardInterrupt:
@@ -32,15 +32,15 @@ def main(config: EvaluateConfig) -> int:
         print(f"sparsellm: {error}", file=sys.stderr)
         return 1
     if main_rank_from_environment():
-        run = locate(config.checkpoint).run
-        if run is not None:
-            record(run, found)
         print(f"{results.table(found)}\n\n{Path(found['output_dir'], results.RESULTS)}")
     return 1 if found["failed"] else 0
 
 
-def record(run: Path, found: dict[str, Any]) -> None:
-    """Add the scores to the Weights & Biases record of a run that keeps one and is not going on."""
+def record(found: dict[str, Any]) -> None:
+    """Add the scores to the Weights & Biases record of their run, if it keeps one and is not going on."""
+    run = locate(found["checkpoint"]).run
+    if run is None:
+        return
     try:
         with run_folder.claim(run):
             config = load(run / CONFIG)

@@ -67,7 +67,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
     log = sweep.log(point)
     with launcher.claim(log) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
-        if sweep.options.evaluate:
+        if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
         for step, command in steps:
             if launcher.signal is not None:

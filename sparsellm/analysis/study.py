@@ -1,16 +1,12 @@
 """Analyzing a checkpoint: finding it, letting it read, counting, and writing what came of it."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -20,13 +16,13 @@ from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
+from sparsellm.evaluation.progress import progress
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build
 from sparsellm.run_layout import ANALYSIS, CONFIG
 
 ARCHITECTURES = {"llama": "gated", "arcee": "non-gated"}  # model_type
 LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
-LINE_EVERY = 10  # seconds, where there is no terminal
 
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
@@ -55,7 +51,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     checkpoint = locate(config.checkpoint)
     with tasks.offline(checkpoint.folder is not None):
         opened = _open(config, checkpoint)
-        with progress(len(opened.blocks)) as advance:
+        with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
     types = numbers.token_types(counted)
@@ -146,13 +142,8 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
 
 
 def _output(config: AnalyzeConfig, checkpoint: Checkpoint) -> Path:
-    """The folder for the results, made: by the rule of evaluations. Raises AnalysisError if it cannot be written."""
-    if config.output_dir is not None:
-        output = Path(config.output_dir).expanduser()
-    else:
-        output = checkpoint.default_output()
-        inside = output.parent == checkpoint.folder
-        output = output.with_name(ANALYSIS) if inside else Path("analyses", output.name)
+    """The folder for the results, made. Raises AnalysisError if it cannot be written."""
+    output = checkpoint.output(ANALYSIS, config.output_dir)
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / ".writable").touch()
@@ -173,22 +164,3 @@ def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]]
     except build.KernelsUnavailable as error:
         return None, str(error)
     return speed.layer_speeds(opened.model, opened.blocks), None
-
-
-@contextmanager
-def progress(sequences: int) -> Iterator[Callable[[int], object]]:
-    """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable."""
-    if sys.stderr.isatty():
-        with tqdm(total=sequences, unit="sequence", desc="reading") as bar:
-            yield bar.update
-        return
-    done, last = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, last
-        done += count
-        if time.monotonic() - last >= LINE_EVERY or done == sequences:
-            last = time.monotonic()
-            print(f"reading  {done:,}/{sequences:,} sequences", file=sys.stderr, flush=True)
-
-    yield advance

@@ -3,39 +3,34 @@
 A model in memory is scored by sparsellm.evaluation.downstream and .perplexity, which know nothing of files.
 """
 
-import hashlib
 import json
 import math
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from sparsellm import data
 from sparsellm.config import (
-    Config,
     ConfigError,
     EvaluateConfig,
     Kernels,
     Precision,
     evaluate_mistakes,
-    load,
     obstacles_to_kernels,
 )
+from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
+from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.evaluation.results import RESULTS, VALIDATION, Finished, mean, write
+from sparsellm.evaluation.request import Parts, Request, rows_of
+from sparsellm.evaluation.results import RESULTS, VALIDATION, as_json, write
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
-from sparsellm.run_layout import CONFIG
 
-PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
 T = TypeVar("T")
 
 
@@ -55,8 +50,12 @@ def mistakes(config: EvaluateConfig) -> list[str]:
     return found
 
 
-def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
+def evaluate_checkpoint(
+    config: EvaluateConfig, record: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
     """Evaluate and write results.json; return its contents, the same on all ranks. Alone or under torchrun.
+
+    The main rank calls `record` with the contents before it writes them, so that what is written is recorded.
 
     {"checkpoint", "step", "dtype", "kernels", "limit", "tasks": {TASK: {"metric", "score", "stderr", "acc",
     "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note"}}, "failed": {TASK: reason}, "mean",
@@ -68,63 +67,60 @@ def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     """
     if found := mistakes(config):
         raise ConfigError(found)
-    checkpoint = locate(config.checkpoint)
-    local = checkpoint.folder is not None and config.data_dir is not None
-    with tasks.offline(local), process_group(device_type(config.device.name)) as ranks:
-        return Evaluation(config, checkpoint, ranks).run()
+    request = Request(config, locate(config.checkpoint))
+    with tasks.offline(request.is_local), process_group(device_type(config.device.name)) as ranks:
+        return Evaluation(request, ranks).run(record)
+
+
+def is_complete(config: EvaluateConfig) -> bool:
+    """Whether results.json is what `evaluate_checkpoint(config)` would write without scoring anything.
+
+    For one process. Loads the rows, not the model. What cannot be read is not complete: the evaluation says why.
+    """
+    if mistakes(config):
+        return False
+    request = Request(config, locate(config.checkpoint))
+    try:
+        written = (request.output / RESULTS).read_text(encoding="utf-8")
+        if list(json.loads(written)["tasks"]) != request.tasks:
+            return False  # known without the rows
+        with tasks.offline(request.is_local):
+            identity = request.checkpoint.identity()
+            rows = {name: tasks.load(name, config.data_dir).identity for name in request.tasks}
+            if (held_out := request.held_out()) is not None:
+                rows[VALIDATION] = rows_of(held_out)
+        sides = []
+        for folder in request.sides:
+            finished = request.finished(folder, identity)
+            sides.append({name: finished.find(name, of) for name, of in rows.items()})
+        whole = all(part is not None for parts in sides for part in parts.values())
+        return whole and written == as_json(request.results(sides, failed={}))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class Evaluation:
     """One evaluation on the ranks of a process group; all of them call every method together."""
 
-    def __init__(self, config: EvaluateConfig, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
-        self.output = checkpoint.default_output() if config.output_dir is None else Path(config.output_dir).expanduser()
+    def __init__(self, request: Request, ranks: Ranks) -> None:
+        self.request, self.ranks = request, ranks
+        self.config, self.checkpoint, self.output = request.config, request.checkpoint, request.output
         self.failed: dict[str, str] = {}
         self.lm = None  # loaded once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
 
-    def run(self) -> dict[str, Any]:
+    def run(self, record: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         from transformers.utils import logging
 
-        config = self.config
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         identity = self._on_main(self._open)
-        decided_by = {
-            "weights": identity, "dtype": config.dtype.name, "device": self.ranks.device.type, "limit": config.limit,
-            "lm_eval": version("lm_eval"),
-        }  # fmt: skip
-        names = config.tasks or list(tasks.TASKS)
-        loaded = {name: task for name in names if (task := self._load_task(name)) is not None}
+        loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
         held_out = self._held_out()
-        sides = {self.output: Kernels.cuda if config.compare_kernels else config.kernels}
-        if config.compare_kernels:
-            sides[self.output / "torch"] = Kernels.torch
-        found = [
-            self._side(folder, kernels, {**decided_by, "kernels": kernels.name}, loaded, held_out)
-            for folder, kernels in sides.items()
-        ]
-        for side in found:
-            side["tasks"] = {name: task for name, task in side["tasks"].items() if name not in self.failed}
-        results = {
-            "checkpoint": str(self.checkpoint),
-            "step": self.checkpoint.step,
-            "dtype": found[0].pop("dtype"),
-            "kernels": found[0].pop("kernels"),
-            "limit": config.limit,
-            "tasks": found[0]["tasks"],
-            "failed": self.failed,
-            "mean": mean(names, found[0]["tasks"]),
-            VALIDATION: found[0][VALIDATION],
-            "data": config.data_dir or "hub",
-            "versions": {package: version(package) for package in PACKAGES},
-            "output_dir": str(self.output),
-        }
-        if config.compare_kernels:
-            side = {key: found[1][key] for key in ("tasks", VALIDATION)}
-            results["torch"] = {**side, "mean": mean(names, side["tasks"])}
-        self._on_main(lambda: write(self.output / RESULTS, json.dumps(results, indent=1) + "\n"))
+        sides = [self._side(folder, identity, loaded, held_out) for folder in self.request.sides]
+        results = self.request.results(sides, self.failed)
+        self._on_main(lambda: record(results))
+        self._on_main(lambda: write(self.output / RESULTS, as_json(results)))
         return results
 
     def _open(self) -> str:
@@ -142,16 +138,11 @@ class Evaluation:
             raise EvaluationError(f"checkpoint={self.checkpoint}: {here}it cannot be read: {error}") from error
 
     def _side(
-        self,
-        folder: Path,
-        kernels: Kernels,
-        decided_by: dict[str, Any],
-        loaded: dict[str, tasks.LoadedTask],
-        held_out: torch.Tensor | None,
-    ) -> dict[str, Any]:
-        """Everything that is asked for, on `kernels` or in PyTorch, but for what `folder` has already."""
-        finished = self._on_main(lambda: Finished(folder, decided_by))
-        side = {"tasks": {}, VALIDATION: None, "dtype": self.config.dtype.name, "kernels": "torch"}
+        self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
+    ) -> Parts:
+        """All parts of the side in `folder`, those computed that it has not already."""
+        kernels, parts = self.request.sides[folder], {}
+        finished = self._on_main(lambda: self.request.finished(folder, identity))
         for name, task in loaded.items():
             part = self._on_main(lambda name=name, task=task: finished.find(name, task.identity))
             if part is None:
@@ -163,15 +154,14 @@ class Evaluation:
                 self._say(f"{name}  {part['result']['score']:.4f}")
             else:
                 self._say(f"{name}  {part['result']['score']:.4f}  (finished before)")
-            side["tasks"][name] = part["result"]
-            side |= {key: part[key] for key in ("dtype", "kernels")}
+            parts[name] = part
         if held_out is not None:
-            rows = hashlib.sha256(held_out.numpy().tobytes()).hexdigest()
-            side[VALIDATION] = self._on_main(lambda: finished.find(VALIDATION, rows))
-            if side[VALIDATION] is None:
-                side[VALIDATION] = self._validate(held_out, kernels)
-                self._on_main(lambda: finished.add(VALIDATION, rows, side[VALIDATION]))
-        return side
+            rows = rows_of(held_out)
+            parts[VALIDATION] = self._on_main(lambda: finished.find(VALIDATION, rows))
+            if parts[VALIDATION] is None:
+                parts[VALIDATION] = self._validate(held_out, kernels)
+                self._on_main(lambda: finished.add(VALIDATION, rows, parts[VALIDATION]))
+        return parts
 
     # The downstream tasks.
 
@@ -241,29 +231,22 @@ class Evaluation:
     # The held-out split.
 
     def _held_out(self) -> torch.Tensor | None:
-        """The run's held-out blocks, int64 [V, T + 1]; None without a run, or with the reason in `failed`."""
+        """`Request.held_out`, on all ranks; also None with the reason in `failed`."""
         if self.checkpoint.run is None:
             self._say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
-            return None
-        if not self.config.validation:
-            return None
 
         def read() -> tuple[torch.Tensor | None, str | None]:
             try:
-                blocks = data.open_validation(self._run_config(), Path(self.checkpoint.model))
-                return blocks[: self.config.limit], None
-            except (data.DataError, ConfigError, OSError) as error:
+                return self.request.held_out(), None
+            except (DataError, ConfigError, OSError) as error:
                 return None, f"{error}; validation=false goes without"
 
         blocks, error = self._on_main(read)
         return blocks if self._agreed(VALIDATION, error) else None
 
-    def _run_config(self) -> Config:
-        return load(self.checkpoint.run / CONFIG)
-
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
         """As the run validates: float32 weights, and its own precision and micro-batch."""
-        config, device = self._run_config(), self.ranks.device
+        config, device = self.request.run_config(), self.ranks.device
         model_config, activation, weights = huggingface.load(self.checkpoint.model)
         with torch.device("meta"):
             decoder = Decoder(model_config, activation)

@@ -6,8 +6,6 @@ shape on one rank and on eight, and the scores are the same.
 """
 
 import logging
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +16,16 @@ import torch
 import torch.distributed as dist
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.distributed import Ranks
+from sparsellm.evaluation.progress import progress
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
 # CPU. They exist twice, the second time as logarithms of probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
-LINE_EVERY = 10  # seconds, where there is no terminal
 
 Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, then each as tokens
 Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
@@ -84,7 +81,8 @@ class SharedLM(HFLM):
             if (longest := max(len(continuation) for *_, continuation in requests)) > self.max_length:
                 raise ValueError(f"a continuation has {longest} tokens, and the model's context {self.max_length}")
             batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
-            with progress(self.task_name, sum(map(len, batches)), self.ranks.is_main) as advance, _without_warnings():
+            total = sum(map(len, batches))
+            with progress(self.task_name, total, "request", self.ranks.is_main) as advance, _without_warnings():
                 for batch in batches:
                     answers = super()._loglikelihood_tokens(
                         [requests[i] for i in batch], disable_tqdm=True, override_bs=len(batch)
@@ -154,25 +152,6 @@ def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str
         "note": "; ".join(notes) or None,
     }
     return result, found["samples"][loaded.name]
-
-
-@contextmanager
-def progress(name: str, total: int, shown: bool) -> Iterator[Any]:
-    """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable."""
-    if not shown or sys.stderr.isatty():
-        with tqdm(total=total, desc=name, unit="request", disable=not shown) as bar:
-            yield bar.update
-        return
-    done, last = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, last
-        done += count
-        if time.monotonic() - last >= LINE_EVERY:
-            last = time.monotonic()
-            print(f"{name}  {done:,}/{total:,} requests", file=sys.stderr, flush=True)
-
-    yield advance
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from pathlib import Path
 import xxhash
 
 from sparsellm.data.tokenizer import is_missing
-from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
+from sparsellm.run_layout import ANALYSIS, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 
 DIGEST_THREADS = 8
+ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses"}  # for checkpoints that cannot be written
 
 
 class CheckpointNotFound(ValueError):
@@ -32,10 +33,14 @@ class Checkpoint:
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
 
-    def default_output(self) -> Path:
-        """evaluation/ inside, or, where that cannot be written, evaluations/NAME in the working directory."""
+    def output(self, added: str, asked: str | None = None) -> Path:
+        """The folder for what is `added`, EVALUATION or ANALYSIS: `asked` if given, else inside, or, where that cannot
+        be written, evaluations/NAME or analyses/NAME in the working directory.
+        """
+        if asked is not None:
+            return Path(asked).expanduser()
         if self.folder is not None:
-            inside = self.folder / EVALUATION
+            inside = self.folder / added
             if os.access(inside if inside.exists() else self.folder, os.W_OK | os.X_OK):
                 return inside
         if self.run is not None:
@@ -44,7 +49,7 @@ class Checkpoint:
             name = "-".join(self.folder.resolve().parts[-2:])
         else:
             name = self.model.replace("/", "--")
-        return Path("evaluations", name)
+        return Path(ELSEWHERE[added], name)
 
     def identity(self) -> str:
         """What its files hold, in one hash; on the hub, the commit.

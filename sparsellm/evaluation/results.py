@@ -54,6 +54,11 @@ def write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def as_json(results: dict[str, Any]) -> str:
+    """What RESULTS holds of `results`, to the letter."""
+    return json.dumps(results, indent=1) + "\n"
+
+
 def mean(names: list[str], tasks: dict[str, dict[str, Any]]) -> float | None:
     """Of the scores; None unless there is one for every name."""
     return sum(tasks[name]["score"] for name in names) / len(names) if all(name in tasks for name in names) else None

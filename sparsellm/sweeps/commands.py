@@ -4,7 +4,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from sparsellm.config import quoted
 from sparsellm.sweeps.plan import Point, Sweep
 
 GROUP = "logging.wandb_group"
@@ -17,7 +16,7 @@ def train(sweep: Sweep, point: Point) -> list[str]:
 
 
 def evaluate(sweep: Sweep, point: Point) -> list[str]:
-    return _launch(sweep, "evaluate", [f"checkpoint={quoted(str(point.checkpoint))}", *sweep.evaluate])
+    return _launch(sweep, "evaluate", sweep.evaluation(point))
 
 
 def text(sweep: Sweep, arguments: list[str]) -> str:

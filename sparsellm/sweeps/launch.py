@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
+
+from sparsellm.training.stop import StopSignals
 
 POLL = 0.1  # seconds between looks at a command, its output and the signals for it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,31 +29,12 @@ SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class Launcher:
+class Launcher(StopSignals):
     """While entered, SIGTERM and SIGINT go to the running command instead of ending the sweep in its middle.
 
     Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
     Linux sends them SIGTERM.
     """
-
-    def __init__(self) -> None:
-        self._received: list[int] = []
-
-    @property
-    def signal(self) -> int | None:
-        """The first signal that asked the sweep to stop."""
-        return self._received[0] if self._received else None
-
-    def __enter__(self) -> "Launcher":
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self._received.append(number)
 
     @contextmanager
     def claim(self, log: Path) -> Iterator[BinaryIO]:
@@ -84,7 +66,7 @@ class Launcher:
             passed_on = 0
             while True:
                 code = process.poll()
-                for number in self._received[passed_on:]:
+                for number in self.received[passed_on:]:
                     process.send_signal(number)
                     passed_on += 1
                 shutil.copyfileobj(output, sys.stdout.buffer)

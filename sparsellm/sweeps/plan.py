@@ -25,9 +25,11 @@ from sparsellm.config import (
     SweepRequest,
     from_overrides,
     mistakes,
+    quoted,
     sweep_request,
 )
 from sparsellm.evaluation import live
+from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
 from sparsellm.training import run_folder
 
@@ -89,6 +91,14 @@ class Sweep:
 
     def log(self, point: Point) -> Path:
         return self.folder / "logs" / f"{point.name}.log"
+
+    def evaluation(self, point: Point) -> list[str]:
+        """The overrides of the evaluation of a finished point."""
+        return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
+
+    def is_evaluated(self, point: Point) -> bool:
+        """Whether its evaluation would find everything finished."""
+        return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
 
 
 def plan(arguments: list[str]) -> Sweep:

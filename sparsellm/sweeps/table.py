@@ -13,6 +13,7 @@ from typing import Any
 from sparsellm.config import Activation
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.results import RESULTS
+from sparsellm.run_layout import EVALUATION
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.training.metrics import METRICS, read
 
@@ -113,7 +114,7 @@ def _numbers(point: Point) -> Row:
 
 def _results(point: Point) -> dict[str, Any]:
     try:
-        path = locate(str(point.checkpoint)).default_output() / RESULTS
+        path = locate(str(point.checkpoint)).output(EVALUATION) / RESULTS
         return json.loads(path.read_text()) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         print(f"sparsellm: the scores of {point.checkpoint} are left out: {error}", file=sys.stderr)

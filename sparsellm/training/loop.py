@@ -49,6 +49,7 @@ from sparsellm.training.metrics import (
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
+from sparsellm.training.stop import StopSignals
 
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 SAMPLE_PROMPT = "The"
@@ -58,20 +59,11 @@ class TrainingDiverged(RuntimeError):
     """Too many optimizer steps in a row had a non-finite gradient."""
 
 
-class StopRequest:
-    """While entered, remembers SIGTERM or SIGINT instead of dying of it; a second one kills as usual."""
+class StopRequest(StopSignals):
+    """Of a run, which says what it will do; a second signal kills as usual."""
 
-    def __enter__(self) -> "StopRequest":
-        self.signal: int | None = None
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = number
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        super()._remember(number, frame)
         os.write(2, b"\nstopping at the next logged step, with a checkpoint; once more to stop without\n")
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)

@@ -189,6 +189,96 @@ def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
     assert evaluate_checkpoint(other)["tasks"]["piqa"]["rows"] == 4
 
 
+def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows, tmp_path):
+    local = shutil.copytree(rows, tmp_path / "rows")
+    asked = {"checkpoint": str(run), "data_dir": str(local), "tasks": ["piqa", "winogrande"]}
+    output = run / LAST / "evaluation"
+
+    def complete(**changed):
+        return checkpoint.is_complete(EvaluateConfig(**{**asked, **changed}))
+
+    assert not complete()
+    evaluate_checkpoint(EvaluateConfig(**asked))
+    assert complete()
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in output.rglob("*") if path.is_file()}
+    assert complete(batch_size=3)  # the same numbers
+    for other in (
+        {"limit": 3}, {"dtype": Dtype.bfloat16}, {"dtype": Dtype.float32}, {"kernels": Kernels.torch},
+        {"tasks": ["winogrande", "piqa"]}, {"tasks": ["piqa"]}, {"tasks": []}, {"validation": False},
+        {"data_dir": str(rows)}, {"output_dir": str(tmp_path / "out")}, {"limit": 0}, {"checkpoint": str(run / "gone")},
+        {"checkpoint": str(run / "checkpoints/step_00000002")},
+    ):  # fmt: skip
+        assert not complete(**other), other
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
+    evaluate_checkpoint(EvaluateConfig(**asked))
+    assert {path: path.read_bytes() for path in before} == {path: content for path, (content, _) in before.items()}
+
+    # What it was made of is not there any more, or is another, or not all of it is good.
+    for path in (
+        output / "results.json", output / "tasks/piqa.json", output / "tasks/validation.json", run / LAST / "COMMITTED",
+        run / LAST / "hf/model.safetensors", local / "winogrande/validation.jsonl",
+    ):  # fmt: skip
+        content = path.read_bytes()
+        path.unlink()
+        assert not complete(), path
+        for damaged in (b"", content[:-2]):
+            path.write_bytes(damaged)
+            assert not complete(), path
+        path.write_bytes(content)
+        assert complete()
+    for path, old, new in (
+        (run / "config.yaml", "/tokens\n", "/gone\n"), (run / "config.yaml", "_samples: 6\n", "_samples: 5\n"),
+        (output / "tasks/piqa.json", '"rows": 6', '"rows": 5'), (output / "results.json", '"torch": "', '"torch": "9'),
+    ):  # fmt: skip
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        assert not complete(), (path, new)
+        path.write_text(text)
+        assert complete()
+
+    # A later evaluation of less left its own results, then one in which a task failed.
+    evaluate_checkpoint(EvaluateConfig(**{**asked, "tasks": ["piqa"]}))
+    assert not complete()
+    assert complete(tasks=["piqa"])
+    shutil.rmtree(local / "winogrande")
+    assert list(evaluate_checkpoint(EvaluateConfig(**asked))["failed"]) == ["winogrande"]
+    assert not complete()
+
+
+def test_it_is_not_complete_before_it_is_recorded_or_of_other_weights(bare, rows):
+    config = EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"])
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_checkpoint(config, killed)
+    assert (bare / "evaluation/tasks/piqa.json").exists()
+    assert not checkpoint.is_complete(config)
+    recorded = []
+    found = evaluate_checkpoint(config, recorded.append)
+    assert recorded == [found]
+    assert checkpoint.is_complete(config)
+
+    weights = bare / "model.safetensors"  # whole, but others
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    assert not checkpoint.is_complete(config)
+
+
+def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
+    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    monkeypatch.setattr(checkpoint, "accelerate", lambda model, _: accelerate.accelerate(model, "torch"))
+    config = EvaluateConfig(
+        checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], dtype=Dtype.bfloat16, compare_kernels=True
+    )
+    evaluate_checkpoint(config)
+    assert checkpoint.is_complete(config)
+    assert not checkpoint.is_complete(EvaluateConfig(**{**vars(config), "compare_kernels": False}))
+    (run / LAST / "evaluation/torch/tasks/piqa.json").unlink()
+    assert not checkpoint.is_complete(config)
+
+
 def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
     local = shutil.copytree(rows, tmp_path / "rows")
     shutil.rmtree(local / "piqa")

@@ -2,10 +2,12 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
+from sparsellm.run_layout import ANALYSIS, EVALUATION
 
 LAST = "checkpoints/step_00000004"
 
@@ -20,7 +22,7 @@ def test_a_run_its_checkpoint_and_its_hf_folder_are_the_same(run, name):
     found = locate(f"{run}/{name}")
     assert (found.model, found.folder) == (f"{run}/{LAST}/hf", run / LAST)
     assert (found.run, found.step) == (run.resolve(), 4)
-    assert found.default_output() == run / LAST / "evaluation"
+    assert found.output(EVALUATION) == run / LAST / "evaluation"
 
 
 def test_an_earlier_checkpoint(run):
@@ -30,14 +32,14 @@ def test_an_earlier_checkpoint(run):
 def test_a_relative_hf_folder(run, monkeypatch):
     monkeypatch.chdir(run / LAST / "hf")
     assert locate(".").run == run.resolve()
-    assert locate(".").default_output().resolve() == run / LAST / "evaluation"
+    assert locate(".").output(EVALUATION).resolve() == run / LAST / "evaluation"
 
 
 def test_a_copied_checkpoint_and_a_bare_folder_have_no_run(run, tmp_path):
     copied = shutil.copytree(run / LAST, tmp_path / "step_00000004")
     assert (locate(str(copied)).run, locate(str(copied)).folder) == (None, copied)
     bare = shutil.copytree(run / LAST / "hf", tmp_path / "bare")
-    assert (locate(str(bare)).run, locate(str(bare)).default_output()) == (None, bare / "evaluation")
+    assert (locate(str(bare)).run, locate(str(bare)).output(EVALUATION)) == (None, bare / "evaluation")
     assert locate(str(bare)).identity() == locate(str(run)).identity()  # the same files
 
 
@@ -45,14 +47,16 @@ def test_a_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = locate("owner/name")
     assert (found.model, found.folder, found.run) == ("owner/name", None, None)
-    assert str(found.default_output()) == "evaluations/owner--name"
+    assert str(found.output(EVALUATION)) == "evaluations/owner--name"
 
 
 def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert str(locate(str(run)).default_output()) == "evaluations/tiny-4"
+    assert str(locate(str(run)).output(EVALUATION)) == "evaluations/tiny-4"
+    assert str(locate(str(run)).output(ANALYSIS)) == "analyses/tiny-4"
+    assert locate(str(run)).output(ANALYSIS, "~/mine") == Path("~/mine").expanduser()
     bare = shutil.copytree(run / LAST / "hf", tmp_path / "models" / "bare")
-    assert str(locate(str(bare)).default_output()) == "evaluations/models-bare"
+    assert str(locate(str(bare)).output(EVALUATION)) == "evaluations/models-bare"
 
 
 def test_what_is_missing_is_named(run, tmp_path):

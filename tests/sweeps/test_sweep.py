@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import sweep_with_stand_ins
+from evaluation.small_rows import write_rows
 
 from sparsellm.config import from_overrides
 from sparsellm.sweep import main
 from sparsellm.sweeps import commands
+from sparsellm.sweeps.launch import Launcher
 
 STAND_INS = Path(sweep_with_stand_ins.__file__)
 STEPS = 6
@@ -179,7 +181,7 @@ def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     assert "the same command goes on" in (tmp_path / "output").read_text()
 
 
-def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(process, tmp_path):
+def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(process, tmp_path, monkeypatch):
     small = [
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
         "training.steps=20", "optimizer.warmup_steps=2", "logging=disabled", "run.checkpoint_every=5",
@@ -203,3 +205,23 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
     assert [float(row["sparsity.l1_coefficient"]) for row in rows(tmp_path)] == [0, 1e-2]
     nonzeros = [float(row["nnz_mean"]) for row in rows(tmp_path)]
     assert nonzeros[1] < nonzeros[0]
+
+    # With scores; and once more, when nothing is left that would need a process.
+    write_rows(tmp_path / "rows", "piqa", "validation")
+    scored = [*small[:-1], f"evaluate.data_dir={tmp_path}/rows", "evaluate.tasks=[piqa]", "evaluate.device=cpu"]
+    assert process("-m", "sparsellm.sweep", *scored).wait() == 0, (tmp_path / "output").read_text()
+    straight, parts = results(tmp_path), sorted(tmp_path.glob("runs/*/checkpoints/*/evaluation/tasks/piqa.json"))
+    assert len(parts) == 2
+    assert all(row["piqa"] for row in rows(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", lambda *command, **_: pytest.fail(f"started {command}"))
+        assert main(scored) == 0
+    assert results(tmp_path) == straight
+    started, run = [], Launcher.run
+    monkeypatch.setattr(Launcher, "run", lambda self, command, log: started.append(command) or run(self, command, log))
+    parts[0].unlink()
+    assert main(scored) == 0
+    assert [command[2] for command in started] == ["sparsellm.evaluate"]
+    assert parts[0].is_relative_to(tmp_path / started[0][3].removeprefix("checkpoint="))
+    assert results(tmp_path) == straight

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.loop import TrainingDiverged
+from sparsellm.training.loop import StopRequest, TrainingDiverged
 from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.optimizer import learning_rate
 
@@ -374,3 +374,17 @@ def test_ranks_without_a_validation_block_add_nothing(tmp_path):
         shares = [cross_entropy(model, blocks, 2, autocast, rank) for rank in ranks]
     assert shares[5:] == [0, 0, 0]
     assert sum(shares) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_first_signal_is_remembered_and_a_second_one_would_kill(number, capfd):
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(each) for each in both]
+    with StopRequest() as stop:
+        assert stop.signal is None
+        assert capfd.readouterr().err == ""
+        os.kill(os.getpid(), number)
+        assert stop.signal == number
+        assert "stopping at the next logged step" in capfd.readouterr().err
+        assert [signal.getsignal(each) for each in both] == [signal.SIG_DFL] * 2
+    assert [signal.getsignal(each) for each in both] == before

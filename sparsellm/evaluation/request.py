@@ -1,0 +1,96 @@
+"""What an evaluation is asked for: what decides its numbers, where they go, and results.json made of its parts."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsellm import data
+from sparsellm.config import Config, EvaluateConfig, Kernels, load
+from sparsellm.distributed import device_type
+from sparsellm.evaluation import tasks
+from sparsellm.evaluation.locate import Checkpoint
+from sparsellm.evaluation.results import VALIDATION, Finished, mean
+from sparsellm.run_layout import CONFIG, EVALUATION
+
+PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
+Parts = dict[str, dict[str, Any]]  # what `Finished` keeps of each task, and of the held-out split under VALIDATION
+
+
+@dataclass(frozen=True)
+class Request:
+    config: EvaluateConfig
+    checkpoint: Checkpoint
+
+    @property
+    def tasks(self) -> list[str]:
+        return self.config.tasks or list(tasks.TASKS)
+
+    @cached_property
+    def output(self) -> Path:
+        return self.checkpoint.output(EVALUATION, self.config.output_dir)
+
+    @cached_property
+    def sides(self) -> dict[Path, Kernels]:
+        """Who computes each of its one or two sides, by the folder of its parts."""
+        if not self.config.compare_kernels:
+            return {self.output: self.config.kernels}
+        return {self.output: Kernels.cuda, self.output / "torch": Kernels.torch}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model and the tasks are files here."""
+        return self.checkpoint.folder is not None and self.config.data_dir is not None
+
+    def finished(self, folder: Path, identity: str) -> Finished:
+        """The finished parts of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
+        decided_by = {
+            "weights": identity, "dtype": self.config.dtype.name, "device": device_type(self.config.device.name),
+            "limit": self.config.limit, "lm_eval": version("lm_eval"), "kernels": self.sides[folder].name,
+        }  # fmt: skip
+        return Finished(folder, decided_by)
+
+    def run_config(self) -> Config:
+        return load(self.checkpoint.run / CONFIG)
+
+    def held_out(self) -> torch.Tensor | None:
+        """The run's held-out blocks, int64 [V, T + 1]; None if not asked for, or without a run.
+
+        Raises DataError, ConfigError, OSError.
+        """
+        if self.checkpoint.run is None or not self.config.validation:
+            return None
+        return data.open_validation(self.run_config(), Path(self.checkpoint.model))[: self.config.limit]
+
+    def results(self, sides: list[Parts], failed: dict[str, str]) -> dict[str, Any]:
+        """The contents of results.json: the parts of each of its `sides`, and why other ones `failed`."""
+        found, how = [], {"dtype": self.config.dtype.name, "kernels": "torch"}
+        for parts in sides:
+            scored = {name: part["result"] for name, part in parts.items() if name not in (VALIDATION, *failed)}
+            found.append({"tasks": scored, VALIDATION: parts.get(VALIDATION), "mean": mean(self.tasks, scored)})
+        for name, part in sides[0].items():
+            if name != VALIDATION:
+                how = {key: part[key] for key in how}
+        return {
+            "checkpoint": str(self.checkpoint),
+            "step": self.checkpoint.step,
+            **how,
+            "limit": self.config.limit,
+            "tasks": found[0]["tasks"],
+            "failed": failed,
+            "mean": found[0]["mean"],
+            VALIDATION: found[0][VALIDATION],
+            "data": self.config.data_dir or "hub",
+            "versions": {package: version(package) for package in PACKAGES},
+            "output_dir": str(self.output),
+            **({"torch": found[1]} if self.config.compare_kernels else {}),
+        }
+
+
+def rows_of(held_out: torch.Tensor) -> str:
+    """Which rows the held-out split has, as `LoadedTask.identity` says it of a task."""
+    return hashlib.sha256(held_out.numpy().tobytes()).hexdigest()
