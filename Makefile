@@ -1,5 +1,5 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
-# make test    sets up, then runs the tests that need no GPU
+# make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
 # make kernels compiles the CUDA kernels and reports their resources; without a CUDA build of torch, no more than that
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
 
@@ -30,7 +30,7 @@ train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
