@@ -142,10 +142,14 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     Sixteen<Index> next;
     uint2 next_piece;
     const auto load = [&](const Range& of, int block) {
+      if (of.first == of.last) {  // nothing is there, not even to look at
+        next_piece = make_uint2(0, 0);
+        return;
+      }
       next.load(static_cast<const Index*>(a.slots) + of.tile * a.slots_per_tile + block * kTileK +
                 warp * kGatherRows);
       const uint32_t* starts = a.starts + (static_cast<int64_t>(of.tile) * 2 + of.half) * a.starts_per_half + block;
-      next_piece = of.first != of.last ? make_uint2(starts[0], starts[1]) : make_uint2(0, 0);
+      next_piece = make_uint2(starts[0], starts[1]);
     };
     load(next_range, next_range.first);
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
