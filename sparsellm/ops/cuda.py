@@ -99,12 +99,8 @@ def backward(
     """(dx, dw_gate, dw_up, dw_down) of `forward`, by the engine that saved. dl1: 0-d float32 or the compute dtype."""
     m, n = x.shape[0], w_down.shape[1]
     if not m:
-        return (
-            torch.zeros_like(x),
-            torch.zeros_like(w_gate),
-            None if w_up is None else torch.zeros_like(w_up),
-            (torch.zeros_like(w_down)),
-        )
+        dx, dw_gate, dw_up, dw_down = (None if t is None else torch.zeros_like(t) for t in (x, w_gate, w_up, w_down))
+        return dx, dw_gate, dw_up, dw_down
     x, dy, w_gate, w_up = _readable(x), _readable(dy), _readable(w_gate), None if w_up is None else _readable(w_up)
     dl1 = dl1.float().reshape(1)
     if not len(saved.index):
