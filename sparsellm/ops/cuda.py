@@ -109,12 +109,8 @@ def backward(
     """
     m, n = x.shape[0], w_down.shape[1]
     if not m:
-        return (
-            torch.zeros_like(x),
-            torch.zeros_like(w_gate),
-            None if w_up is None else torch.zeros_like(w_up),
-            (torch.zeros_like(w_down)),
-        )
+        dx, dw_gate, dw_up, dw_down = (None if t is None else torch.zeros_like(t) for t in (x, w_gate, w_up, w_down))
+        return dx, dw_gate, dw_up, dw_down
     stored, x, dy = w_down.dtype, _readable(x), _readable(dy)
     w_gate, w_up = _readable(w_gate, x.dtype), None if w_up is None else _readable(w_up, x.dtype)
     dl1 = dl1.float().reshape(1)
