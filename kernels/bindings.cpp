@@ -105,7 +105,6 @@ void tile_plan(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
   const Call call("tile_plan", words);
   call.check(sparsellm::tile_plan(
       packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
-      static_cast<int>(words.size(2)),
       plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
 }
 
@@ -157,7 +156,8 @@ void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalT
 
 void transpose(Tensor from, Tensor to) {
   const Call call("transpose", to);
-  call.check(sparsellm::transpose(call.data(from), from.size(0), from.size(1), call.data(to), call.stream()));
+  call.check(sparsellm::transpose(call.data(from), from.element_size() == 4, from.size(0), from.size(1), call.data(to),
+                                  to.element_size() == 4, call.stream()));
 }
 
 // slots: [tiles, slots of each], int16 or int32; rows: the row of y at each position.
@@ -184,6 +184,7 @@ void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, Optional
   a.tickets = call.data<int32_t>(tickets);
   a.y = call.data(y);
   a.more_y = call.data(more_y);
+  a.float_y = y.element_size() == 4;
   call.check(sparsellm::tile_spmm(a, call.stream()));
 }
 
@@ -202,6 +203,7 @@ void rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, OptionalTe
   a.dw_gate = call.data(dw_gate);
   a.dw_up = call.data(dw_up);
   a.dw_down_t = call.data(dw_down_t);
+  a.float_gradients = dw_gate.element_size() == 4;
   a.planes = call.data(planes);
   a.arrivals = call.data<int32_t>(arrivals);
   a.m = static_cast<int>(x.size(0));

@@ -1,7 +1,7 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. A kernel may start while the one before it ends, but
-// touches no memory of the caller's before that one is done; the first of a chain (gate_pack, pointwise) starts as any
-// kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is
+// touches no memory of the caller's before that one is done; gate_pack, pointwise, pointwise_gradient and transpose
+// start as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is
 // asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
@@ -42,7 +42,7 @@ struct TilePlan {
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
   uint16_t* slots;        // [MT, NT * 256] the neurons of each tile
   uint32_t* starts;       // [MT, 2, NT * 4 + 1] where each block's nonzeros of each half start in `lists`, and the end
-  uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place: g, and after tile_up h
+  uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place: g, or, where tile_up was given them as `hidden`, h
   int64_t capacity;       // if they are more, or too many in long rows, no tile has any: all is left to row_rest
   int4* tiles;            // [MT] neurons, blocks, and the two halves' blocks
   int4* order;            // [MT] tiles that have blocks, fullest first, then those that have none
@@ -66,8 +66,7 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
 // tiles; where the lists have no room, adds M to counters[kOverflow].
-cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
-                      cudaStream_t stream);
+cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream);
 
 // h = g * (x w_up^T) for the nonzeros of the plan's lists, which hold g: h to `hidden`, words as there (they may be the
 // lists themselves), and u to `ups`, bf16, where that is not null. w_up == null: h = g (non-gated), and only l1 is
@@ -104,6 +103,7 @@ struct Spmm {
   int64_t m, k;
   void* y;                   // bf16 [m, K]
   void* more_y;              // wide, [m, K], or null
+  bool float_y;              // wide: y and more_y are float32
   const int32_t* totals;     // wide, as of NeuronPlan, and so the next two; else null
   float* partials;           // [kSplitUnits, 2, 128, 256]
   int32_t* tickets;          // [kSplitUnits, 4] zero before and after
@@ -159,7 +159,8 @@ struct RestBackward {
   const void *x, *dy;                          // bf16 [M, K]
   const void *w_gate, *w_up, *w_down_t;        // bf16 [N, K]
   const float* dl1;                            // [1]
-  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights
+  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights; the latter float32
+  bool float_gradients;                        // if so
   void* planes;                                // rest_backward_workspace(m, n) bytes
   int32_t* arrivals;                           // [2] zero before and after
   int m, k, n;
@@ -173,8 +174,10 @@ cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* 
                       float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
                       cudaStream_t stream);
 
-// to [columns, rows] = the transpose of from [rows, columns], bf16; both multiples of 8.
-cudaError_t transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream);
+// to [columns, rows] = the transpose of from [rows, columns], each float32 or bf16 (bf16 to float32: invalid); both
+// multiples of 8.
+cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
+                      cudaStream_t stream);
 
 // The dense engine's elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
 // (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.

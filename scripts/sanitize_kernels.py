@@ -3,15 +3,19 @@
     python -m scripts.sanitize_kernels
 
 Entries are small integers, so that every engine must give y and l1 of the reference on the CPU, bit for bit: a kernel
-that the sanitizer stops, or that computes something else when slowed down, is noticed. A layer holds what makes kernels
+that the sanitizer stops, or that computes something else when slowed down, is noticed; backward likewise, the gradients
+of the weights, with room in the tile engine's lists and without. A layer holds what makes kernels
 branch: a token that fires next to nothing, one that fires every neuron, a neuron that fires for every token. No cuBLAS:
 under racecheck (2025.3, driver 580) any of its products ends in an illegal access, whichever kernels are checked.
 """
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
-from sparsellm.ops import build, gated_ffn, nongated_ffn, plan_of
+from sparsellm.ops import build, cuda, gated_ffn, nongated_ffn, plan_of
 from sparsellm.ops.cuda import dense_hidden
 
 # Kernels of their own: gate_pack up to 64 tokens, the row engine up to 128, the order of tokens from 1,024 on.
@@ -52,6 +56,16 @@ def hidden(x: Tensor, *ws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return h, h.abs().float().sum(), (g != 0).sum()
 
 
+def gradients(engine: str, *inputs: Tensor) -> list[Tensor]:
+    """dw of each weight for dy = 1 and 0 in turn and dl1 = 1, by `engine`, on the device of the inputs."""
+    operator = gated_ffn if len(inputs) == 4 else nongated_ffn
+    x, *ws = inputs
+    ws = [w.detach().requires_grad_() for w in ws]
+    out = operator(x, *ws, plan_of(engine, COMPRESSION))
+    dy = (torch.arange(x.numel(), device=x.device) % 2).view(x.shape).to(x.dtype)
+    return list(torch.autograd.grad([out.y, out.l1], ws, [dy, torch.ones_like(out.l1)]))
+
+
 def main() -> int:
     build.load()
     wrong = []
@@ -59,7 +73,8 @@ def main() -> int:
     def compare(name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         same = all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
         print(
-            f"{name}: {int(expected[2])} nonzeros, {'as the reference' if same else 'NOT as the reference'}", flush=True
+            f"{name}: {int(expected[-1])} nonzeros, {'as the reference' if same else 'NOT as the reference'}",
+            flush=True,
         )
         wrong.extend([] if same else [name])
 
@@ -74,6 +89,16 @@ def main() -> int:
         products = [(x @ w.T).cuda() for w in ws]
         h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None, products[0])
         compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
+        if m == CASES[0][0]:
+            right = gradients("dense", *inputs)
+            for room in ("enough", "no"):
+                little = patch.object(cuda, "tile_room", lambda *_: 64) if room == "no" else nullcontext()
+                with little:
+                    compare(
+                        f"{name}, backward, {room} room",
+                        (*gradients("tile", *on_device), counts[0]),
+                        (*right, expected[2]),
+                    )
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
 

@@ -3,8 +3,8 @@
 // at once where there is no rest. It keeps no matrix of M x N: neurons are done 128 at a time for the weights, and then
 // tokens 256 at a time for x, with everything computed anew.
 //
-// Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once, elementwise in float32 rounded to
-// bf16 once. Deterministic.
+// Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once (gradients of weights that are
+// float32: not rounded), elementwise in float32 rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "common/ptx.cuh"
 #include "launch.h"
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestB
     const int across = (k + kSide - 1) / kSide, each = (neurons + kSide - 1) / kSide * across;
     for (int tile = blockIdx.x; tile < 3 * each; tile += gridDim.x) {
       const int which = tile / each, top = tile % each / across * kSide, left = tile % across * kSide;
-      const auto out = static_cast<Bf16*>(which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t);
+      void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
       if (out == nullptr) continue;
       const Bf16* plane = planes + static_cast<int64_t>(which) * m * neurons;
       const Bf16* right = which == 2 ? dy : x;
@@ -145,7 +145,12 @@ __global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestB
         for (int j = 0; j < 4; ++j) {
           const int row = top + row0 + i, column = left + column0 + j;
           if (row >= neurons || column >= k) continue;
-          out[static_cast<int64_t>(neuron0 + row) * k + column] = __float2bfloat16_rn(sum[i][j]);
+          const int64_t at = static_cast<int64_t>(neuron0 + row) * k + column;
+          if (p.float_gradients) {
+            static_cast<float*>(out)[at] = sum[i][j];
+          } else {
+            static_cast<Bf16*>(out)[at] = __float2bfloat16_rn(sum[i][j]);
+          }
         }
       }
     }

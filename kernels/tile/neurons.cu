@@ -334,15 +334,15 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   const uint32_t part_bytes = halves * kParts * 4, rank_bytes = column_tiles * kColumnTile * 2;
   cudaError_t error = launch_early(frequency_kernel, token_tiles, kPlanThreads, column_tiles * kColumnTile, 1, stream,
                                    plan, column_tiles, out.frequencies);
-  const auto then = [&](auto kernel, int64_t grid, int threads, uint32_t bytes, auto... arguments) {
-    if (error == cudaSuccess) error = launch_early(kernel, grid, threads, bytes, 1, stream, arguments...);
+  const auto then = [&](auto kernel, int64_t grid, uint32_t bytes, auto... arguments) {
+    if (error == cudaSuccess) error = launch_early(kernel, grid, kPlanThreads, bytes, 1, stream, arguments...);
   };
-  then(rank_kernel, ceil_div(n, kPlanThreads / 32), kPlanThreads, 0, static_cast<int>(n), out);
-  then(mask_kernel, token_tiles, kPlanThreads, halves * 16 + rank_bytes, plan, column_tiles, halves, out);
-  then(slots_kernel, neuron_tiles, kPlanThreads, 0, plan, token_tiles, out);
-  then(count_kernel, token_tiles, kPlanThreads, part_bytes + halves * 40 + rank_bytes, plan, column_tiles, halves, out);
-  then(starts_kernel, neuron_tiles, kPlanThreads, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), out);
-  then(place_kernel, token_tiles, kPlanThreads, part_bytes, plan, column_tiles, halves, out);
+  then(rank_kernel, ceil_div(n, kPlanThreads / 32), 0, static_cast<int>(n), out);
+  then(mask_kernel, token_tiles, halves * 16 + rank_bytes, plan, column_tiles, halves, out);
+  then(slots_kernel, neuron_tiles, 0, plan, token_tiles, out);
+  then(count_kernel, token_tiles, part_bytes + halves * 40 + rank_bytes, plan, column_tiles, halves, out);
+  then(starts_kernel, neuron_tiles, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), out);
+  then(place_kernel, token_tiles, part_bytes, plan, column_tiles, halves, out);
   return error;
 }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ T block_scan(T value, void* scratch, T& total) {
 
 template <int kPlanThreads>
 __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
-    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, const TilePlan plan) {
+    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   constexpr int kPlanWarps = kPlanThreads / 32;
   constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
   constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
@@ -298,15 +298,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
 
 }  // namespace
 
-cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
-                      cudaStream_t stream) {
+cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
   // With a tile for each multiprocessor or less, the fullest one is what takes time; else they fill one another's gaps.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const int threads = tiles > kFewTiles ? 512 : 1024;
   const auto kernel = threads == 512 ? tile_plan_kernel<512> : tile_plan_kernel<1024>;
   return launch_early(kernel, tiles, threads, Tables::bytes(column_tiles, threads / 32), 1, stream, packed, m, n,
-                      words_per_tile, plan);
+                      plan);
 }
 
 }  // namespace sparsellm

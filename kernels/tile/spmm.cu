@@ -16,7 +16,7 @@
 // Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
 //
 // Numerics: float32 over a tile's slots, block by block in that order (of two lists, first one, then the other); piece by
-// piece, where a tile is in pieces; rounded to bf16 once. Deterministic.
+// piece, where a tile is in pieces; rounded to bf16 once, or, where y is float32, not. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -78,7 +78,7 @@ struct Sixteen {
 
 // kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same weights: each has a list and a
 // y of its own.
-template <class Index, int kSources, bool kPaired = false>
+template <class Index, int kSources, bool kPaired = false, class Out = __nv_bfloat16>
 __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const uint32_t hidden = ptx::smem_address(raw);              // [half][kBuffers]
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int consumer = warp / 4 - 1;           // the half of a tile that this one multiplies, or, paired, the list
     const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
-    const auto y = static_cast<__nv_bfloat16*>(kPaired && consumer != 0 ? a.more_y : a.y);
+    const auto y = static_cast<Out*>(kPaired && consumer != 0 ? a.more_y : a.y);
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
@@ -322,11 +322,25 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           }
         }
       }
+      if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Out* to = y + out[i] * a.k + column + lane % 4 * 2;
+#pragma unroll
+          for (int g = 0; g < kTileN / 8; ++g) {
+            if (out[i] >= 0 && column + 8 * g < a.k) {
+              *reinterpret_cast<float2*>(to + 8 * g) = make_float2(d[4 * g + 2 * i], d[4 * g + 2 * i + 1]);
+            }
+          }
+        }
+        continue;
+      }
       // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
       const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        __nv_bfloat16* to = y + out[i] * a.k + column;
+        Out* to = y + out[i] * a.k + column;
 #pragma unroll
         for (int c = 0; c < kTileN / 32; ++c) {
           uint32_t v[4];
@@ -355,11 +369,12 @@ cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream) {
   const bool paired = a.more_y != nullptr;
   // Nobody asks for anything else.
   if (a.wide_slots != (a.totals != nullptr) || two != (paired || a.weights[1] != nullptr) ||
-      (two && paired != a.wide_slots)) {
+      (two && paired != a.wide_slots) || (a.float_y && !a.wide_slots)) {
     return cudaErrorInvalidValue;
   }
-  const auto kernel = a.wide_slots ? (two ? tile_spmm_kernel<uint32_t, 1, true> : tile_spmm_kernel<uint32_t, 1>)
-                                   : (two ? tile_spmm_kernel<uint16_t, 2> : tile_spmm_kernel<uint16_t, 1>);
+  const auto wide = a.float_y ? (two ? tile_spmm_kernel<uint32_t, 1, true, float> : tile_spmm_kernel<uint32_t, 1, false, float>)
+                              : (two ? tile_spmm_kernel<uint32_t, 1, true> : tile_spmm_kernel<uint32_t, 1>);
+  const auto kernel = a.wide_slots ? wide : two ? tile_spmm_kernel<uint16_t, 2> : tile_spmm_kernel<uint16_t, 1>;
   return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, a);
 }
 

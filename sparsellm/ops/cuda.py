@@ -22,6 +22,7 @@ COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
+MAX_TOKENS = 65_535 * 64  # of a batch with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
@@ -70,45 +71,56 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Saved]:
     """(y, l1, fired, counts) of sparsellm.ops.gated_ffn by the engine of `plan`; if `saving`, what its backward needs.
 
-    Non-gated: w_gate is W_u, and w_up None. Raises ValueError for saving by the row engine, which has no backward.
+    Non-gated: w_gate is W_u, and w_up None. Weights of another dtype than x are cast to it. Raises ValueError for
+    saving by the row engine, which has no backward.
     """
     engine, compression, per_token = plan.tolist()
     saved = Saved.nothing(x)
     if not x.shape[0]:
         return *_nothing(x, w_down.shape[1]), saved
-    x, w_gate, w_up = _readable(x), _readable(w_gate), None if w_up is None else _readable(w_up)
+    x = _readable(x)
+    w_gate, w_up = _readable(w_gate, x.dtype), None if w_up is None else _readable(w_up, x.dtype)
     if engine == DENSE:
         z, u = x @ w_gate.T, None if w_up is None else x @ w_up.T
         if saving:
             saved = saved._replace(first=z.view(-1), second=saved.second if u is None else u.view(-1))
-        return *dense_engine(z, u, w_down, keep=saving), saved
+        return *dense_engine(z, u, w_down.to(x.dtype), keep=saving), saved
     gate = pack_gate(x, w_gate, compression)
     up = (None, None) if w_up is None else (x, w_up)
     if engine == ROW:
         if saving:
             raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
-        return *row_engine(gate, *up, _transposed(w_down, w_down_t)), *gate.statistics(), saved
+        return *row_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype)), *gate.statistics(), saved
+    if saving and x.shape[0] > MAX_TOKENS:
+        raise ValueError(
+            f"x has {x.shape[0]:,} tokens: for gradients by the tile engine it should have up to {MAX_TOKENS:,}"
+        )
     room = tile_room(*gate.wide.shape, per_token)
-    y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t), room=room, saving=saving)
+    y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype), room=room, saving=saving)
     return y, l1, *gate.statistics(), made[0] if saving else saved
 
 
 def backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) of `forward`, by the engine that saved. dl1: 0-d float32 or the compute dtype."""
+    """(dx, dw_gate, dw_up, dw_down) of `forward`, by the engine that saved. dl1: 0-d float32 or the compute dtype.
+
+    The gradients of float32 weights may be float32, which the tile engine's are, or of the dtype of x.
+    """
     m, n = x.shape[0], w_down.shape[1]
     if not m:
         dx, dw_gate, dw_up, dw_down = (None if t is None else torch.zeros_like(t) for t in (x, w_gate, w_up, w_down))
         return dx, dw_gate, dw_up, dw_down
-    x, dy, w_gate, w_up = _readable(x), _readable(dy), _readable(w_gate), None if w_up is None else _readable(w_up)
+    stored, x, dy = w_down.dtype, _readable(x), _readable(dy)
+    w_gate, w_up = _readable(w_gate, x.dtype), None if w_up is None else _readable(w_up, x.dtype)
     dl1 = dl1.float().reshape(1)
     if not len(saved.index):
         z, u = saved.first.view(m, n), None if w_up is None else saved.second.view(m, n)
-        dz, du, h = dense_gradient(z, u, dy @ w_down, dl1)
+        dz, du, h = dense_gradient(z, u, dy @ w_down.to(x.dtype), dl1)
         dx = dz @ w_gate if du is None else torch.addmm(dz @ w_gate, du, w_up)
         return dx, dz.T @ x, None if du is None else du.T @ x, dy.T @ h
-    return tile_backward(x, w_gate, w_up, _transposed(w_down, None), dy, dl1, saved)
+    dtype = torch.float32 if stored == torch.float32 else x.dtype
+    return tile_backward(x, w_gate, w_up, _transposed(w_down, None, x.dtype), dy, dl1, saved, dtype)
 
 
 def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
@@ -281,9 +293,10 @@ def tile_engine(
 
 
 def tile_backward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down_t: Tensor, dy: Tensor, dl1: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients by what the tile engine saved; w_down_t [N, K], dl1 float32 [1]."""
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down_t: Tensor, dy: Tensor, dl1: Tensor, saved: Saved,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The gradients by what the tile engine saved; w_down_t [N, K], dl1 float32 [1]. dtype: of those of the weights."""
     ops = torch.ops.sparsellm_cuda
     m, n = x.shape[0], w_down_t.shape[0]
     plan = TilePlan.of_saved(saved, m, n)
@@ -292,21 +305,23 @@ def tile_backward(
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return saved.lists.new_empty(shape, dtype=dtype)
 
+    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS * 4, 2)
+    frequencies, counts, totals, tickets, arrivals = _zeros(x.device, *((length, torch.int32) for length in zeroed))
     by_neuron = NeuronPlan(
-        frequencies=saved.lists.new_zeros(n),
+        frequencies=frequencies,
         ranks=integers(n),
         neurons=integers(n),
         masks=integers(neuron_tiles * 2, token_tiles * 4),
         before=integers(neuron_tiles, 3, token_tiles * 4),
         slots=integers(neuron_tiles, token_tiles * TOKEN_TILE),
-        counts=saved.lists.new_zeros(neuron_tiles * 2, token_tiles * 2),
+        counts=counts.view(neuron_tiles * 2, token_tiles * 2),
         bases=integers(token_tiles, neuron_tiles * 2 * 6),
         starts=integers(neuron_tiles, 2, token_tiles * 2 + 1),
         tiles=integers(neuron_tiles, 4),
         order=integers(neuron_tiles + SPLIT_UNITS, 4),
         at=integers(capacity),
         places=integers(capacity, dtype=torch.int16),
-        totals=saved.lists.new_zeros(NEURON_TOTALS),
+        totals=totals,
     )
     gated = w_up is not None
     ups = saved.first if gated else None
@@ -316,20 +331,21 @@ def tile_backward(
     ops.tile_gradient(
         dy, w_down_t, *plan, ups, dl1, dz, du, by_neuron.at, by_neuron.places, dz_by_neuron, du_by_neuron, h_by_neuron
     )
-    dx, dw_gate, dw_down_t = torch.empty_like(x), torch.empty_like(w_gate), torch.empty_like(w_down_t)
-    dw_up = torch.empty_like(w_up) if gated else None
+    dx, dw_gate, dw_down_t = torch.empty_like(x), *(torch.empty_like(w_gate, dtype=dtype) for _ in range(2))
+    dw_up = torch.empty_like(dw_gate) if gated else None
     of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
     ops.tile_spmm(dz, w_gate, du, w_up, *of_tokens, dx, None)
     partials = x.new_empty(SPLIT_UNITS * 2 * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
-    tickets = saved.lists.new_zeros(SPLIT_UNITS * 4)
     of_neurons = (
         by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons, by_neuron.totals, partials, tickets
     )  # fmt: skip
     ops.tile_spmm(dz_by_neuron, x, du_by_neuron, None, *of_neurons, dw_gate, dw_up)
     ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t, None)
-    planes, arrivals = _bytes(x, ops.rest_backward_workspace(m, n)), saved.lists.new_zeros(2)
-    ops.rest_backward(plan.totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals)
-    return dx, dw_gate, dw_up, _transpose(dw_down_t)
+    if capacity < m * n:  # else there was room for anything
+        planes = _bytes(x, ops.rest_backward_workspace(m, n))
+        weights, theirs = (w_gate, w_up, w_down_t), (dw_gate, dw_up, dw_down_t)
+        ops.rest_backward(plan.totals, x, dy, *weights, dl1, dx, *theirs, planes, arrivals)
+    return dx, dw_gate, dw_up, _transpose(dw_down_t, dtype)
 
 
 def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,18 +390,21 @@ def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and aligned: itself, or else a copy."""
-    tensor = tensor.contiguous()
+def _readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor, contiguous and aligned, of its own dtype or `dtype`: itself, or else a copy."""
+    tensor = tensor.to(dtype or tensor.dtype).contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
-def _transposed(w_down: Tensor, w_down_t: Tensor | None) -> Tensor:
-    return _transpose(_readable(w_down)) if w_down_t is None else _readable(w_down_t)
+def _transposed(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """w_down_t, or w_down by neuron in `dtype`."""
+    if w_down_t is not None:
+        return _readable(w_down_t)
+    return _transpose(_readable(w_down, None if w_down.dtype == torch.float32 else dtype), dtype)
 
 
-def _transpose(matrix: Tensor) -> Tensor:
-    transposed = matrix.new_empty(tuple(reversed(matrix.shape)))
+def _transpose(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    transposed = matrix.new_empty(tuple(reversed(matrix.shape)), dtype=dtype)
     torch.ops.sparsellm_cuda.transpose(matrix, transposed)
     return transposed
 

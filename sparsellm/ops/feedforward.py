@@ -72,16 +72,17 @@ def gated_ffn(
 ) -> FeedForwardOutput:
     """h = relu(x w_gate^T) * (x w_up^T), y = h w_down^T, and the statistics of h; x [M, K], M >= 0.
 
-    Under autocast, x and the weights are cast to the autocast dtype. `w_down_t`, from `neuron_major(w_down)`, spares
-    the row and tile engines a transposition per call; it is of no use where autocast casts w_down. Raises ValueError
-    for other shapes, dtypes, devices or plans than this module's constants allow, and for a w_down_t that is not of
-    w_down as it is now (under torch.compile only where it is used).
+    Under autocast all is computed in the autocast dtype. A registered operator casts the weights itself, in backward
+    anew, so that nothing but the weights as they are is kept between the two. `w_down_t`, from
+    `neuron_major(w_down)`, spares the row and tile engines a transposition per call; it is of no use where autocast
+    casts w_down. Raises ValueError for other shapes, dtypes, devices or plans than this module's constants allow, and
+    for a w_down_t that is not of w_down as it is now (under torch.compile only where it is used).
     """
-    given, (x, w_gate, w_up, w_down) = w_down, _autocast(x, w_gate, w_up, w_down)
-    _check(x, w_down, w_gate=w_gate, w_up=w_up)
-    transposed = _applicable(w_down_t, given, w_down, plan)
+    x, cast = _autocast(x)
+    _check(x, w_down, cast, w_gate=w_gate, w_up=w_up)
+    transposed = _applicable(w_down_t, w_down, x.dtype, plan)
     if plan is None:
-        return _unmeasured_union(*_Gated.apply(x, w_gate, w_up, w_down)[:5])
+        return _unmeasured_union(*_Gated.apply(x, *_in(x.dtype, w_gate, w_up, w_down))[:5])
     saving = _saving(x, w_gate, w_up, w_down)
     return _output(*torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, *transposed, saving)[:4])
 
@@ -90,11 +91,11 @@ def nongated_ffn(
     x: Tensor, w_up: Tensor, w_down: Tensor, plan: Tensor | None, w_down_t: NeuronMajor | None = None
 ) -> FeedForwardOutput:
     """h = relu(x w_up^T), y = h w_down^T, and the statistics of h; otherwise as `gated_ffn`."""
-    given, (x, w_up, w_down) = w_down, _autocast(x, w_up, w_down)
-    _check(x, w_down, w_up=w_up)
-    transposed = _applicable(w_down_t, given, w_down, plan)
+    x, cast = _autocast(x)
+    _check(x, w_down, cast, w_up=w_up)
+    transposed = _applicable(w_down_t, w_down, x.dtype, plan)
     if plan is None:
-        return _unmeasured_union(*_Nongated.apply(x, w_up, w_down)[:5])
+        return _unmeasured_union(*_Nongated.apply(x, *_in(x.dtype, w_up, w_down))[:5])
     saving = _saving(x, w_up, w_down)
     return _output(*torch.ops.sparsellm.feedforward(x, w_up, None, w_down, plan, *transposed, saving)[:4])
 
@@ -109,15 +110,15 @@ def _unmeasured_union(*outputs: Tensor) -> FeedForwardOutput:
 
 
 def _applicable(
-    w_down_t: NeuronMajor | None, given: Tensor, cast: Tensor, plan: Tensor | None
+    w_down_t: NeuronMajor | None, w_down: Tensor, dtype: torch.dtype, plan: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(weight, stamp) for the operator, which checks them when it runs; (None, None) if it has no use for them."""
     if w_down_t is None:
         return None, None
-    if plan is not None and cast.dtype == given.dtype:
+    if plan is not None and w_down.dtype == dtype:
         return w_down_t.weight, w_down_t.stamp
     if not torch.compiler.is_compiling():
-        check_fresh(w_down_t.weight, w_down_t.stamp, given)
+        check_fresh(w_down_t.weight, w_down_t.stamp, w_down)
     return None, None
 
 
@@ -127,9 +128,9 @@ def _saving(*tensors: Tensor) -> bool:
 
 def _check_layer(x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor) -> None:
     if w_up is None:
-        _check(x, w_down, w_up=w_gate)
+        _check(x, w_down, True, w_up=w_gate)
     else:
-        _check(x, w_down, w_gate=w_gate, w_up=w_up)
+        _check(x, w_down, True, w_gate=w_gate, w_up=w_up)
 
 
 def _loaded() -> bool:
@@ -138,16 +139,23 @@ def _loaded() -> bool:
     return build.loaded()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
+def _autocast(x: Tensor) -> tuple[Tensor, bool]:
+    """x as autocast has it, and whether autocast is on."""
+    device = x.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+        return x, False
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)), True
 
 
-def _check(x: Tensor, w_down: Tensor, **up: Tensor) -> None:
-    """Raise ValueError unless x [M, K], w_down [K, N] and every tensor of `up` [N, K] fit together."""
+def _in(dtype: torch.dtype, *weights: Tensor | None) -> list[Tensor | None]:
+    return [None if weight is None else weight.to(dtype) for weight in weights]
+
+
+def _check(x: Tensor, w_down: Tensor, cast: bool, **up: Tensor) -> None:
+    """Raise ValueError unless x [M, K], w_down [K, N] and every tensor of `up` [N, K] fit together.
+
+    cast: the weights will be cast to the dtype of x, as autocast does it: whatever they are but float64.
+    """
 
     def refuse(name: str, is_: object, should_be: object) -> None:
         raise ValueError(f"{name} is {is_}: it should be {should_be}")
@@ -166,7 +174,8 @@ def _check(x: Tensor, w_down: Tensor, **up: Tensor) -> None:
     for name, weight in {**up, "w_down": w_down}.items():
         if name != "w_down" and tuple(weight.shape) != (n, k):
             refuse(name, list(weight.shape), f"[N, K] = [{n}, {k}]")
-        if weight.dtype != x.dtype:
+        castable = cast and weight.is_floating_point() and torch.float64 not in (weight.dtype, x.dtype)
+        if weight.dtype != x.dtype and not castable:
             refuse(f"{name}.dtype", weight.dtype, f"{x.dtype}, the dtype of x")
         if weight.device != x.device:
             refuse(f"{name}.device", weight.device, f"{x.device}, the device of x")
@@ -248,7 +257,8 @@ class _Nongated(torch.autograd.Function):
 # The registered operator, gated or not (w_up None, w_gate then being W_u). Its backward is an operator too: autograd of
 # a registered operator must not look inside. It returns (y, l1, fired, counts) and what backward needs: four tensors
 # (sparsellm.ops.cuda.Saved) whose sizes depend on the plan, and so are known only when it runs. An operator's results
-# may not share memory, and counts, int64 [3] of nonzeros, overflow and union, is one result.
+# may not share memory, and counts, int64 [3] of nonzeros, overflow and union, is one result. Weights of another dtype
+# than x are cast to it, forward and backward, and have gradients of their own dtype.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
@@ -260,9 +270,15 @@ def _feedforward(
     _check_plan(plan)
     if w_down_t is not None:
         check_fresh(w_down_t, stamp, w_down)
+    with torch.autocast(x.device.type, enabled=False):
+        return _forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+
+
+def _forward(x, w_gate, w_up, w_down, plan, w_down_t, saving):
     if kernels := _kernels(x, plan):
         *outputs, saved = kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
         return *outputs, *saved
+    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_up is None:
         y, l1, nnz, fired, overflow, g = reference.nongated_forward(x, w_gate, w_down)
         planes = (g,)
@@ -277,6 +293,7 @@ def _feedforward(
 
 @_feedforward.register_fake
 def _(x, w_gate, w_up, w_down, plan, w_down_t, stamp, saving):
+    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_up is None:
         y, l1, nnz, fired, *_ = reference.nongated_forward(x, w_gate, w_down)
     else:
@@ -291,15 +308,19 @@ def _feedforward_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, dy: Tensor, dl1: Tensor,
     first: Tensor, second: Tensor, lists: Tensor, index: Tensor,
 ) -> list[Tensor]:  # fmt: skip
+    dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
     if x.is_cuda and x.dtype == torch.bfloat16 and _loaded():
         from sparsellm.ops import cuda
 
-        gradients = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
-        return [gradient.contiguous() for gradient in gradients if gradient is not None]
-    shape = (x.shape[0], w_down.shape[1])
-    if w_up is None:
-        return list(reference.nongated_backward(x, w_gate, w_down, first.view(shape), dy, dl1))
-    return list(reference.gated_backward(x, w_gate, w_up, w_down, first.view(shape), second.view(shape), dy, dl1))
+        found = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
+    else:
+        shape, layer = (x.shape[0], w_down.shape[1]), _in(x.dtype, w_gate, w_up, w_down)
+        if w_up is None:
+            found = reference.nongated_backward(x, layer[0], layer[2], first.view(shape), dy, dl1)
+        else:
+            found = reference.gated_backward(x, *layer, first.view(shape), second.view(shape), dy, dl1)
+    gradients = [gradient for gradient in found if gradient is not None]
+    return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
 
 
 @_feedforward_backward.register_fake
@@ -326,5 +347,3 @@ def _feedforward_gradients(ctx, dy, dl1, *_unused):
 
 
 _feedforward.register_autograd(_feedforward_gradients, setup_context=_feedforward_context)
-for _device in ("cpu", "cuda"):
-    _feedforward.register_autocast(_device, torch.bfloat16)

@@ -117,6 +117,24 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
         check(x, ws, dy, f"room for {room}", engines=("tile",))
 
 
+@GATED
+@pytest.mark.parametrize("enough", [True, False])
+def test_gradients_of_float32_weights_are_the_same_but_not_rounded(gated, enough, monkeypatch):
+    x, ws = cases.normal(600, 264, 1000, gated, rate=0.05)
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
+    if not enough:
+        monkeypatch.setattr(cuda, "tile_room", lambda *_: 100)
+    out, expected = gradients("tile", x, ws, dy)
+    assert (out.overflow > 0) != enough
+    with torch.autocast("cuda", torch.bfloat16):
+        _, found = gradients("tile", x, [w.float() for w in ws], dy)
+    assert_equal(found[0], expected[0], "dx")
+    for i, (ours, theirs) in enumerate(zip(found[1:], expected[1:], strict=True)):
+        assert ours.dtype == torch.float32
+        assert not torch.equal(ours, theirs.float())
+        assert_equal(ours.bfloat16(), theirs, f"dw {i}, rounded")
+
+
 def test_the_tile_engine_saves_little():
     x, ws = cases.normal(16_384, 2048, 5632, rate=36 / 5632)
     inputs = [t.requires_grad_() for t in (x, *ws)]

@@ -176,7 +176,8 @@ def tile_gradient(dy, w_down_t, *args):
 
 
 def transpose(matrix, transposed):
-    expect(transposed, torch.bfloat16, *reversed(matrix.shape))
+    assert transposed.dtype in (matrix.dtype, torch.bfloat16)
+    expect(transposed, transposed.dtype, *reversed(matrix.shape))
     transposed.copy_(matrix.t())
 
 
@@ -208,9 +209,11 @@ def rest_backward_workspace(m, n):
 
 def rest_backward(totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up, dw_down_t, planes, arrivals):
     expect(totals, torch.int32, 8)
-    for like, gradient in ((x, dx), (w_gate, dw_gate), (w_up, dw_up), (w_down_t, dw_down_t)):
+    expect(dx, torch.bfloat16, *x.shape)
+    assert dw_gate.dtype in (torch.bfloat16, torch.float32)
+    for like, gradient in ((w_gate, dw_gate), (w_up, dw_up), (w_down_t, dw_down_t)):
         if like is not None:
-            expect(gradient, torch.bfloat16, *like.shape)
+            expect(gradient, dw_gate.dtype, *like.shape)
     expect(planes, torch.uint8, len(x) + len(w_gate))
     expect(arrivals, torch.int32, 2)
     assert not arrivals.any()  # what the others have left in the gradients is the answer
@@ -318,9 +321,11 @@ def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 @pytest.mark.parametrize("engine", ["dense", "tile"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)])
-def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, engine, gated):
-    x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
+def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, stored, engine, gated):
+    x, in_bf16 = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
+    ws = [w.to(stored) for w in in_bf16]
     dy, dl1 = tokens(m, k, torch.bfloat16, seed=3), torch.tensor(0.37)
     outputs, saved = forward(x, ws, plan_of(engine), saving=True)
     assert sum(t.nbytes for t in saved) == saved_bytes(plan_of(engine), m, n, gated, torch.bfloat16)
@@ -330,7 +335,9 @@ def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, engine, gate
     found = [t for t in cuda.backward(x, ws[0], w_up, ws[-1], dy, dl1, saved) if t is not None]
     backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
     expected = backward(*(t.double() for t in (x, *ws, dy, dl1)))
-    theirs = backward(x, *ws, dy, dl1)
+    theirs = backward(x, *in_bf16, dy, dl1)
+    if engine == "tile":
+        assert [t.dtype for t in found] == [torch.bfloat16] + [stored] * len(ws)
     for i, (ours, other, right) in enumerate(zip(found, theirs, expected, strict=True)):
         assert ours.shape == right.shape
         assert (ours.double() - right).norm() <= 2 * (other.double() - right).norm(), f"gradient {i}"
@@ -370,7 +377,7 @@ def test_inputs_of_any_layout_are_read():
     strided = torch.empty(9, 2 * k, dtype=torch.bfloat16)[:, ::2].copy_(x)
     misaligned = torch.empty(9 * k + 1, dtype=torch.bfloat16)[1:].view(9, k).copy_(x)
     column_major = torch.empty(k * n + 1, dtype=torch.bfloat16)[1:].view(n, k).copy_(ws[-1].T).T
-    assert cuda._transposed(column_major, None).data_ptr() % 16 == 0
+    assert cuda._transposed(column_major, None, torch.bfloat16).data_ptr() % 16 == 0
     for layout in (strided, misaligned):
         for ours, theirs in zip(forward(layout, ws, plan_of("tile"))[0], expected, strict=True):
             assert torch.equal(ours, theirs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsellm.ops import gated_ffn, neuron_major, nongated_ffn, plan_of
+from sparsellm.ops import gated_ffn, neuron_major, nongated_ffn, plan_of, saved_bytes
 
 SHAPES = [(1, 8, 8), (5, 16, 24), (127, 48, 264), (0, 16, 8), (300, 8, 40)]
 
@@ -67,11 +67,14 @@ def test_gradcheck(gated, plan):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_opcheck(gated, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_opcheck(gated, dtype, stored):
     """Without w_down_t: opcheck calls with copies of its inputs, and a w_down_t is not of a copy."""
     x = tokens(5, 16, dtype).requires_grad_()
-    ws = weights(16, 24, gated, dtype)
+    ws = weights(16, 24, gated, stored)
     layer = ws if gated else (ws[0], None, ws[1])
     for saving in (True, False):
         args = (x if saving else x.detach(), *(w if saving or w is None else w.detach() for w in layer))
@@ -161,6 +164,29 @@ def test_compiles_without_graph_breaks_under_autocast(gated, plan):
         results.append([y, l1, nnz, fired, *grads])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(eager, compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_under_autocast_no_copy_of_a_weight_is_kept_for_backward(gated, compiled):
+    torch._dynamo.reset()
+    m, k, n, plan = 40, 64, 96, plan_of()
+    x, ws = tokens(m, k, torch.float32).requires_grad_(), weights(k, n, gated, torch.float32)
+    function = torch.compile(operator(gated), fullgraph=True, backend="aot_eager") if compiled else operator(gated)
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = function(x, *ws, plan)
+    for given in (x, *ws):
+        saved.pop(given.untyped_storage().data_ptr(), None)
+    cast_x = m * k * torch.bfloat16.itemsize
+    assert sum(saved.values()) == cast_x + saved_bytes(plan, m, n, gated, torch.bfloat16)
+    out.y.float().sum().backward()
+    assert all(w.grad.dtype == torch.float32 for w in ws)
 
 
 def test_a_new_plan_does_not_recompile():
