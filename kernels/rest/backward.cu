@@ -1,7 +1,7 @@
 // rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's lists:
-// dense, from the inputs alone, and slow: plain float32 multiply-adds, no matrix instructions, in one launch that ends
-// at once where there is no rest. It keeps no matrix of M x N: neurons are done 128 at a time for the weights, and then
-// tokens 256 at a time for x, with everything computed anew.
+// dense, from the inputs alone, in one launch that ends at once where there is no rest. It keeps no matrix of M x N:
+// neurons are done 128 at a time for the weights, and then tokens 512 at a time for x, with everything computed anew, so
+// that it multiplies twice as much as dense PyTorch, and by plain warp-wide products (mma.sync), not WGMMA.
 //
 // Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once (gradients of weights that are
 // float32: not rounded), elementwise in float32 rounded to bf16 once. Deterministic.
@@ -13,37 +13,101 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRestThreads = 256;
-constexpr int kSide = 64;        // of a tile of outputs: 16 x 16 threads, 4 x 4 outputs each
-constexpr int kDepth = 16;       // of the inner dimension at a time
-constexpr int kNeurons = 128;    // whose hidden values are kept at a time, for all tokens,
-constexpr int kTokens = 256;     // and of so many tokens, for all neurons
+constexpr int kRows = 128, kColumns = 64;  // of a tile of outputs: 4 x 2 warps of 32 x 32
+constexpr int kDepth = 64;                 // of the inner dimension at a time
+constexpr int kNeurons = 128;              // whose hidden values are kept at a time, for all tokens,
+constexpr int kTokens = 512;               // and of so many tokens, for all neurons
+constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours lie in other banks
+
+using Bf16 = __nv_bfloat16;
 
 struct Tiles {
-  float a[kDepth][kSide + 4];
-  float b[kDepth][kSide + 4];
+  alignas(16) Bf16 a[kRows * (kDepth + kPad)];
+  alignas(16) Bf16 b[kColumns * (kDepth + kPad)];
 };
+static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == kDepth, "either layout fits");
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// sum[i][j] += sum over k < depth of a(row, k) b(column, k) for this thread's rows and columns of the tile: rows
-// 4 (thread / 16) + i, columns 4 (thread % 16) + j. a and b are asked for any row, column or k of a tile, and give 0
-// outside of their matrices. kRowsAreFast: neighbouring rows lie side by side in memory, not neighbouring k.
-template <bool kRowsAreFast, class A, class B>
-__device__ __forceinline__ void multiply(Tiles& tiles, float (&sum)[4][4], int depth, A a, B b) {
-  const int thread = threadIdx.x, row0 = thread / 16 * 4, column0 = thread % 16 * 4;
-  for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    for (int i = thread; i < kSide * kDepth; i += kRestThreads) {
-      const int side = kRowsAreFast ? i % kSide : i / kDepth, k = kRowsAreFast ? i / kSide : i % kDepth;
-      tiles.a[k][side] = k0 + k < depth ? a(side, k0 + k) : 0.0f;
-      tiles.b[k][side] = k0 + k < depth ? b(side, k0 + k) : 0.0f;
+// One operand of a tile: `kSide` rows or columns, kDepth of the inner dimension, in shared memory as it is in global
+// memory: kSideFast says that neighbouring sides lie side by side there, and not neighbours in the inner dimension.
+template <int kSide, bool kSideFast>
+struct Operand {
+  static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
+  static constexpr int kQuads = kSide * kDepth / 8 / kRestThreads;
+  uint4 quads[kQuads];
+
+  // `at(side, k)` points to 8 values along the fast dimension, or is null outside of the matrix.
+  template <class At>
+  __device__ __forceinline__ void load(int k0, int depth, At at) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int i = q * kRestThreads + threadIdx.x, fast = i % (kFast / 8) * 8, slow = i / (kFast / 8);
+      const int side = kSideFast ? fast : slow, k = k0 + (kSideFast ? slow : fast);
+      const Bf16* from = k < depth ? at(side, k) : nullptr;
+      quads[q] = from == nullptr ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(from);
     }
+  }
+  __device__ __forceinline__ void store(Bf16* tile) const {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int i = q * kRestThreads + threadIdx.x;
+      *reinterpret_cast<uint4*>(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8) = quads[q];
+    }
+  }
+  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of the
+  // first 8 sides.
+  template <bool kByDepth>
+  static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const Bf16* tile, int side, int k) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    const int of_side = kByDepth ? matrix % 2 : matrix / 2, of_k = kByDepth ? matrix / 2 : matrix % 2;
+    const int row = (kSideFast ? k + of_k * 8 : side + of_side * 8) + lane % 8;
+    const int column = kSideFast ? side + of_side * 8 : k + of_k * 8;
+    ptx::ldmatrix_x4<kSideFast>(r, ptx::smem_address(tile + row * kPitch + column));
+  }
+};
+
+// What a thread has of a tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
+using Sums = float[2][4][4];
+__device__ __forceinline__ int row_of(int i, int r) {
+  return threadIdx.x / 64 * 32 + 16 * i + 8 * r + threadIdx.x % 32 / 4;
+}
+__device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 % 2 * 32 + 8 * j + threadIdx.x % 4 * 2; }
+
+// sum += a b^T over k < depth. a and b are asked for sides of a tile as Operand::load says.
+template <bool kRowsFast, bool kColumnsFast, class A, class B>
+__device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a, B b) {
+  using Left = Operand<kRows, kRowsFast>;
+  using Right = Operand<kColumns, kColumnsFast>;
+  Left left;
+  Right right;
+  left.load(0, depth, a);
+  right.load(0, depth, b);
+  for (int k0 = 0; k0 < depth; k0 += kDepth) {
+    __syncthreads();  // nobody reads the last one any more
+    left.store(tiles.a);
+    right.store(tiles.b);
     __syncthreads();
-    for (int k = 0; k < kDepth; ++k) {
-      for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) sum[i][j] = fmaf(tiles.a[k][row0 + i], tiles.b[k][column0 + j], sum[i][j]);
+    if (k0 + kDepth < depth) {
+      left.load(k0 + kDepth, depth, a);
+      right.load(k0 + kDepth, depth, b);
+    }
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      uint32_t rows[2][4], columns[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Left::template fragments<true>(rows[i], tiles.a, threadIdx.x / 64 * 32 + 16 * i, k);
+        Right::template fragments<false>(columns[i], tiles.b, threadIdx.x / 32 % 2 * 32 + 16 * i, k);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          ptx::mma_16x8x16(sum[i][j], rows[i], columns[j / 2][j % 2 * 2], columns[j / 2][j % 2 * 2 + 1]);
+        }
       }
     }
-    __syncthreads();
   }
 }
 
@@ -61,11 +125,10 @@ __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestBackward p) {
+__global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const RestBackward p) {
   __shared__ Tiles tiles;
   ptx::griddepcontrol_wait();
   if (*p.rest == 0) return;
-  using Bf16 = __nv_bfloat16;
   const bool gated = p.w_up != nullptr;
   const int m = p.m, k = p.k, n = p.n;
   const float dl1 = *p.dl1;
@@ -73,84 +136,84 @@ __global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestB
   const auto w_gate = static_cast<const Bf16*>(p.w_gate), w_up = static_cast<const Bf16*>(p.w_up);
   const auto w_down_t = static_cast<const Bf16*>(p.w_down_t);
   const auto planes = static_cast<Bf16*>(p.planes);
-  const int row0 = threadIdx.x / 16 * 4, column0 = threadIdx.x % 16 * 4;
   int passed = 0;
 
   // dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons): to three planes of
   // [tokens, neurons].
   const auto hidden = [&](int token0, int tokens, int neuron0, int neurons) {
-    const int across = (neurons + kSide - 1) / kSide, all = (tokens + kSide - 1) / kSide * across;
+    const int across = (neurons + kColumns - 1) / kColumns, all = (tokens + kRows - 1) / kRows * across;
     const int64_t plane = static_cast<int64_t>(tokens) * neurons;
     for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-      const int top = tile / across * kSide, left = tile % across * kSide;
+      const int top = tile / across * kRows, left = tile % across * kColumns;
       const auto rows_of = [&](const Bf16* matrix) {
         return [=](int row, int at) {
-          const int token = token0 + top + row;
-          return token < m ? __bfloat162float(matrix[static_cast<int64_t>(token) * k + at]) : 0.0f;
+          return top + row < tokens ? matrix + static_cast<int64_t>(token0 + top + row) * k + at : nullptr;
         };
       };
       const auto neurons_of = [&](const Bf16* matrix) {
         return [=](int column, int at) {
-          const int neuron = neuron0 + left + column;
-          return neuron < n ? __bfloat162float(matrix[static_cast<int64_t>(neuron) * k + at]) : 0.0f;
+          return left + column < neurons ? matrix + static_cast<int64_t>(neuron0 + left + column) * k + at : nullptr;
         };
       };
-      float z[4][4] = {}, u[4][4] = {}, dh[4][4] = {};
-      multiply<false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
-      if (gated) multiply<false>(tiles, u, k, rows_of(x), neurons_of(w_up));
-      multiply<false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
-      for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) {
-          const int row = top + row0 + i, column = left + column0 + j;
-          if (row >= tokens || column >= neurons) continue;
-          const float rounded_z = rounded(z[i][j]);
-          const float g = rounded_z > 0.0f || rounded_z != rounded_z ? rounded_z : 0.0f;  // NaN stays
-          const float its_u = gated ? rounded(u[i][j]) : 1.0f;
-          const float h = rounded(g * its_u);
-          const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;
-          const float total = rounded(dh[i][j]) + dl1 * sign;
-          const int64_t at = static_cast<int64_t>(row) * neurons + column;
-          planes[at] = __float2bfloat16_rn(g != 0.0f ? total * its_u : 0.0f);
-          planes[plane + at] = __float2bfloat16_rn(total * g);
-          planes[2 * plane + at] = __float2bfloat16_rn(h);
+      Sums z = {}, u = {}, dh = {};
+      multiply<false, false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
+      if (gated) multiply<false, false>(tiles, u, k, rows_of(x), neurons_of(w_up));
+      multiply<false, false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+        if (row >= tokens || column >= neurons) continue;
+        float dz[2], du[2], h[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
+          const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
+          const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
+          h[c] = rounded(g * its_u);
+          const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
+          const float total = of(dh) + dl1 * sign;
+          dz[c] = g != 0.0f ? total * its_u : 0.0f;
+          du[c] = total * g;
         }
+        const int64_t at = static_cast<int64_t>(row) * neurons + column;
+        *reinterpret_cast<uint32_t*>(planes + at) = ptx::cvt_bf16x2(dz[0], dz[1]);
+        *reinterpret_cast<uint32_t*>(planes + plane + at) = ptx::cvt_bf16x2(du[0], du[1]);
+        *reinterpret_cast<uint32_t*>(planes + 2 * plane + at) = ptx::cvt_bf16x2(h[0], h[1]);
       }
     }
   };
 
   // The weights: each gradient's rows of these neurons are sums over all tokens.
+  const int across = (k + kColumns - 1) / kColumns;
   for (int neuron0 = 0; neuron0 < n; neuron0 += kNeurons) {
     const int neurons = min(kNeurons, n - neuron0);
     hidden(0, m, neuron0, neurons);
     grid_barrier(p.arrivals, passed);
-    const int across = (k + kSide - 1) / kSide, each = (neurons + kSide - 1) / kSide * across;
-    for (int tile = blockIdx.x; tile < 3 * each; tile += gridDim.x) {
-      const int which = tile / each, top = tile % each / across * kSide, left = tile % across * kSide;
+    for (int tile = blockIdx.x; tile < 3 * across; tile += gridDim.x) {
+      const int which = tile / across, left = tile % across * kColumns;
       void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
       if (out == nullptr) continue;
       const Bf16* plane = planes + static_cast<int64_t>(which) * m * neurons;
       const Bf16* right = which == 2 ? dy : x;
-      float sum[4][4] = {};
-      multiply<true>(
+      Sums sum = {};
+      multiply<true, true>(
           tiles, sum, m,
           [&](int row, int token) {
-            const int64_t at = static_cast<int64_t>(token) * neurons + top + row;
-            return top + row < neurons ? __bfloat162float(plane[at]) : 0.0f;
+            return row < neurons ? plane + static_cast<int64_t>(token) * neurons + row : nullptr;
           },
           [&](int column, int token) {
-            const int64_t at = static_cast<int64_t>(token) * k + left + column;
-            return left + column < k ? __bfloat162float(right[at]) : 0.0f;
+            return left + column < k ? right + static_cast<int64_t>(token) * k + left + column : nullptr;
           });
-      for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) {
-          const int row = top + row0 + i, column = left + column0 + j;
-          if (row >= neurons || column >= k) continue;
-          const int64_t at = static_cast<int64_t>(neuron0 + row) * k + column;
-          if (p.float_gradients) {
-            static_cast<float*>(out)[at] = sum[i][j];
-          } else {
-            static_cast<Bf16*>(out)[at] = __float2bfloat16_rn(sum[i][j]);
-          }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int row = row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+        if (row >= neurons || column >= k) continue;
+        const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
+        const int64_t at = static_cast<int64_t>(neuron0 + row) * k + column;
+        if (p.float_gradients) {
+          *reinterpret_cast<float2*>(static_cast<float*>(out) + at) = make_float2(pair[0], pair[1]);
+        } else {
+          *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(out) + at) = ptx::cvt_bf16x2(pair[0], pair[1]);
         }
       }
     }
@@ -162,29 +225,28 @@ __global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestB
     const int tokens = min(kTokens, m - token0);
     hidden(token0, tokens, 0, n);
     grid_barrier(p.arrivals, passed);
-    const int across = (k + kSide - 1) / kSide, all = (tokens + kSide - 1) / kSide * across;
+    const int all = (tokens + kRows - 1) / kRows * across;
     const int64_t plane = static_cast<int64_t>(tokens) * n;
     for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-      const int top = tile / across * kSide, left = tile % across * kSide;
-      float sum[4][4] = {};
+      const int top = tile / across * kRows, left = tile % across * kColumns;
+      Sums sum = {};
       for (int which = 0; which < (gated ? 2 : 1); ++which) {
         const Bf16* weights = which == 0 ? w_gate : w_up;
         const auto value = [&](int row, int neuron) {
-          const int64_t at = which * plane + static_cast<int64_t>(top + row) * n + neuron;
-          return top + row < tokens ? __bfloat162float(planes[at]) : 0.0f;
+          return top + row < tokens ? planes + which * plane + static_cast<int64_t>(top + row) * n + neuron : nullptr;
         };
         const auto weight = [&](int column, int neuron) {
-          const int64_t at = static_cast<int64_t>(neuron) * k + left + column;
-          return left + column < k ? __bfloat162float(weights[at]) : 0.0f;
+          return left + column < k ? weights + static_cast<int64_t>(neuron) * k + left + column : nullptr;
         };
-        multiply<true>(tiles, sum, n, value, weight);
+        multiply<false, true>(tiles, sum, n, value, weight);
       }
-      for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) {
-          const int row = top + row0 + i, column = left + column0 + j;
-          if (row >= tokens || column >= k) continue;
-          static_cast<Bf16*>(p.dx)[static_cast<int64_t>(token0 + row) * k + column] = __float2bfloat16_rn(sum[i][j]);
-        }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+        if (row >= tokens || column >= k) continue;
+        const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
+        *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.dx) + static_cast<int64_t>(token0 + row) * k + column) =
+            ptx::cvt_bf16x2(pair[0], pair[1]);
       }
     }
     grid_barrier(p.arrivals, passed);
@@ -197,7 +259,7 @@ __global__ void __launch_bounds__(kRestThreads) rest_backward_kernel(const RestB
 }  // namespace
 
 int64_t rest_backward_workspace(int64_t m, int64_t n) {
-  const int64_t by_neurons = m * kNeurons, by_tokens = kTokens * n;
+  const int64_t by_neurons = m * kNeurons, by_tokens = (m < kTokens ? m : kTokens) * n;
   return 3 * 2 * (by_neurons > by_tokens ? by_neurons : by_tokens);
 }
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.distributed import Ranks
@@ -23,7 +25,7 @@ from sparsellm.evaluation.progress import progress
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
-# CPU. They exist twice, the second time as logarithms of probabilities.
+# CPU. Those that predict a continuation exist twice more, the second time as logarithms of probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
 
@@ -50,7 +52,7 @@ class SharedLM(HFLM):
 
         `autocast`: the dtype of mixed precision, whose log-probabilities are float32; None: all in the model's own.
         """
-        with _without_warnings():  # of being given a model, and of what lm-eval would then not do
+        with _without_warnings():
             super().__init__(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto",
                 mixed_precision_dtype=autocast, softmax_dtype=None if autocast is None else torch.float32,
@@ -82,12 +84,9 @@ class SharedLM(HFLM):
                 raise ValueError(f"a continuation has {longest} tokens, and the model's context {self.max_length}")
             batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
             total = sum(map(len, batches))
-            with progress(self.task_name, total, "request", self.ranks.is_main) as advance, _without_warnings():
+            with progress(self.task_name, total, "request", self.ranks.is_main) as advance:
                 for batch in batches:
-                    answers = super()._loglikelihood_tokens(
-                        [requests[i] for i in batch], disable_tqdm=True, override_bs=len(batch)
-                    )
-                    mine |= dict(zip(batch, answers, strict=True))
+                    mine |= zip(batch, self._answers([requests[i] for i in batch]), strict=True)
                     advance(len(batch))
         except Exception as exception:
             advice = "; lower batch_size" if isinstance(exception, torch.cuda.OutOfMemoryError) else ""
@@ -98,6 +97,25 @@ class SharedLM(HFLM):
             raise ScoringFailed("; ".join(errors))
         everything = {i: answer for share, _ in shares for i, answer in share.items()}
         return [everything[i] for i in range(len(requests))]
+
+    def _answers(self, batch: list[Request]) -> list[Answer]:
+        """What lm-eval's `hf` model answers, in one transfer each way; it takes several for each request."""
+        rows: dict[tuple[int, ...], int] = {}
+        at: list[tuple[int, int]] = []  # row and position of the logits that predict each token of the continuations
+        for _, context, continuation in batch:
+            tokens = tuple((context + continuation)[-self.max_length - 1 : -1])
+            row = rows.setdefault(tokens, len(rows))
+            at += ((row, position) for position in range(len(tokens) - len(continuation), len(tokens)))
+        padded = pad_sequence([torch.tensor(tokens) for tokens in rows], batch_first=True)
+        predicted = torch.tensor([token for *_, continuation in batch for token in continuation]).to(self.device)
+        row, position = torch.tensor(at).T.to(self.device)
+        logits = self._model_call(padded.to(self.device))[row, position]
+        scores = nn.functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
+        likeliest = (scores.argmax(-1) == predicted).cpu()
+        scores = scores.gather(1, predicted[:, None])[:, 0].cpu()
+        lengths = [len(continuation) for *_, continuation in batch]
+        by_request = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
+        return [(float(score.sum()), bool(hits.all())) for score, hits in by_request]
 
     def _batches(self, requests: list[Request]) -> list[list[int]]:
         """Numbers of requests by batch, longest first: those of lm-eval's own `hf` model at a fixed batch size.
@@ -167,7 +185,7 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """One line per request that exceeds the context, and others that do not matter here: the note of a task says it."""
+    """lm-eval says of a model that it is given in memory what it would do if it loaded one."""
     logger = logging.getLogger("lm_eval.models.huggingface")
     before = logger.level
     logger.setLevel(logging.ERROR)

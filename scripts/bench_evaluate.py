@@ -1,0 +1,158 @@
+"""Throughput of the downstream evaluation beside lm-eval's own `hf` model, on the same requests in one process.
+
+    python -m scripts.bench_evaluate --data-dir DIR --tokenizer FOLDER [--activations DIR] [--mean 36] [--json OUT]
+    python -m scripts.bench_evaluate --data-dir DIR --checkpoint HF_FOLDER
+
+Without --checkpoint, the model is Hugging Face Llama with ReLU of 1.5B random parameters in bfloat16 (that of
+scripts/bench_model.py), whose neurons fire at recorded rates on the tasks' own texts (scripts/shaped_firing.py).
+
+Timed: from the requests of all tasks, task by task, to their answers, tokenization included, in seconds of the host's
+clock with the GPU idle before and after; the least of --rounds, in which the variants take turns. lm-eval's `hf` runs
+at each of --batch-sizes, and the ratios are to the fastest. `ours` chooses its batches by length; `ours, kernels` is
+the same after `sparsellm.accelerate`. Printed beside: how far the log-probabilities of continuations are from those of
+`hf` at its first batch size, and how many requests differ in which option they rank first.
+"""
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import sparsellm
+from scripts.bench_model import CONFIG, random_model
+from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
+from sparsellm.distributed import process_group
+from sparsellm.evaluation.tasks import TASKS, load, offline
+
+Answers = list[tuple[float, bool]]
+Score = Callable[[list[Any]], Answers]
+
+
+def requests_of(name: str, data_dir: str, limit: int | None) -> list[Any]:
+    """lm-eval's requests of a task, zero-shot."""
+    task = load(name, data_dir).task
+    task.build_all_requests(limit=limit)
+    return task.instances
+
+
+def shaped_model(
+    tokenizer: Any, texts: list[str], layers: int, activations: Path | None, mean: float | None
+) -> nn.Module:
+    """The random model, firing on `texts` at recorded rates; prints how it does."""
+    config = CONFIG | {"num_hidden_layers": layers, "vocab_size": len(tokenizer)}
+    model = random_model(config, "cuda", 0.0, seed=0)
+    tokens = torch.tensor(tokenizer("\n".join(texts))["input_ids"][:CALIBRATION], device="cuda")
+    length = config["max_position_embeddings"]
+    tokens = tokens[: len(tokens) // length * length].view(-1, length)
+    shape_to_rates(model, tokens, layer_rates(layers, config["intermediate_size"], activations, mean))
+    nonzeros, unions = firing_statistics(model, tokens)
+    print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}; union of 128 tokens: mean {np.mean(unions):,.0f}")
+    return model
+
+
+def options_apart(
+    one: dict[str, Answers], other: dict[str, Answers], requests: dict[str, list[Any]]
+) -> tuple[float, int]:
+    """(largest difference of log-probabilities, questions whose likeliest option differs)."""
+    largest, changed = 0.0, 0
+    for name, found in one.items():
+        first, second = np.array([a[0] for a in found]), np.array([a[0] for a in other[name]])
+        largest = max(largest, float(np.abs(first - second).max()))
+        question = np.array([instance.doc_id for instance in requests[name]])
+        for number in np.unique(question):
+            mine = question == number
+            changed += int(first[mine].argmax() != second[mine].argmax())
+    return largest, changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, help="local rows, TASK/SPLIT.jsonl or .parquet")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", choices=list(TASKS))
+    parser.add_argument("--limit", type=int, help="only so many rows of each task")
+    parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
+    parser.add_argument("--activations", type=Path, help="folder of recorded activations")
+    parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers (default: as recorded)")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("a CUDA GPU is needed")
+    if (args.checkpoint is None) == (args.tokenizer is None):
+        parser.error("give --checkpoint, or --tokenizer for random weights")
+
+    with offline(True), process_group("cuda") as ranks:
+        from lm_eval.models.huggingface import HFLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from sparsellm.evaluation.downstream import SharedLM
+
+        tokenizer = AutoTokenizer.from_pretrained(args.checkpoint or args.tokenizer)
+        requests = {name: requests_of(name, args.data_dir, args.limit) for name in args.tasks}
+        if args.checkpoint is None:
+            texts = ["".join(instance.args) for instances in requests.values() for instance in instances]
+            model = shaped_model(tokenizer, texts, args.layers, args.activations, args.mean)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16).to("cuda").eval()
+        sparse = copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
+        sparsellm.accelerate(sparse, "cuda")
+
+        variants: dict[str, Score] = {}
+        for size in args.batch_sizes:
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=size)
+            variants[f"lm-eval hf, batch size {size}"] = lambda asked, lm=lm: lm.loglikelihood(asked, disable_tqdm=True)
+        for name, each in (("ours", model), ("ours, kernels", sparse)):
+            shared = SharedLM(each, tokenizer, ranks, "auto")
+            shared.task_name = name
+            variants[name] = shared.loglikelihood
+
+        count = sum(map(len, requests.values()))
+        parameters = sum(p.numel() for p in model.parameters())
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16;"
+            f" {count:,} requests of {len(requests)} tasks",
+            flush=True,
+        )
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        answers: dict[str, dict[str, Answers]] = {}
+        warm = requests[min(requests, key=lambda name: len(requests[name]))]
+        for score in variants.values():
+            score(warm)
+        for _ in range(args.rounds):
+            for name, score in variants.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                answers[name] = {task: score(asked) for task, asked in requests.items()}
+                torch.cuda.synchronize()
+                seconds[name].append(time.perf_counter() - start)
+                print(f"  {name}: {seconds[name][-1]:.2f} s", flush=True)
+
+    first = next(iter(variants))
+    best = min(min(found) for name, found in seconds.items() if name.startswith("lm-eval"))
+    rows = {}
+    print(
+        f"\n{'variant':<28}{'seconds':>9}{'requests/s':>12}{'of best hf':>12}{'log-prob. off':>15}{'ranked other':>14}"
+    )
+    for name, found in seconds.items():
+        off, changed = options_apart(answers[name], answers[first], requests)
+        rows[name] = {"seconds": found, "requests_per_s": count / min(found), "ratio": best / min(found),
+                      "largest_difference": off, "ranked_otherwise": changed}  # fmt: skip
+        least = min(found)
+        print(f"{name:<28}{least:>9.2f}{count / least:>12,.0f}{best / least:>12.3f}{off:>15.3f}{changed:>14}")
+    if args.json:
+        result = {"gpu": torch.cuda.get_device_name(), "parameters": parameters, "requests": count, "variants": rows}
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
