@@ -1,14 +1,16 @@
 """One small case of each CUDA kernel, through the operators: what scripts/sanitize.sh runs under compute-sanitizer.
 
-    python -m scripts.sanitize_kernels
+    python -m scripts.sanitize_kernels [forward] [backward]     both, unless parts are named
 
 Entries are small integers, so that every engine must give y and l1 of the reference on the CPU, bit for bit: a kernel
 that the sanitizer stops, or that computes something else when slowed down, is noticed; backward likewise, the gradients
-of the weights, with room in the tile engine's lists and without. A layer holds what makes kernels
-branch: a token that fires next to nothing, one that fires every neuron, a neuron that fires for every token. No cuBLAS:
-under racecheck (2025.3, driver 580) any of its products ends in an illegal access, whichever kernels are checked.
+of the weights, bfloat16 and (rounded) float32, with room in the tile engine's lists and without. A layer holds what
+makes kernels branch: a token that fires next to nothing, one that fires every neuron, a neuron that fires for every
+token. No cuBLAS: under racecheck (2025.3, driver 580) any of its products ends in an illegal access, whichever kernels
+are checked.
 """
 
+import argparse
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from sparsellm.ops.cuda import dense_hidden
 CASES = [(300, True), (300, False), (16, True), (16, False), (1100, True)]
 K, N = 256, 512
 COMPRESSION = 8
+PARTS = ("forward", "backward")
 
 
 def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
@@ -56,17 +59,25 @@ def hidden(x: Tensor, *ws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return h, h.abs().float().sum(), (g != 0).sum()
 
 
-def gradients(engine: str, *inputs: Tensor) -> list[Tensor]:
-    """dw of each weight for dy = 1 and 0 in turn and dl1 = 1, by `engine`, on the device of the inputs."""
+def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """dw of each weight, rounded to bfloat16, for dy = 0 and 1 in turn and dl1 = 1, and nnz, by `engine`, on the device
+    of the inputs, from weights stored as `stored`."""
     operator = gated_ffn if len(inputs) == 4 else nongated_ffn
     x, *ws = inputs
-    ws = [w.detach().requires_grad_() for w in ws]
-    out = operator(x, *ws, plan_of(engine, COMPRESSION))
+    ws = [w.detach().to(stored).requires_grad_() for w in ws]
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out = operator(x, *ws, plan_of(engine, COMPRESSION))
     dy = (torch.arange(x.numel(), device=x.device) % 2).view(x.shape).to(x.dtype)
-    return list(torch.autograd.grad([out.y, out.l1], ws, [dy, torch.ones_like(out.l1)]))
+    found = torch.autograd.grad([out.y, out.l1], ws, [dy, torch.ones_like(out.l1)])
+    return *(dw.bfloat16() for dw in found), out.nnz
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="forward, backward: both, unless parts are named")
+    parts = parser.parse_args().parts or PARTS
+    for part in set(parts) - set(PARTS):
+        parser.error(f"PART is {part}: it should be {' or '.join(PARTS)}")
     build.load()
     wrong = []
 
@@ -81,24 +92,23 @@ def main() -> int:
     for m, gated in CASES:
         inputs = layer(m, gated)
         on_device = [t.cuda() for t in inputs]
-        expected = run("dense", *inputs)
         name = f"M {m}, {'gated' if gated else 'non-gated'}"
-        for engine in ("row", "tile"):
-            compare(f"{name}, {engine}", run(engine, *on_device), expected)
-        x, *ws, _ = inputs
-        products = [(x @ w.T).cuda() for w in ws]
-        h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None, products[0])
-        compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
-        if m == CASES[0][0]:
+        if "forward" in parts:
+            expected = run("dense", *inputs)
+            for engine in ("row", "tile"):
+                compare(f"{name}, {engine}", run(engine, *on_device), expected)
+            x, *ws, _ = inputs
+            products = [(x @ w.T).cuda() for w in ws]
+            h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None, products[0])
+            compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
+        if "backward" in parts and m == CASES[0][0]:
             right = gradients("dense", *inputs)
-            for room in ("enough", "no"):
-                little = patch.object(cuda, "tile_room", lambda *_: 64) if room == "no" else nullcontext()
-                with little:
-                    compare(
-                        f"{name}, backward, {room} room",
-                        (*gradients("tile", *on_device), counts[0]),
-                        (*right, expected[2]),
-                    )
+            for stored in (torch.bfloat16, torch.float32):
+                for room in ("enough", "no"):
+                    little = patch.object(cuda, "tile_room", lambda *_: 64) if room == "no" else nullcontext()
+                    with little:
+                        found = gradients("tile", *on_device, stored=stored)
+                    compare(f"{name}, backward, {stored}, {room} room", found, right)
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
 

@@ -3,6 +3,9 @@
 Every rank holds the model and builds all requests of a task. They are sorted by length and cut into batches in one way,
 whatever the number of ranks; the ranks take turns with the batches and exchange the answers. So a batch has the same
 shape on one rank and on eight, and the scores are the same.
+
+The ranks exchange twice for each task: before its first batch, that all have the requests, and after its last, the
+answers. A rank that fails says so in the next exchange, so that all fail alike and stay in step.
 """
 
 import logging
@@ -34,7 +37,7 @@ Answer = tuple[float, bool]  # the continuation's log-probability, and whether i
 
 
 class ScoringFailed(RuntimeError):
-    """A rank could not compute its share. Raised alike on all ranks."""
+    """A rank could not build the requests or compute its share. Raised alike on all ranks."""
 
 
 class SharedLM(HFLM):
@@ -59,16 +62,26 @@ class SharedLM(HFLM):
             )  # fmt: skip
         self.ranks, self.sequences = ranks, batch_size
         self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
+        self.exchanged = False  # anything with the other ranks, for the latest task
         self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
 
     def _tokens_per_batch(self, vocabulary: int) -> int:
+        """Of size "auto", as far as this rank's device goes; the smallest of all ranks is taken."""
         device = self.ranks.device
         logits = AUTO_LOGITS[device.type]
         if device.type == "cuda":
             logits = min(logits, torch.cuda.mem_get_info(device)[0] // BYTES_PER_LOGIT)
-        smallest = torch.tensor(logits, device=device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return max(1, smallest.item() // vocabulary)
+        return max(1, logits // vocabulary)
+
+    def exchange(self, value: Any, error: str | None = None) -> list[Any]:
+        """The `value` of every rank. Collective. Raises ScoringFailed on all ranks if some rank has an `error`."""
+        self.exchanged = True
+        found: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(found, (value, error))
+        for rank, (_, reason) in enumerate(found):
+            if reason is not None:
+                raise ScoringFailed(f"rank {rank}: {reason}")
+        return [value for value, _ in found]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Answer]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -76,12 +89,20 @@ class SharedLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[Answer]:
-        """The answers to `requests`, in their order, the same on all ranks. Collective. Raises ScoringFailed."""
+        """The answers to `requests`, in their order, the same on all ranks. Collective.
+
+        Raises ScoringFailed; and ValueError before the ranks exchange anything.
+        """
+        for texts, context, continuation in requests:
+            if not context or not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"the request {texts!s:.200} has {len(context)} + {len(continuation)} tokens: it should have some"
+                    f" of context, and a continuation of 1 to {self.max_length}, the model's context"
+                )
+        self.truncated = sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
+        self.tokens_per_batch = min(self.exchange(self.tokens_per_batch))
         mine, error = {}, None
         try:
-            self.truncated = sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
-            if (longest := max(len(continuation) for *_, continuation in requests)) > self.max_length:
-                raise ValueError(f"a continuation has {longest} tokens, and the model's context {self.max_length}")
             batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
             total = sum(map(len, batches))
             with progress(self.task_name, total, "request", self.ranks.is_main) as advance:
@@ -90,12 +111,8 @@ class SharedLM(HFLM):
                     advance(len(batch))
         except Exception as exception:
             advice = "; lower batch_size" if isinstance(exception, torch.cuda.OutOfMemoryError) else ""
-            error = f"rank {self.ranks.rank}: {type(exception).__name__}: {exception}{advice}"
-        shares: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(shares, (mine, error))
-        if errors := [error for _, error in shares if error is not None]:
-            raise ScoringFailed("; ".join(errors))
-        everything = {i: answer for share, _ in shares for i, answer in share.items()}
+            error = f"{type(exception).__name__}: {exception}{advice}"
+        everything = {i: answer for share in self.exchange(mine, error) for i, answer in share.items()}
         return [everything[i] for i in range(len(requests))]
 
     def _answers(self, batch: list[Request]) -> list[Answer]:
@@ -145,11 +162,17 @@ class SharedLM(HFLM):
 def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One task: what results.json says of it, and lm-eval's samples. Collective; the same on all ranks.
 
-    `limit`: only so many of its first rows. Raises ScoringFailed; and whatever rows that the task cannot read raise.
+    `limit`: only so many of its first rows. Raises ScoringFailed; and whatever the task's metrics raise, perhaps on
+    some ranks only.
     """
-    lm.task_name = loaded.name
-    with _without_bars():
-        found = evaluator.evaluate(lm, {"tasks": {loaded.name: loaded.task}, "groups": {}}, limit=limit)
+    lm.task_name, lm.exchanged = loaded.name, False
+    try:
+        with _without_bars():
+            found = evaluator.evaluate(lm, {"tasks": {loaded.name: loaded.task}, "groups": {}}, limit=limit)
+    except Exception as exception:  # of a row that the task cannot read, of the tokenizer, or for want of memory
+        if not lm.exchanged:
+            lm.exchange(None, f"{type(exception).__name__}: {exception}")
+        raise
     values = found["results"][loaded.name]
     metric = "acc_norm" if "acc_norm,none" in values else "acc"
 

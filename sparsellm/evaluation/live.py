@@ -72,30 +72,26 @@ class LiveEvaluation:
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
         with tasks.offline(self.config.evaluation.data_dir is not None):
-            parts = self._attempt(step, "the model", lambda: self._parts(decoder, data))
-            lm = None if parts is None else self._attempt(step, "the model", lambda: self._lm(*parts))
+            lm = self._attempt(step, "the model", lambda: self._lm(decoder, data))
             for task in [] if lm is None else self.loaded:
                 found[task.name] = self._attempt(
                     step, task.name, lambda task=task: downstream.score(lm, task, limit)[0]["score"]
                 )
         return {**found, "mean": None if None in found.values() else sum(found.values()) / len(found)}
 
-    def _parts(self, decoder: Decoder, data: Data) -> tuple[Any, Any]:
-        """(model, tokenizer): the decoder's weights, its feedforward blocks on the kernels that validation takes."""
+    def _lm(self, decoder: Decoder, data: Data) -> Any:
+        """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
         from transformers import AutoTokenizer
+
+        from sparsellm.evaluation.downstream import SharedLM
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
         if self.ranks.device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
             accelerate(model, runtime.kernels.name)
-        return model, AutoTokenizer.from_pretrained(data.tokenizer_folder)
-
-    def _lm(self, model: Any, tokenizer: Any) -> Any:
-        """A SharedLM of both. Collective."""
-        from sparsellm.evaluation.downstream import SharedLM
-
-        autocast = torch.bfloat16 if self.config.runtime.precision == Precision.bfloat16 else None
-        return SharedLM(model, tokenizer, self.ranks, self.config.evaluation.batch_size, autocast)
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+        autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
+        return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)
 
     def _attempt(self, step: int, what: str, work: Callable[[], T]) -> T | None:
         """What `work` gives; None, and a line on stderr, if it fails on some rank. Collective."""

@@ -1,8 +1,9 @@
 """The operators on the CUDA kernels: allocates what they write, and launches them in order (kernels/launch.h).
 
 Letters: M tokens, K model width, N neurons; MT token tiles of 128, NT column tiles of 256, W words of a packed segment.
-Everything is bfloat16 on one Hopper GPU, checked by the callers (sparsellm.ops.feedforward), who have also loaded the
-kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
+Inputs are on one Hopper GPU, x and dy bfloat16, weights of any dtype that casts to it, checked by the callers
+(sparsellm.ops.feedforward), who have also loaded the kernels. Nothing here waits for the device. Non-contiguous or
+misaligned inputs are copied.
 
 Each engine turns a packed gate product into y [M, K] and l1 (0-d float32); for non-gated layers x and w_up are None.
 What an engine saves for backward is in `Saved`; its own backward reads it.
@@ -14,15 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW
+from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW, TILE
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, tiles
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
-SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
-MAX_TOKENS = 65_535 * 64  # of a batch with gradients (launch.h: kMaxSplitTokens)
+SPLIT_UNITS = 384  # parts of units that leave their sums (launch.h: kSplitUnits)
+MAX_TOKENS = 65_535 * 64  # of the tile engine with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
@@ -72,9 +73,10 @@ def forward(
     """(y, l1, fired, counts) of sparsellm.ops.gated_ffn by the engine of `plan`; if `saving`, what its backward needs.
 
     Non-gated: w_gate is W_u, and w_up None. Weights of another dtype than x are cast to it. Raises ValueError for
-    saving by the row engine, which has no backward.
+    saving by the row engine, which has no backward, and for more tokens than the tile engine can take.
     """
     engine, compression, per_token = plan.tolist()
+    _check(engine, x.shape[0], saving)
     saved = Saved.nothing(x)
     if not x.shape[0]:
         return *_nothing(x, w_down.shape[1]), saved
@@ -88,13 +90,7 @@ def forward(
     gate = pack_gate(x, w_gate, compression)
     up = (None, None) if w_up is None else (x, w_up)
     if engine == ROW:
-        if saving:
-            raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
         return *row_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype)), *gate.statistics(), saved
-    if saving and x.shape[0] > MAX_TOKENS:
-        raise ValueError(
-            f"x has {x.shape[0]:,} tokens: for gradients by the tile engine it should have up to {MAX_TOKENS:,}"
-        )
     room = tile_room(*gate.wide.shape, per_token)
     y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype), room=room, saving=saving)
     return y, l1, *gate.statistics(), made[0] if saving else saved
@@ -222,7 +218,7 @@ def tile_plan(gate: Gate, ordered: bool = True, room: int | None = None, long_ro
     if room is None:
         room = tile_room(*gate.wide.shape)
     if long_room is None:
-        long_room = max(0, min(room, MAX_WORDS - m * ROW_CAPACITY))
+        long_room = long_rows_room(m, room)
 
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return gate.words.new_empty(shape, dtype=dtype)
@@ -243,6 +239,16 @@ def tile_plan(gate: Gate, ordered: bool = True, room: int | None = None, long_ro
 def tile_room(m: int, n: int, per_token: int = LISTED_PER_TOKEN) -> int:
     """How many nonzeros the tile engine's lists hold: all there can be if ALL_FIT, else `per_token` of each token."""
     return m * n if m * n <= ALL_FIT else min(m * min(per_token, n), MAX_WORDS)
+
+
+def long_rows_room(m: int, room: int) -> int:
+    """How many of the nonzeros that the lists hold may be in rows of more than ROW_CAPACITY."""
+    return max(0, min(room, MAX_WORDS - m * ROW_CAPACITY))
+
+
+def may_leave_a_rest(m: int, n: int, room: int, long_room: int) -> bool:
+    """Whether some [M, N] has more nonzeros than there is room for: then all is left to row_rest and rest_backward."""
+    return min(room, long_room) < m * n
 
 
 def tile_saved_bytes(m: int, n: int, per_token: int, gated: bool) -> int:
@@ -267,8 +273,9 @@ def tile_engine(
 
     ordered: tokens that fire the same neurons share a tile, and gate.counters counts the union of those tiles; else
     128 tokens in a row do. room: how many nonzeros there may be in all (`tile_room` unless given); long_room: in rows
-    of more than ROW_CAPACITY (as many, unless given); if there are more, the row engine does everything, and
-    gate.counters' overflow grows by M. saving: returns what `tile_backward` needs as well.
+    of more than ROW_CAPACITY (`long_rows_room` unless given, which `tile_backward` takes for granted); if there are
+    more, the row engine does everything, and gate.counters' overflow grows by M. saving: returns what `tile_backward`
+    needs as well.
     """
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
@@ -286,7 +293,7 @@ def tile_engine(
     ops.tile_up(x, w_up, m, n, *plan, hidden, ups, l1_partials, l1)
     of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
     ops.tile_spmm(hidden, w_down_t, None, None, *of_tokens, y, None)
-    if len(plan.lists) < m * n or len(plan.rows) < m * (ROW_CAPACITY + n):  # else there is room for anything
+    if may_leave_a_rest(m, n, len(plan.lists), len(plan.rows) - m * ROW_CAPACITY):
         workspace, tickets = _bytes(y, ops.row_rest_workspace(m, k)), gate.scratch()[1]
         ops.row_rest(x, w_up, w_down_t, *gate, plan.totals, workspace, tickets, l1, y)
     return (y, l1, plan.saved(ups)) if saving else (y, l1)
@@ -305,7 +312,7 @@ def tile_backward(
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return saved.lists.new_empty(shape, dtype=dtype)
 
-    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS * 4, 2)
+    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS, 2)
     frequencies, counts, totals, tickets, arrivals = _zeros(x.device, *((length, torch.int32) for length in zeroed))
     by_neuron = NeuronPlan(
         frequencies=frequencies,
@@ -335,13 +342,13 @@ def tile_backward(
     dw_up = torch.empty_like(dw_gate) if gated else None
     of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
     ops.tile_spmm(dz, w_gate, du, w_up, *of_tokens, dx, None)
-    partials = x.new_empty(SPLIT_UNITS * 2 * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
+    partials = x.new_empty(SPLIT_UNITS * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
     of_neurons = (
         by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons, by_neuron.totals, partials, tickets
     )  # fmt: skip
     ops.tile_spmm(dz_by_neuron, x, du_by_neuron, None, *of_neurons, dw_gate, dw_up)
     ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t, None)
-    if capacity < m * n:  # else there was room for anything
+    if may_leave_a_rest(m, n, capacity, long_rows_room(m, capacity)):
         planes = _bytes(x, ops.rest_backward_workspace(m, n))
         weights, theirs = (w_gate, w_up, w_down_t), (dw_gate, dw_up, dw_down_t)
         ops.rest_backward(plan.totals, x, dy, *weights, dl1, dx, *theirs, planes, arrivals)
@@ -385,6 +392,16 @@ def dense_gradient(z: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor) -> tupl
     return dh, du, h
 
 
+def _check(engine: int, m: int, saving: bool) -> None:
+    """Raise ValueError where the engine cannot take M tokens, or save."""
+    if engine == ROW and saving:
+        raise ValueError("plan[0] is 1 (row): it should be 0 (dense) or 2 (tile) where gradients are asked for")
+    most = MAX_TOKENS if saving else MAX_WORDS // ROW_CAPACITY
+    if engine == TILE and m > most:
+        with_gradients = " with gradients" if saving else ""
+        raise ValueError(f"x has {m:,} tokens: for the tile engine{with_gradients} it should have up to {most:,}")
+
+
 def _nothing(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(3, dtype=torch.int64)
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts
@@ -397,9 +414,9 @@ def _readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _transposed(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """w_down_t, or w_down by neuron in `dtype`."""
+    """w_down_t, or w_down by neuron, in `dtype`."""
     if w_down_t is not None:
-        return _readable(w_down_t)
+        return _readable(w_down_t, dtype)
     return _transpose(_readable(w_down, None if w_down.dtype == torch.float32 else dtype), dtype)
 
 

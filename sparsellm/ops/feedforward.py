@@ -258,7 +258,8 @@ class _Nongated(torch.autograd.Function):
 # a registered operator must not look inside. It returns (y, l1, fired, counts) and what backward needs: four tensors
 # (sparsellm.ops.cuda.Saved) whose sizes depend on the plan, and so are known only when it runs. An operator's results
 # may not share memory, and counts, int64 [3] of nonzeros, overflow and union, is one result. Weights of another dtype
-# than x are cast to it, forward and backward, and have gradients of their own dtype.
+# than x are cast to it, forward and backward, and have gradients of their own dtype. Autocast, which the callers have
+# heeded, is off inside of both.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
@@ -308,19 +309,22 @@ def _feedforward_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor, dy: Tensor, dl1: Tensor,
     first: Tensor, second: Tensor, lists: Tensor, index: Tensor,
 ) -> list[Tensor]:  # fmt: skip
+    with torch.autocast(x.device.type, enabled=False):
+        found = _backward(x, w_gate, w_up, w_down, dy, dl1, first, second, lists, index)
+    gradients = [gradient for gradient in found if gradient is not None]
     dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
+    return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
+
+
+def _backward(x, w_gate, w_up, w_down, dy, dl1, first, second, lists, index):
     if x.is_cuda and x.dtype == torch.bfloat16 and _loaded():
         from sparsellm.ops import cuda
 
-        found = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
-    else:
-        shape, layer = (x.shape[0], w_down.shape[1]), _in(x.dtype, w_gate, w_up, w_down)
-        if w_up is None:
-            found = reference.nongated_backward(x, layer[0], layer[2], first.view(shape), dy, dl1)
-        else:
-            found = reference.gated_backward(x, *layer, first.view(shape), second.view(shape), dy, dl1)
-    gradients = [gradient for gradient in found if gradient is not None]
-    return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
+        return cuda.backward(x, w_gate, w_up, w_down, dy, dl1, cuda.Saved(first, second, lists, index))
+    shape, layer = (x.shape[0], w_down.shape[1]), _in(x.dtype, w_gate, w_up, w_down)
+    if w_up is None:
+        return reference.nongated_backward(x, layer[0], layer[2], first.view(shape), dy, dl1)
+    return reference.gated_backward(x, *layer, first.view(shape), second.view(shape), dy, dl1)
 
 
 @_feedforward_backward.register_fake

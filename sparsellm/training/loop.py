@@ -154,9 +154,9 @@ class Trainer:
         """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop."""
         config, stopping, save_due = self.config, False, False
         with closing(self.data.batches(self.data_state)) as batches:
-            while self.step < config.training.steps and not stopping:
+            while self.step < config.training.steps and (save_due or not stopping):
                 sums, norm, clock = self.advance(batches)
-                stopping = self._read()  # an earlier step's numbers, surely there by now
+                stopping |= self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
                 evaluating = self.evaluation is not None and self._due(config.evaluation.every)
                 if validating or evaluating or self.step == 1 or self._due(config.logging.every):

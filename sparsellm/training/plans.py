@@ -25,7 +25,9 @@ from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
-ROOM_MARGIN = 2.0  # times the nonzeros of the fullest micro-batch: to run out of room is slow
+# Real micro-batches differ by several times, and one without room costs as much as ten others: there is room for
+# LISTED_PER_TOKEN nonzeros per token at least, and for ROOM_MARGIN times what the fullest micro-batch had.
+ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
 
 
@@ -75,8 +77,8 @@ class Plans:
             )
             if fullest > TILE_MAX_NONZEROS:
                 engine = DENSE  # a micro-batch that needs more room than there is takes far longer than the others win
-            room = ROOM_MULTIPLE * max(1, math.ceil(ROOM_MARGIN * fullest / ROOM_MULTIPLE))
-            plan.copy_(plan_of(ENGINES[engine], room=min(room, LISTED_PER_TOKEN)))
+            room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(fullest, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
+            plan.copy_(plan_of(ENGINES[engine], room=max(room, LISTED_PER_TOKEN)))
 
     def after(self, step: int, sums: StepSums) -> None:
         """Send what `step` counted, if it is one to decide from. Collective."""

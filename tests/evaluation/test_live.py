@@ -1,5 +1,6 @@
 """Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
 
+import json
 import os
 import random
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,7 +119,7 @@ def test_mixed_precision_is_the_runs(asked):
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
         evaluation = live.LiveEvaluation(config, ranks, [])
-        lm = evaluation._lm(*evaluation._parts(decoder, opened))
+        lm = evaluation._lm(decoder, opened)
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
             exact = decoder.logits(tokens)
@@ -231,3 +233,33 @@ def test_two_ranks_share_the_rows(asked, rows, tmp_path):
     found = evaluate_checkpoint(EvaluateConfig(str(tmp_path / "tiny"), tasks=NAMES, data_dir=str(rows), limit=5))
     expected = {name: found["tasks"][name]["score"] for name in NAMES} | {"mean": found["mean"]}
     assert read(tmp_path / "tiny" / METRICS)[-1]["evaluation"] == expected
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked, tmp_path):
+    """Wherever it is: no rank waits for the other, or takes one exchange's answer for another's."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, Path(__file__).with_name("failing_rank.py"), tmp_path, *asked],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    whole = first.pop("nowhere")
+    assert None not in whole.values()
+    assert first.pop("model") == dict.fromkeys(whole)
+    assert first.keys() == {"requests", "tokens", "answers", "metrics"}
+    for found in first.values():
+        assert found == {**whole, NAMES[0]: None, "mean": None}
+    said = [line for line in done.stderr.splitlines() if line.startswith("sparsellm: ")]
+    assert [line.partition("evaluating ")[2] for line in said] == [
+        f"{what} failed, training goes on: {error}"
+        for what, error in [
+            ("the model", "MemoryError: no room for model"),
+            (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for requests"),
+            (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for tokens"),
+            (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for answers"),
+            (NAMES[0], "MemoryError: no room for metrics"),
+        ]
+    ]

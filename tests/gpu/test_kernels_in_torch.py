@@ -135,11 +135,12 @@ def test_autocast_casts(engine, gated):
 
 @GATED
 @ENGINE
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("m", [16, 130])
-def test_opcheck(m, engine, gated):
+def test_opcheck(m, stored, engine, gated):
     x, ws = cases.integers(m, 64, 264, gated)
     saving = engine != "row"  # which has no backward
-    x, w_gate, *w_up, w_down = (t.requires_grad_(saving) for t in (x, *ws))
+    x, w_gate, *w_up, w_down = (t.requires_grad_(saving) for t in (x, *(w.to(stored) for w in ws)))
     inputs = (x, w_gate, w_up[0] if gated else None, w_down, plan_of(engine), None, None, saving)
     # What the tile engine saves is undefined where there is room left, so that two calls cannot be compared.
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]

@@ -1,6 +1,7 @@
 """What sparsellm.ops.cuda asks of the kernels, without a GPU: the operators of kernels/bindings.cpp, by their schemas,
 are stood in for by Python that computes the same on the CPU. Every tensor that the stand-ins get starts as garbage,
-unless the caller zeroed it, and must have the shape and dtype that kernels/launch.h states."""
+unless the caller zeroed it, and must have the shape and dtype that kernels/launch.h states. Where there is no room, the
+tile engine's leave zeros, and all to row_rest and rest_backward."""
 
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ from sparsellm.ops import build, cuda, feedforward, plan_of, reference, saved_by
 
 ROWS = 5  # what stands for the rows
 PER_TOKEN = []  # the plan's room, where it is not the default
+REST = 1  # of the totals (launch.h: kRest)
+RESTS = []  # which of row_rest and rest_backward were called
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 
 
@@ -42,9 +45,13 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(counters, torch.int64, 4 + 68)
 
 
+def rows_length(m, n):
+    return min(m * 512 + cuda.tile_room(m, n, *PER_TOKEN), cuda.MAX_WORDS)
+
+
 def expect_plan(wide, rows, tokens, slots, starts, lists, tiles, order, items, totals):
     (m, n), token_tiles, column_tiles = wide.shape, twell.tiles(wide.shape[0], 128), twell.tiles(wide.shape[1], 256)
-    expect(rows, torch.int32, m * 512 + cuda.tile_room(m, n, *PER_TOKEN))
+    expect(rows, torch.int32, rows_length(m, n))
     if tokens is not None:
         expect(tokens, torch.int32, m, alignment=4)
     expect(slots, torch.int16, token_tiles, column_tiles * 256)
@@ -103,10 +110,14 @@ BY_NEURON = set()  # the addresses of those whose rows are neurons
 def tile_plan(*args):
     expect_packed(*args[:6])
     expect_plan(args[1], *args[6:])
-    rows, tokens = args[6:8]
+    (m, _), row_counts, counters = args[1].shape, *(args[i] for i in (3, 5))
+    rows, tokens, _, _, lists, *_, totals = args[6:]
     assert (rows == ROWS).all()
-    assert (tokens is None) == (args[1].shape[0] < cuda.MIN_ORDERED_TOKENS)
+    assert (tokens is None) == (m < cuda.MIN_ORDERED_TOKENS)
     PACKED[:] = args[:6]
+    in_long_rows = row_counts[row_counts > 512].sum()
+    totals[REST] = (counters[0] > len(lists)) | (in_long_rows > len(rows) - m * 512)
+    counters[1] += m * totals[REST]
 
 
 def tile_up(x, w_up, m, n, *args):
@@ -118,7 +129,7 @@ def tile_up(x, w_up, m, n, *args):
     if ups is not None:
         expect(ups, torch.bfloat16, len(lists))
     expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256) * 8)
-    h = MATRICES[lists.data_ptr()] = hidden(x, w_up, PACKED[:6])
+    h = MATRICES[lists.data_ptr()] = hidden(x, w_up, PACKED[:6]) * (plan[-1][REST] == 0)
     BY_NEURON.discard(lists.data_ptr())
     l1.copy_(h.abs().sum(dtype=torch.float32))
     SAVED[:] = [unpacked(PACKED), None if x is None else x @ w_up.T]
@@ -129,7 +140,7 @@ SAVED = []  # g (non-gated: h) and u: the kernels would find them in what backwa
 
 def expect_saved_plan(m, n, rows, *rest):
     expect(rows, torch.int32, 0)
-    expect_plan(torch.empty(m, n), torch.empty(m * 512 + cuda.tile_room(m, n, *PER_TOKEN), dtype=torch.int32), *rest)
+    expect_plan(torch.empty(m, n), torch.empty(rows_length(m, n), dtype=torch.int32), *rest)
 
 
 def neuron_plan(m, k, n, *args):
@@ -171,7 +182,8 @@ def tile_gradient(dy, w_down_t, *args):
         if lists is not None:
             expect(lists, torch.int32, len(plan[4]))
             by_neuron = any(lists is t for t in (dz_by_neuron, du_by_neuron, h_by_neuron))
-            MATRICES[lists.data_ptr()] = (matrix.T if by_neuron else matrix).bfloat16()
+            matrix = matrix.bfloat16() * (plan[-1][REST] == 0)
+            MATRICES[lists.data_ptr()] = matrix.T if by_neuron else matrix
             (BY_NEURON.add if by_neuron else BY_NEURON.discard)(lists.data_ptr())
 
 
@@ -190,8 +202,8 @@ def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, ro
     expect(order, torch.int32, len(slots) + 384 * by_neuron, 4)
     if by_neuron:
         expect(totals, torch.int32, 4)
-        expect(partials, torch.float32, 384 * 2 * 128 * 256)
-        expect(tickets, torch.int32, 384 * 4)
+        expect(partials, torch.float32, 384 * 128 * 256)
+        expect(tickets, torch.int32, 384)
         assert not tickets.any()
     else:
         assert totals is partials is tickets is None
@@ -201,6 +213,10 @@ def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, ro
     elif more_lists is not None:
         ys[1].copy_(MATRICES[more_lists.data_ptr()].float() @ weights.float())
     y.copy_(sums)
+
+
+def recomputed_backward(ws):
+    return reference.gated_recomputed_backward if len(ws) == 3 else reference.nongated_recomputed_backward
 
 
 def rest_backward_workspace(m, n):
@@ -216,7 +232,13 @@ def rest_backward(totals, x, dy, w_gate, w_up, w_down_t, dl1, dx, dw_gate, dw_up
             expect(gradient, dw_gate.dtype, *like.shape)
     expect(planes, torch.uint8, len(x) + len(w_gate))
     expect(arrivals, torch.int32, 2)
-    assert not arrivals.any()  # what the others have left in the gradients is the answer
+    assert not arrivals.any()
+    RESTS.append("rest_backward")
+    if totals[REST]:
+        ws = [w for w in (w_gate, w_up, w_down_t.T) if w is not None]
+        gradients = [gradient for gradient in (dx, dw_gate, dw_up, dw_down_t.T) if gradient is not None]
+        for gradient, value in zip(gradients, recomputed_backward(ws)(x, *ws, dy, dl1), strict=True):
+            gradient.copy_(value)
 
 
 def pointwise_gradient(z, u, dh, dl1, dz, du, h):
@@ -239,7 +261,12 @@ def row_rest(x, w_up, w_down_t, *args):
     expect(totals, torch.int32, 8)
     expect(workspace, torch.uint8, sum(y.shape))
     expect(tickets, torch.int32, 128)
-    expect(l1, torch.float32)  # what the others have left in these is the answer
+    assert not tickets.any()
+    RESTS.append("row_rest")
+    if totals[REST]:
+        h = hidden(x, w_up, packed)
+        l1.copy_(h.abs().sum(dtype=torch.float32))
+        y.copy_(h @ w_down_t)
 
 
 def row_workspace(m, k, n):
@@ -283,6 +310,7 @@ def stand_ins():
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
+    RESTS.clear()
     torch.use_deterministic_algorithms(True)  # with which torch fills new memory with NaN or the largest integer
     try:
         with torch.library._scoped_library("sparsellm_cuda", "DEF") as library:
@@ -302,6 +330,20 @@ def forward(x, ws, plan, w_down_t=None, saving=False):
     return outputs, saved
 
 
+def gradients(x, ws, dy, dl1, saved):
+    """(dx, dw ...)"""
+    w_up = ws[1] if len(ws) == 3 else None
+    return [t for t in cuda.backward(x, ws[0], w_up, ws[-1], dy, dl1, saved) if t is not None]
+
+
+def assert_as_accurate(found, x, ws, dy, dl1):
+    backward = recomputed_backward(ws)
+    exact, theirs = backward(*(t.double() for t in (x, *ws, dy, dl1))), backward(x, *ws, dy, dl1)
+    for i, (ours, other, right) in enumerate(zip(found, theirs, exact, strict=True)):
+        assert ours.shape == right.shape
+        assert (ours.double() - right).norm() <= 2 * (other.double() - right).norm(), f"gradient {i}"
+
+
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 @pytest.mark.parametrize("engine", ["dense", "row", "tile"])
@@ -309,7 +351,7 @@ def forward(x, ws, plan, w_down_t=None, saving=False):
 def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
     x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
     expected = operator(gated)(x, *ws, plan_of())
-    for w_down_t in (None, ws[-1].T.contiguous()):
+    for w_down_t in (None, ws[-1].T.contiguous(), ws[-1].T.float().contiguous()):
         found, _ = forward(x, ws, plan_of(engine, 4), w_down_t)
         for name in ("y", "l1", "nnz", "fired", "union"):
             ours, theirs = getattr(feedforward._output(*found), name), getattr(expected, name)
@@ -331,16 +373,11 @@ def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, stored, engi
     assert sum(t.nbytes for t in saved) == saved_bytes(plan_of(engine), m, n, gated, torch.bfloat16)
     for ours, theirs in zip(outputs, forward(x, ws, plan_of(engine))[0], strict=True):
         assert torch.equal(ours, theirs)
-    w_up = ws[1] if gated else None
-    found = [t for t in cuda.backward(x, ws[0], w_up, ws[-1], dy, dl1, saved) if t is not None]
-    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
-    expected = backward(*(t.double() for t in (x, *ws, dy, dl1)))
-    theirs = backward(x, *in_bf16, dy, dl1)
+    found = gradients(x, ws, dy, dl1, saved)
     if engine == "tile":
         assert [t.dtype for t in found] == [torch.bfloat16] + [stored] * len(ws)
-    for i, (ours, other, right) in enumerate(zip(found, theirs, expected, strict=True)):
-        assert ours.shape == right.shape
-        assert (ours.double() - right).norm() <= 2 * (other.double() - right).norm(), f"gradient {i}"
+    assert_as_accurate(found, x, in_bf16, dy, dl1)
+    assert not RESTS
 
 
 def test_the_room_is_for_all_or_for_so_many_of_each_token():
@@ -350,23 +387,59 @@ def test_the_room_is_for_all_or_for_so_many_of_each_token():
     assert cuda.tile_room(1 << 20, 65_536, 65_536) == cuda.MAX_WORDS < 1 << 32
 
 
+def check_the_rest(plan, stored, gated, left):
+    """Forward and backward of 129 tokens, about half of 1,000 neurons firing for each. left: tokens left to the rest's
+    kernels. Returns what was saved."""
+    x, in_bf16 = tokens(129, 16, torch.bfloat16), weights(16, 1000, gated, torch.bfloat16, requires_grad=False)
+    ws = [w.to(stored) for w in in_bf16]
+    dy, dl1 = tokens(129, 16, torch.bfloat16, seed=3), torch.tensor(0.37)
+    outputs, saved = forward(x, ws, plan, saving=True)
+    found, expected = feedforward._output(*outputs), operator(gated)(x, *in_bf16, plan_of())
+    torch.testing.assert_close(found[:2], expected[:2])
+    assert found.overflow == twell.pack(torch.relu(x @ in_bf16[0].T), 8).overflow + left
+    assert_as_accurate(gradients(x, ws, dy, dl1, saved), x, in_bf16, dy, dl1)
+    assert RESTS == ["row_rest", "rest_backward"]
+    return saved
+
+
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("per_token", [3, 64])
-def test_the_plan_gives_the_room(per_token, monkeypatch):
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("per_token", "left"), [(3, 129), (64, 129), (900, 0)])
+def test_the_plan_gives_the_room(per_token, left, stored, gated, monkeypatch):
     """In the lists, and so many for long rows, which the stand-ins look at."""
     monkeypatch.setattr(cuda, "ALL_FIT", 0)
     monkeypatch.setitem(globals(), "PER_TOKEN", [per_token])
-    x, ws = tokens(129, 16, torch.bfloat16), weights(16, 1000, True, torch.bfloat16, requires_grad=False)
-    _, saved = forward(x, ws, plan_of("tile", room=per_token), saving=True)
-    assert len(saved.lists) == len(saved.first) == 129 * per_token
-    assert sum(t.nbytes for t in saved) == saved_bytes(plan_of("tile", room=per_token), 129, 1000, True, x.dtype)
+    plan = plan_of("tile", room=per_token)
+    saved = check_the_rest(plan, stored, gated, left)
+    assert len(saved.lists) == 129 * per_token
+    assert len(saved.first) == (129 * per_token if gated else 0)
+    assert sum(t.nbytes for t in saved) == saved_bytes(plan, 129, 1000, gated, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_the_row_engine_saves_nothing():
+@pytest.mark.parametrize(("long_room", "left"), [(100, 129), (129 * 1000 - 1, 0)])
+def test_long_rows_may_have_less_room_than_the_lists(long_room, left, monkeypatch):
+    monkeypatch.setattr(cuda, "MAX_WORDS", 129 * 512 + long_room)
+    saved = check_the_rest(plan_of("tile"), torch.bfloat16, False, left)
+    assert len(saved.lists) == 129 * 1000
+
+
+@pytest.mark.parametrize(
+    ("engine", "saving", "message"),
+    [
+        ("row", True, "where gradients are asked for"),
+        ("tile", True, "x has 9 tokens: for the tile engine with gradients it should have up to 8"),
+        ("tile", False, "x has 9 tokens: for the tile engine it should have up to 7"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_before_any_kernel(engine, saving, message, monkeypatch):
+    """Without stand-ins a kernel would be another error."""
+    monkeypatch.setattr(cuda, "MAX_TOKENS", 8)
+    monkeypatch.setattr(cuda, "MAX_WORDS", 8 * 512 - 1)
     x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
-    with pytest.raises(ValueError, match="where gradients are asked for"):
-        forward(x, ws, plan_of("row"), saving=True)
+    with pytest.raises(ValueError, match=message):
+        forward(x, ws, plan_of(engine), saving=saving)
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -189,6 +189,17 @@ def test_under_autocast_no_copy_of_a_weight_is_kept_for_backward(gated, compiled
     assert all(w.grad.dtype == torch.float32 for w in ws)
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_backward_computes_as_forward_whatever_autocast_says_then(gated):
+    x, ws = tokens(9, 16, torch.float32).requires_grad_(), weights(16, 24, gated, torch.float32)
+    y, l1, *_ = operator(gated)(x, *ws, plan_of())
+    expected = torch.autograd.grad([y, l1], [x, *ws], [torch.ones_like(y), torch.ones_like(l1)], retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad([y, l1], [x, *ws], [torch.ones_like(y), torch.ones_like(l1)])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_new_plan_does_not_recompile():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

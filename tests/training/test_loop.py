@@ -204,6 +204,18 @@ def fail_from(trainer, steps):
     trainer.decoder.forward = broken
 
 
+def signal_after(trainer, step):
+    """Ask the process to stop, in the middle of the step after it."""
+    advance = trainer.advance
+
+    def signalled(batches):
+        if trainer.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(batches)
+
+    trainer.advance = signalled
+
+
 def test_a_non_finite_step_is_skipped_and_counted(tmp_path):
     with small_trainer(tmp_path / "run") as trainer:
         fail_from(trainer, {2})
@@ -238,6 +250,15 @@ def test_no_checkpoint_is_saved_while_steps_are_skipped(tmp_path):
         assert trainer.fit() == 0
     saved = sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "run/checkpoints").iterdir())
     assert saved == [2, 7, 9, 10, 12]
+
+
+def test_a_run_asked_to_stop_while_steps_are_skipped_goes_on_to_one_that_it_can_save(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        signal_after(trainer, 4)
+        fail_from(trainer, {7, 8})  # step 6 is logged, and read in step 7
+        assert trainer.fit() == 128 + signal.SIGTERM
+        assert (trainer.step, trainer.optimizer.skipped) == (9, 2)
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000009"]
 
 
 def test_a_failed_save_is_said_and_the_next_one_tried(tmp_path, capsys):
@@ -308,14 +329,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
         assert trainer.fit() == 0
         straight = tensors(trainer)
     with small_trainer(tmp_path / "stopped", *overrides) as trainer:
-        advance = trainer.advance
-
-        def signalled(batches):
-            if trainer.step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return advance(batches)
-
-        trainer.advance = signalled
+        signal_after(trainer, 4)
         assert trainer.fit() == 128 + signal.SIGTERM
         assert 4 < trainer.step < 12
     assert "the same command resumes it" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def test_a_union_that_was_not_measured_is_dense():
 
 @pytest.mark.parametrize(
     ("fullest", "room"),
-    [(0, 32), (15.9, 32), (16.1, 64), (100, 224), (160, 320), (161, LISTED_PER_TOKEN), (256, LISTED_PER_TOKEN)],
+    [(0, LISTED_PER_TOKEN), (80, 320), (80.1, 352), (100, 416), (256, 1024)],
 )
 def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
     with fake(layers=1) as plans:
@@ -202,6 +202,7 @@ def fit(folder, forced=True, stop_after=None, **changes):
 def fine_rooms(monkeypatch):
     """Rooms that tell apart what was counted."""
     monkeypatch.setattr(module, "ROOM_MULTIPLE", 1)
+    monkeypatch.setattr(module, "LISTED_PER_TOKEN", 1)
 
 
 @pytest.mark.usefixtures("fine_rooms")
