@@ -105,16 +105,16 @@ struct Spmm {
   void* more_y;              // wide, [m, K], or null
   bool float_y;              // wide: y and more_y are float32
   const int32_t* totals;     // wide, as of NeuronPlan, and so the next two; else null
-  float* partials;           // [kSplitUnits, 128, 256]
-  int32_t* tickets;          // [kSplitUnits] zero before and after
+  float* partials;           // [kSplitUnits, 2, 128, 256]
+  int32_t* tickets;          // [kSplitUnits, 4] zero before and after
 };
 cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 
 // The nonzeros of a tile plan by neuron, for the gradients of the weights: tiles of 128 neurons, most frequent first,
-// their slots being tokens. JT = ceil(N / 128). tile_spmm gives every CTA the same share of their blocks, and adds up, in
-// order, the sums of units that several share. kWork and kPairedWork: the length of all work (tile/plan.cuh: Stretch).
-constexpr int kSplitUnits = 384;  // parts of units at most: two for each CTA
-enum NeuronTotal { kNeuronListWords = 0, kNeuronTickets = 1, kWork = 2, kPairedWork = 3, kNeuronTotals = 4 };
+// their slots being tokens. JT = ceil(N / 128). A tile with more blocks than a CTA's share of all is multiplied in
+// pieces, whose sums are added up in order.
+constexpr int kSplitUnits = 384;  // at most: pieces of such tiles, times the units of 256 columns
+enum NeuronTotal { kNeuronListWords = 0, kNeuronTickets = 1, kPieces = 2, kNeuronTotals = 4 };
 struct NeuronPlan {
   int32_t* frequencies;  // [N] zeroed by the caller: tokens that fire each
   int32_t* ranks;        // [N] the position of each neuron
@@ -126,10 +126,10 @@ struct NeuronPlan {
   uint32_t* bases;       // [MT, JT * 2 * 6] of those, how many come before a token tile's, in the blocks it has part in
   uint32_t* starts;      // [JT, 2, MT * 2 + 1] where each block's nonzeros start in the lists by neuron
   int4* tiles;           // [JT] as of TilePlan
-  int4* order;           // [JT + kSplitUnits] the tiles; then where each CTA starts (tile/plan.cuh: Stretch), paired or not
+  int4* order;           // [JT + kSplitUnits] pieces, fullest first (tile/plan.cuh: Piece)
   uint32_t* at;          // [capacity] for each word of the tile plan's lists: where it is in the lists by neuron,
   uint16_t* places;      // and its place there
-  int32_t* totals;       // [4] NeuronTotal: zero at first, and again after use but for the work
+  int32_t* totals;       // [4] NeuronTotal: zero at first, and again after use but for kPieces
 };
 // For products of K columns. M is at most kMaxSplitTokens, else cudaErrorInvalidValue.
 constexpr int64_t kMaxSplitTokens = 65535 * 64;
@@ -152,7 +152,7 @@ cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int6
                      int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
                      int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
-// All gradients, dense and slowly, if `rest` points to other than zero, else nothing: what the tile engine leaves undone
+// All gradients, densely, if `rest` points to other than zero, else nothing: what the tile engine leaves undone
 // backward. Non-gated: w_gate is W_u, w_up and dw_up are null.
 struct RestBackward {
   const int32_t* rest;

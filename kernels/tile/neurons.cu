@@ -7,7 +7,7 @@
 //   mask       which tokens fire some neuron of each half tile                              CTA: token tile
 //   slots      the tokens of each neuron tile                                               CTA: neuron tile
 //   count      how many nonzeros each token tile has in each block of each half             CTA: token tile
-//   starts     where each block starts; where each CTA of tile_spmm starts                  CTA: neuron tile
+//   starts     where each block starts; pieces of tiles, fullest first                      CTA: neuron tile
 //   place      where each nonzero goes                                                      CTA: token tile
 //
 // Integers only. The order of a block's nonzeros may differ between runs; no result depends on it.
@@ -21,6 +21,8 @@ constexpr int kPlanThreads = 1024;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "a thread for each neuron tile");
 constexpr int kPieceWarps = 2;  // that go through a piece together
+constexpr int kShares = 128;  // of all work: one for each CTA, or nearly
+constexpr int kMinShare = 32;  // blocks
 constexpr int kBatch = 4;  // words that a thread loads at a time
 constexpr int kParts = 6;  // a token tile's tokens lie in at most three blocks of what one half has, three of both's
 
@@ -229,9 +231,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1) count_kernel(const TilePlan p
   }
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) starts_kernel(int token_tiles, int column_tiles, int ctas,
+__global__ void __launch_bounds__(kPlanThreads, 1) starts_kernel(int token_tiles, int column_tiles,
                                                              const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], list, lines[kMaxNeuronTiles];
+  __shared__ uint32_t warp_sums[32], list;
+  __shared__ int parts_of[kMaxNeuronTiles], sizes[kMaxNeuronTiles];
   __shared__ bool last;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -261,50 +264,40 @@ __global__ void __launch_bounds__(kPlanThreads, 1) starts_kernel(int token_tiles
   if (threadIdx.x == 0) last = atomicAdd(out.totals + kNeuronTickets, 1) == static_cast<int>(gridDim.x) - 1;
   __syncthreads();
   if (!last) return;
-  // All work in a line, whole tiles and halves (tile/plan.cuh), and what each CTA does of it.
+  // A tile with more blocks than a CTA's share is cut into pieces of at most half of that.
   const int tiles = gridDim.x;
+  uint32_t blocks_of_all, pieces_of_all;
+  int parts = 0, size = 0;  // of this thread's tile
   Tile mine = {};
   if (threadIdx.x < tiles) {
     const int4 code = out.tiles[threadIdx.x];
     mine = {static_cast<int>(threadIdx.x), code.y, code.z, code.w};
-    out.order[threadIdx.x] = make_int4(mine.index, mine.blocks, mine.end, mine.begin);
   }
-  for (const bool paired : {false, true}) {
-    const auto columns_of = [&](const Tile& tile, int half) {
-      return column_tiles * length_of(blocks_of(tile, half, paired));
-    };
-    const uint32_t length = columns_of(mine, 0) + (paired ? columns_of(mine, 1) : 0);
-    uint32_t work;
-    const uint32_t line = scan(threadIdx.x < tiles ? length : 0, warp_sums, work);
-    if (threadIdx.x < tiles) lines[threadIdx.x] = line;
-    __syncthreads();
-    const uint32_t share = (work + ctas - 1) / ctas, begin = threadIdx.x * share;
-    if (threadIdx.x < ctas) {
-      int4 start = make_int4(tiles, 0, work, share);
-      if (begin < work) {
-        int tile = 0;  // the last one whose line starts at `begin` or before
-        for (int step = kMaxNeuronTiles; step > 0; step /= 2) {
-          if (tile + step < tiles && lines[tile + step] <= begin) tile += step;
-        }
-        const int4 code = out.tiles[tile];
-        const Tile its = {tile, code.y, code.z, code.w};
-        uint32_t from = lines[tile];
-        int half = 0;
-        if (const uint32_t first = columns_of(its, 0); paired && begin - from >= first) {
-          from += first;
-          half = 1;
-        }
-        const uint32_t each = length_of(blocks_of(its, half, paired)), column = (begin - from) / each;
-        start.x = tile;
-        start.y = paired ? 2 * column + half : column;
-        start.z = from + column * each;
-      }
-      out.order[tiles + 2 * threadIdx.x + paired] = start;
+  scan(mine.blocks, warp_sums, blocks_of_all);
+  if (threadIdx.x < tiles) {
+    const int64_t units = static_cast<int64_t>(blocks_of_all) * column_tiles;
+    const int share = max(static_cast<int>((units + kShares - 1) / kShares), kMinShare), most = (share + 1) / 2;
+    parts = mine.blocks <= share ? 1 : (mine.blocks + most - 1) / most;
+    size = (mine.blocks + parts - 1) / parts;
+    parts_of[threadIdx.x] = parts;
+    sizes[threadIdx.x] = size;
+  }
+  const int base = scan(parts > 1 ? parts : 0, warp_sums, pieces_of_all);
+  scan(parts, warp_sums, pieces_of_all);
+  if (threadIdx.x < tiles) {
+    int position = 0;
+    for (int other = 0; other < tiles; ++other) {
+      if (sizes[other] > size || (sizes[other] == size && other < threadIdx.x)) position += parts_of[other];
     }
-    if (threadIdx.x == 0) out.totals[paired ? kPairedWork : kWork] = work;
-    __syncthreads();
+    for (int part = 0; part < parts; ++part) {
+      const int first = mine.blocks * part / parts, end = mine.blocks * (part + 1) / parts;
+      out.order[position + part] = piece_code({mine, first, end, part, parts, base});
+    }
   }
-  if (threadIdx.x == 0) out.totals[kNeuronListWords] = out.totals[kNeuronTickets] = 0;
+  if (threadIdx.x == 0) {
+    out.totals[kPieces] = pieces_of_all;
+    out.totals[kNeuronListWords] = out.totals[kNeuronTickets] = 0;
+  }
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1) place_kernel(const TilePlan plan, int column_tiles, int halves,
@@ -334,15 +327,12 @@ __global__ void __launch_bounds__(kPlanThreads, 1) place_kernel(const TilePlan p
 
 cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, const NeuronPlan& out,
                         cudaStream_t stream) {
-  int ctas = 0;
-  cudaError_t error = multiprocessors(&ctas);
-  if (error != cudaSuccess) return error;
-  if (m > kMaxSplitTokens || 2 * ctas > kSplitUnits) return cudaErrorInvalidValue;
+  if (m > kMaxSplitTokens) return cudaErrorInvalidValue;
   const int token_tiles = static_cast<int>(ceil_div(m, kTokenTile));
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const int neuron_tiles = static_cast<int>(ceil_div(n, kTileM)), halves = 2 * neuron_tiles;
   const uint32_t part_bytes = halves * kParts * 4, rank_bytes = column_tiles * kColumnTile * 2;
-  error = launch_early(frequency_kernel, token_tiles, kPlanThreads, column_tiles * kColumnTile, 1, stream,
+  cudaError_t error = launch_early(frequency_kernel, token_tiles, kPlanThreads, column_tiles * kColumnTile, 1, stream,
                                    plan, column_tiles, out.frequencies);
   const auto then = [&](auto kernel, int64_t grid, uint32_t bytes, auto... arguments) {
     if (error == cudaSuccess) error = launch_early(kernel, grid, kPlanThreads, bytes, 1, stream, arguments...);
@@ -351,7 +341,7 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   then(mask_kernel, token_tiles, halves * 16 + rank_bytes, plan, column_tiles, halves, out);
   then(slots_kernel, neuron_tiles, 0, plan, token_tiles, out);
   then(count_kernel, token_tiles, part_bytes + halves * 40 + rank_bytes, plan, column_tiles, halves, out);
-  then(starts_kernel, neuron_tiles, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), ctas, out);
+  then(starts_kernel, neuron_tiles, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), out);
   then(place_kernel, token_tiles, part_bytes, plan, column_tiles, halves, out);
   return error;
 }

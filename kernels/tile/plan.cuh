@@ -48,65 +48,25 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
-// A unit of tile_spmm, or a part of one: blocks [first, last) of a tile's slots, times one column tile of y. Where there
-// are several parts, `owner` is the CTA of the first; the following CTAs have the others.
-struct Unit {
+// Blocks [first, last) of a tile's slots, its piece `part` of `parts`. Where there are several, piece i's sums are the
+// partial sums base + i.
+struct Piece {
   Tile tile;
-  int half, column;
-  int first, last;
-  int part, parts, owner;
-  uint32_t next;  // where the next unit starts in all work
-  bool exists;
+  int first, last, part, parts, base;
 };
 
-__device__ __forceinline__ Unit whole(const Tile& tile, int column, bool exists) {
-  return {tile, 0, column, 0, tile.blocks, 0, 1, 0, 0, exists};
+__device__ __forceinline__ Piece whole(const Tile& tile) { return {tile, 0, tile.blocks, 0, 1, 0}; }
+
+__device__ __forceinline__ int4 piece_code(const Piece& piece) {
+  return {piece.tile.index | piece.base << 16, piece.first | piece.last << 16, piece.tile.end | piece.tile.begin << 16,
+          piece.part | piece.parts << 16};
 }
 
-// All work on neuron tiles, laid out in a line: tile by tile, (paired) half by half, column tile by column tile, a unit
-// being as long as its blocks, one at least, and kUnitCost more, for what its beginning and end cost. It fits 32 bits:
-// the tensors that it is about would not fit the device's memory otherwise. Every CTA has the next `share` of it.
-constexpr uint32_t kUnitCost = 4;  // blocks
-
-// A CTA's share: [begin, end) of the line. It starts in the unit that starts at `start`.
-struct Stretch {
-  uint32_t begin, end, share, start;
-  int tile, column;  // column: paired, 2 column + half
-};
-
-__device__ __forceinline__ uint32_t length_of(int blocks) { return max(blocks, 1) + kUnitCost; }
-
-// Blocks of a unit: paired, those that a half needs.
-__device__ __forceinline__ int blocks_of(const Tile& tile, int half, bool paired) {
-  return !paired ? tile.blocks : half == 0 ? tile.end : tile.blocks - tile.begin;
-}
-
-// Of NeuronPlan.order: where each CTA starts follows the tiles.
-__device__ __forceinline__ Stretch stretch_of(const int4* order, int tiles, bool paired, const int32_t* totals) {
-  const int4 code = order[tiles + 2 * blockIdx.x + paired];
-  const uint32_t share = code.w, begin = blockIdx.x * share;
-  const uint32_t all = totals[paired ? kPairedWork : kWork];
-  return {begin, min(begin + share, all), share, static_cast<uint32_t>(code.z), code.x, code.y};
-}
-
-// What of the unit that starts at `start` is in this CTA's stretch.
-__device__ __forceinline__ Unit part_of(const Stretch& stretch, uint32_t start, const Tile& tile, int column,
-                                        bool paired) {
-  const int half = paired ? column % 2 : 0, blocks = blocks_of(tile, half, paired);
-  const uint32_t at = start + kUnitCost, next = start + length_of(blocks);
-  const uint32_t from = max(stretch.begin, at), to = min(stretch.end, next);
-  const int offset = paired && half == 1 ? tile.begin : 0;
-  const int owner = at / stretch.share, last_owner = (next - 1) / stretch.share;
-  return {tile,
-          half,
-          paired ? column / 2 : column,
-          offset + min(static_cast<int>(from - at), blocks),
-          offset + min(static_cast<int>(to - at), blocks),
-          static_cast<int>(blockIdx.x) - owner,
-          last_owner - owner + 1,
-          owner,
-          next,
-          at < stretch.end};
+__device__ __forceinline__ Piece piece_of(int4 code) {
+  const auto low = [](int word) { return word & 0xffff; };
+  const auto high = [](int word) { return static_cast<int>(static_cast<uint32_t>(word) >> 16); };
+  return {{low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w),
+          high(code.x)};
 }
 
 // A unit of the up product: blocks [first, last) of a tile's slots, the tile's item `index`.

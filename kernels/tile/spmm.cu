@@ -4,19 +4,19 @@
 // Forward: rows are tokens, slots neurons, h the hidden values: y = h W_d. Backward: dx = dz W_g + du W_u; and with rows
 // that are neurons and slots that are tokens, dW = dz^T x.
 //
-// A unit is one tile times 256 columns of y. Four warps copy, for each block, its rows of w (an MN-major operand) and its
-// pieces of the list. A consumer warpgroup multiplies the blocks that its 64 rows need: while one block is multiplied it
-// scatters the next one's h into a zeroed operand tile.
+// A unit is one tile times 256 columns of y, over all slots of the tile, or those of a piece of it; fuller ones come
+// first. Four warps
+// copy, for each block, its rows of w (an MN-major operand) and its pieces of the list. A consumer warpgroup multiplies
+// the blocks that its 64 rows need: while one block is multiplied it scatters the next one's h into a zeroed operand
+// tile.
 //
 // Where two lists meet the same weights (dW_g and dW_u), their products share the copies of the rows: a unit is then one
 // half of a tile, and each consumer has one of the lists.
 //
-// Token tiles are all about as full, and dealt to the CTAs, fuller ones first. Neuron tiles are not, and few: each CTA
-// has the same share of their blocks (tile/plan.cuh: Stretch), which may begin and end within a unit. Each of a unit's
-// parts then leaves its sums in global memory, and whoever comes last adds them up.
+// Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
 //
-// Numerics: float32 over a tile's slots, block by block in that order (of two lists, first one, then the other); part by
-// part, where a unit is in parts; rounded to bf16 once, or, where y is float32, not. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order (of two lists, first one, then the other); piece by
+// piece, where a tile is in pieces; rounded to bf16 once, or, where y is float32, not. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -35,8 +35,7 @@ struct Shared {
   uint2 pieces[kSpmmStages][2];  // [consumer] of its list, begin and end; in the stage from the multiple of four before on
   uint64_t full[kSpmmStages];
   uint64_t empty[kSpmmStages];
-  Stretch stretch;  // of this CTA
-  bool last[2];     // [consumer] to finish a unit in parts
+  bool last[2];  // [consumer] to finish a tile in pieces
 };
 
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
@@ -105,45 +104,15 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
   ptx::griddepcontrol_wait();
 
   constexpr bool kSplit = sizeof(Index) == 4;
-  const int tiles = static_cast<int>((a.m + kTileM - 1) / kTileM);
-  // Where this CTA is. One that has come to its end stays at the last unit, or the first.
-  struct Cursor {
-    int round;  // not kSplit
-    uint32_t start;
-    int tile, column;  // kPaired: 2 column + half
+  const int pieces_of_all = kSplit ? a.totals[kPieces] : static_cast<int>((a.m + kTileM - 1) / kTileM);
+  const int units_of_piece = column_tiles * (kPaired ? 2 : 1), units = pieces_of_all * units_of_piece;
+  const auto half_of_unit = [&](int unit) { return unit / column_tiles % 2; };  // kPaired
+  // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
+  const auto code_in = [&](int round) {
+    const int unit = deal(round, blockIdx.x, gridDim.x);
+    return a.order[unit < units ? unit / units_of_piece : 0];
   };
-  if constexpr (kSplit) {
-    if (threadIdx.x == 0) shared.stretch = stretch_of(a.order, tiles, kPaired, a.totals);
-    __syncthreads();
-  }
-  const auto first_unit = [&]() -> Cursor {
-    if constexpr (kSplit) return {0, shared.stretch.start, shared.stretch.tile, shared.stretch.column};
-    return {};
-  };
-  const auto unit_of = [&](const Cursor& at) {
-    if constexpr (kSplit) {
-      return part_of(shared.stretch, at.start, tile_of(a.order[min(at.tile, tiles - 1)]), at.column, kPaired);
-    } else {
-      const int unit = deal(at.round, blockIdx.x, gridDim.x);
-      const bool exists = unit < tiles * column_tiles;
-      return whole(tile_of(a.order[exists ? unit / column_tiles : 0]), unit % column_tiles, exists);
-    }
-  };
-  const auto advance = [&](Cursor& at, const Unit& unit) {
-    if constexpr (kSplit) {
-      at.start = unit.next;
-      // Columns of a half, halves of a tile, tiles.
-      constexpr int kStep = kPaired ? 2 : 1;
-      at.column += kStep;
-      if (at.column >= kStep * column_tiles) {
-        const int half = at.column - kStep * column_tiles + 1;
-        at.column = kPaired && half < 2 ? half : 0;
-        at.tile += at.column == 0;
-      }
-    } else {
-      ++at.round;
-    }
-  };
+  const auto decoded = [](int4 code) { return kSplit ? piece_of(code) : whole(tile_of(code)); };
 
   if (warp < kGatherWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -152,30 +121,41 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
     const uint32_t pitch = static_cast<uint32_t>(a.k) * 2;
     RingOf<kSpmmStages> ring;
-    const int consumer = warp % 2;  // two warps to a consumer's piece of the list, 128 words in turn
-    Cursor at = first_unit();
-    Unit next_unit = unit_of(at);
+    struct Range {
+      int tile, first, last, half;
+    };
+    // Two warps to a consumer's piece of the list, 128 words in turn.
+    const int consumer = warp % 2;
+    const auto range_in = [&](int round) {
+      const Piece piece = decoded(code_in(round));
+      Range range = {piece.tile.index, piece.first, piece.last, consumer};
+      if constexpr (kPaired) {
+        range.half = half_of_unit(deal(round, blockIdx.x, gridDim.x));
+        range.last = piece.tile.needed(range.half, piece.first, piece.last, range.first);
+        range.last += range.first;
+      }
+      return range;
+    };
+    Range next_range = range_in(0);
     const uint32_t first_word = warp / 2 * 128 + lane * 4;
     // This warp's slots of a block, and its consumer's piece of the list: one block ahead.
     Sixteen<Index> next;
     uint2 next_piece;
-    const auto load = [&](const Unit& of, int block) {
-      if (!of.exists || of.first == of.last) {  // nothing is there, not even to look at
+    const auto load = [&](const Range& of, int block) {
+      if (of.first == of.last) {  // nothing is there, not even to look at
         next_piece = make_uint2(0, 0);
         return;
       }
-      next.load(static_cast<const Index*>(a.slots) + of.tile.index * a.slots_per_tile + block * kTileK +
+      next.load(static_cast<const Index*>(a.slots) + of.tile * a.slots_per_tile + block * kTileK +
                 warp * kGatherRows);
-      const int half = kPaired ? of.half : consumer;
-      const uint32_t* starts = a.starts + (static_cast<int64_t>(of.tile.index) * 2 + half) * a.starts_per_half + block;
+      const uint32_t* starts = a.starts + (static_cast<int64_t>(of.tile) * 2 + of.half) * a.starts_per_half + block;
       next_piece = make_uint2(starts[0], starts[1]);
     };
-    load(next_unit, next_unit.first);
-    while (next_unit.exists) {
-      const Unit of = next_unit;
-      advance(at, of);
-      next_unit = unit_of(at);
-      const int64_t column = static_cast<int64_t>(of.column) * kTileN + lane * 8;
+    load(next_range, next_range.first);
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Range of = next_range;
+      next_range = range_in(round + 1);
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
       const uint32_t bytes = column < a.k ? 16 : 0;
       for (int block = of.first; block < of.last; ++block) {
         const Sixteen<Index> slots = next;
@@ -183,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         if (block + 1 < of.last) {
           load(of, block + 1);
         } else {
-          load(next_unit, next_unit.first);
+          load(next_range, next_range.first);
         }
 #pragma unroll
         for (int s = 0; s < kSources; ++s) {
@@ -193,8 +173,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           const uint32_t* list = (kPaired ? consumer : s) == 0 ? a.lists[0] : a.lists[1];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const uint32_t word = first_word + 256 * i, from = (piece.x & ~3u) + word;
-            if (word < kPieceWords && from < piece.y) ptx::cp_async_16(words + word * 4, list + from);
+            const uint32_t word = first_word + 256 * i, at = (piece.x & ~3u) + word;
+            if (word < kPieceWords && at < piece.y) ptx::cp_async_16(words + word * 4, list + at);
           }
           const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
 #pragma unroll
@@ -209,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           ring.advance();
         }
       }
-      if (of.first == of.last) load(next_unit, next_unit.first);
+      if (of.first == of.last) load(next_range, next_range.first);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -247,33 +227,22 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     for (int i = 0; i < kBuffers; ++i) zero(i);
     ptx::bar_sync(1 + consumer, 128);
     RingOf<kSpmmStages> ring;
-    constexpr bool kAhead = !kSplit;  // else registers are short while a product runs, and units are large
-    Cursor at = first_unit();
-    Unit next = unit_of(at);
+    constexpr bool kAhead = !kSplit || kPaired;  // else registers are short, and units are large
+    int4 next_code = code_in(0);
     uint32_t which = 0;
-    for (;;) {
-      const Cursor mine = at;
-      int needed, before, after;  // blocks that this consumer multiplies, and lets pass before and after
-      Unit of = kAhead ? next : unit_of(at);
-      if (!of.exists) break;
-      advance(at, of);
-      int from;
-      needed = of.tile.needed(kPaired ? of.half : consumer, of.first, of.last, from);
-      before = needed == 0 ? of.last - of.first : from - of.first;
-      after = of.last - of.first - before - needed;
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Piece of = decoded(kAhead ? next_code : code_in(round));
+      if constexpr (kAhead) next_code = code_in(round + 1);
+      const int half = kPaired ? half_of_unit(unit) : consumer;
       int out[2];  // this lane's two rows of y
-      const auto find_rows = [&]() {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int64_t position = static_cast<int64_t>(of.tile.index) * kTileM +
-                                   (kPaired ? of.half : consumer) * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
-          out[i] = position >= a.m ? -1 : a.rows == nullptr ? position : a.rows[position];
-        }
-      };
-      if constexpr (kAhead) {
-        next = unit_of(at);
-        find_rows();
+      for (int i = 0; i < 2; ++i) {
+        const int64_t position =
+            static_cast<int64_t>(of.tile.index) * kTileM + half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
+        out[i] = position >= a.m ? -1 : a.rows == nullptr ? position : a.rows[position];
       }
+      int from;
+      const int needed = of.tile.needed(half, of.first, of.last, from);
       float d[128];
       if (needed != 0) {
         const auto multiply_block = [&](bool first, int source) {
@@ -291,17 +260,17 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           ptx::wgmma_commit_group();
         };
         const auto turn = [](uint32_t which) { return which == kBuffers - 1 ? 0 : which + 1; };
-        if constexpr (!kPaired) pass_by(ring, kSources * before, full, release);
+        if constexpr (!kPaired) pass_by(ring, kSources * (from - of.first), full, release);
         multiply_block(true, 0);
         uint32_t previous = ring.stage;
         ring.advance();
         for (int left = kSources * needed - 1; left > 0; --left) {
-          const uint32_t multiplied = which;
+          const uint32_t before = which;
           which = turn(which);
           multiply_block(false, kSources == 1 ? 0 : left % 2);
           ptx::wgmma_wait_group<1>();
           release(previous);
-          zero(multiplied);
+          zero(before);
           previous = ring.stage;
           ring.advance();
         }
@@ -309,20 +278,21 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         release(previous);
         zero(which);
         which = turn(which);
-        if constexpr (!kPaired) pass_by(ring, kSources * after, full, release);
+        if constexpr (!kPaired) pass_by(ring, kSources * (of.last - from - needed), full, release);
       } else {  // nothing is there for this half
-        if constexpr (!kPaired) pass_by(ring, kSources * before, full, release);
+        if constexpr (!kPaired) pass_by(ring, kSources * (of.last - of.first), full, release);
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      if constexpr (!kAhead) of = unit_of(mine);
-      if (kSplit && of.parts > 1) {
-        // The sums of a part, as its threads hold them: [register / 4][thread][4].
+      if (const Piece piece = decoded(a.order[unit / units_of_piece]); kSplit && piece.parts > 1) {
+        const int place = unit % column_tiles + piece.base * column_tiles;
+        // The sums of a piece, as its threads hold them: [register / 4][thread][4].
         const auto partials_of = [&](int part) {
-          const int64_t sums = (of.owner + part) * 2 + (part == 0);
-          return reinterpret_cast<float4*>(a.partials + (sums * 2 + consumer) * (kHalf * kTileN)) + thread;
+          const int64_t sums = static_cast<int64_t>(place + part * column_tiles) * 4 + half * 2 + kPaired * consumer;
+          const int64_t at = sums * (kHalf * kTileN);
+          return reinterpret_cast<float4*>(a.partials + at) + thread;
         };
-        float4* partials = partials_of(of.part);
+        float4* partials = partials_of(piece.part);
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
           partials[j * 128] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
@@ -330,8 +300,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         __threadfence();
         ptx::bar_sync(1 + consumer, 128);
         if (thread == 0) {
-          int32_t* ticket = a.tickets + of.owner * 2 + consumer;
-          const bool last = atomicAdd(ticket, 1) == of.parts - 1;
+          int32_t* ticket = a.tickets + place * 4 + half * 2 + kPaired * consumer;
+          const bool last = atomicAdd(ticket, 1) == piece.parts - 1;
           if (last) *ticket = 0;
           __threadfence();
           shared.last[consumer] = last;
@@ -340,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         if (!shared.last[consumer]) continue;
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
-        for (int part = 0; part < of.parts; ++part) {
+        for (int part = 0; part < piece.parts; ++part) {
           partials = partials_of(part);
 #pragma unroll
           for (int j = 0; j < 32; ++j) {
@@ -352,9 +322,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           }
         }
       }
-      if constexpr (!kAhead) find_rows();
       if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
-        const int64_t column = static_cast<int64_t>(of.column) * kTileN;
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           Out* to = y + out[i] * a.k + column + lane % 4 * 2;
@@ -368,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         continue;
       }
       // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
-      const int64_t column = static_cast<int64_t>(of.column) * kTileN + lane % 4 * 8;
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Out* to = y + out[i] * a.k + column;

@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
-SPLIT_UNITS = 384  # parts of units that leave their sums (launch.h: kSplitUnits)
+SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
 MAX_TOKENS = 65_535 * 64  # of the tile engine with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
@@ -312,7 +312,7 @@ def tile_backward(
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return saved.lists.new_empty(shape, dtype=dtype)
 
-    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS, 2)
+    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS * 4, 2)
     frequencies, counts, totals, tickets, arrivals = _zeros(x.device, *((length, torch.int32) for length in zeroed))
     by_neuron = NeuronPlan(
         frequencies=frequencies,
@@ -342,7 +342,7 @@ def tile_backward(
     dw_up = torch.empty_like(dw_gate) if gated else None
     of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
     ops.tile_spmm(dz, w_gate, du, w_up, *of_tokens, dx, None)
-    partials = x.new_empty(SPLIT_UNITS * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
+    partials = x.new_empty(SPLIT_UNITS * 2 * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
     of_neurons = (
         by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons, by_neuron.totals, partials, tickets
     )  # fmt: skip

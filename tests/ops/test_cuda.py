@@ -202,8 +202,8 @@ def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, ro
     expect(order, torch.int32, len(slots) + 384 * by_neuron, 4)
     if by_neuron:
         expect(totals, torch.int32, 4)
-        expect(partials, torch.float32, 384 * 128 * 256)
-        expect(tickets, torch.int32, 384)
+        expect(partials, torch.float32, 384 * 2 * 128 * 256)
+        expect(tickets, torch.int32, 384 * 4)
         assert not tickets.any()
     else:
         assert totals is partials is tickets is None
