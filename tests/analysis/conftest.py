@@ -1,3 +1,3 @@
-from evaluation.conftest import tiny, trained
+from evaluation.conftest import bare, run, tiny, trained
 
-__all__ = ["tiny", "trained"]
+__all__ = ["bare", "run", "tiny", "trained"]

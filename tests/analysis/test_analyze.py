@@ -3,13 +3,13 @@
 import csv
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from analysis.test_activity import small_model
 from datasets import Dataset
+from evaluation.conftest import LAST
 
 from sparsellm import analyze
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, report, study
@@ -18,20 +18,9 @@ from sparsellm.data import open_validation, tokenizer
 from sparsellm.distributed import process_group
 from sparsellm.training.checkpoint import Checkpoints
 
-LAST = "checkpoints/step_00000004"
 FIGURES = ["firing_frequency.png", "nonzeros_by_layer.png", "nonzeros_by_position.png", "union_by_layer.png"]
 FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
 LENGTH = 32  # of the run's sequences
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "tiny")
-
-
-@pytest.fixture
-def bare(trained, tmp_path):
-    return shutil.copytree(trained / LAST / "hf", tmp_path / "bare")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sparsellm.training.loop import Trainer
 from sparsellm.training.run_folder import open_folder
 
 VOCABULARY = 400
+LAST = "checkpoints/step_00000004"  # of the trained run
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +60,15 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         with open_folder(config, ranks) as (config, run):
             assert Trainer(config, ranks, opened, run).fit() == 0
     return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of `trained`."""
+    return shutil.copytree(trained, tmp_path / "tiny")
+
+
+@pytest.fixture
+def bare(trained: Path, tmp_path: Path) -> Path:
+    """Its last hf/ folder alone."""
+    return shutil.copytree(trained / LAST / "hf", tmp_path / "bare")

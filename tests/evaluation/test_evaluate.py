@@ -14,6 +14,7 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
+from evaluation.conftest import LAST
 from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,18 +26,7 @@ from sparsellm.model import accelerate
 from sparsellm.training.checkpoint import Checkpoints
 from sparsellm.training.metrics import METRICS, WandbRun, read
 
-LAST = "checkpoints/step_00000004"
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "eval"
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "tiny")
-
-
-@pytest.fixture
-def bare(trained, tmp_path):
-    return shutil.copytree(trained / LAST / "hf", tmp_path / "bare")
 
 
 @pytest.fixture
