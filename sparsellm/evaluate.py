@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.config import EvaluateConfig, entry_point, load
-from sparsellm.distributed import MainRankFailed, main_rank_from_environment
+from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results
 from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
 from sparsellm.evaluation.locate import locate
@@ -22,7 +22,7 @@ from sparsellm.training.metrics import WandbRun
 @entry_point(mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
-        found = evaluate_checkpoint(config, record)
+        found = evaluate_checkpoint(config, record, show)
     except MainRankFailed:
         return 1  # the main rank says why
     except KeyboardInterrupt:
@@ -31,9 +31,11 @@ def main(config: EvaluateConfig) -> int:
     except EvaluationError as error:
         print(f"sparsellm: {error}", file=sys.stderr)
         return 1
-    if main_rank_from_environment():
-        print(f"{results.table(found)}\n\n{Path(found['output_dir'], results.RESULTS)}")
     return 1 if found["failed"] else 0
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{results.table(found)}\n\n{Path(found['output_dir'], results.RESULTS)}", flush=True)
 
 
 def record(found: dict[str, Any]) -> None:

@@ -51,11 +51,14 @@ def mistakes(config: EvaluateConfig) -> list[str]:
 
 
 def evaluate_checkpoint(
-    config: EvaluateConfig, record: Callable[[dict[str, Any]], object] = lambda _: None
+    config: EvaluateConfig,
+    record: Callable[[dict[str, Any]], object] = lambda _: None,
+    show: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Evaluate and write results.json; return its contents, the same on all ranks. Alone or under torchrun.
 
-    The main rank calls `record` with the contents before it writes them, so that what is written is recorded.
+    The main rank calls `record` with the contents before it writes them, so that what is written is recorded, and
+    `show` after that, before any rank returns: torchrun ends the others once one has failed.
 
     {"checkpoint", "step", "dtype", "kernels", "limit", "tasks": {TASK: {"metric", "score", "stderr", "acc",
     "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note"}}, "failed": {TASK: reason}, "mean",
@@ -69,7 +72,7 @@ def evaluate_checkpoint(
         raise ConfigError(found)
     request = Request(config, locate(config.checkpoint))
     with tasks.offline(request.is_local), process_group(device_type(config.device.name)) as ranks:
-        return Evaluation(request, ranks).run(record)
+        return Evaluation(request, ranks).run(record, show)
 
 
 def is_complete(config: EvaluateConfig) -> bool:
@@ -109,7 +112,9 @@ class Evaluation:
         self.lm = None  # loaded once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
 
-    def run(self, record: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    def run(
+        self, record: Callable[[dict[str, Any]], object], show: Callable[[dict[str, Any]], object]
+    ) -> dict[str, Any]:
         from transformers.utils import logging
 
         if not (self.ranks.is_main and sys.stderr.isatty()):
@@ -121,14 +126,17 @@ class Evaluation:
         results = self.request.results(sides, self.failed)
         self._on_main(lambda: record(results))
         self._on_main(lambda: write(self.output / RESULTS, as_json(results)))
+        self._on_main(lambda: show(results))
         return results
 
     def _open(self) -> str:
         """Make the output folder, and say what the checkpoint holds."""
         try:
-            if self.config.output_dir is not None or self.checkpoint.folder not in self.output.parents:
-                self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.mkdir(exist_ok=True)  # without parents: a checkpoint that its run has deleted stays deleted
+            # Without the parents of the checkpoint: one that its run has deleted stays deleted.
+            inside = self.config.output_dir is None and self.checkpoint.folder in self.output.parents
+            if not inside or self.config.limit is not None:
+                self.output.parent.mkdir(parents=not inside, exist_ok=True)
+            self.output.mkdir(exist_ok=True)
         except OSError as error:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:

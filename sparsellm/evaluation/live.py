@@ -50,6 +50,9 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
                 found.append(_without(name, error))
     if found:
         raise ConfigError(found)
+    for task in loaded if ranks.is_main else []:
+        if task.note is not None:
+            print(f"sparsellm: evaluation of {task.name}: {task.note}", file=sys.stderr)
     return LiveEvaluation(config, ranks, loaded)
 
 

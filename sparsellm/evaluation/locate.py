@@ -33,12 +33,17 @@ class Checkpoint:
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
 
-    def output(self, added: str, asked: str | None = None) -> Path:
+    def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
         """The folder for what is `added`, EVALUATION or ANALYSIS: `asked` if given, else inside, or, where that cannot
-        be written, evaluations/NAME or analyses/NAME in the working directory.
+        be written, evaluations/NAME or analyses/NAME in the working directory. Of so many rows only, `limit`, a folder
+        in that one.
         """
         if asked is not None:
             return Path(asked).expanduser()
+        whole = self._whole(added)
+        return whole if limit is None else whole / f"limit_{limit}"
+
+    def _whole(self, added: str) -> Path:
         if self.folder is not None:
             inside = self.folder / added
             if os.access(inside if inside.exists() else self.folder, os.W_OK | os.X_OK):

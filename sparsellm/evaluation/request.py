@@ -32,7 +32,7 @@ class Request:
 
     @cached_property
     def output(self) -> Path:
-        return self.checkpoint.output(EVALUATION, self.config.output_dir)
+        return self.checkpoint.output(EVALUATION, self.config.output_dir, self.config.limit)
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:

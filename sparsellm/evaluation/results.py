@@ -5,6 +5,7 @@ OUTPUT/
   samples_arc_easy.jsonl  lm-eval's samples: each row with its requests, log-probabilities and scores
   tasks/arc_easy.json     a finished task, which an evaluation of the same things does not repeat
   torch/                  samples and tasks once more in PyTorch, with compare_kernels=true
+  limit_20/               the same of limit=20 rows
 """
 
 import hashlib
@@ -65,12 +66,13 @@ def mean(names: list[str], tasks: dict[str, dict[str, Any]]) -> float | None:
 
 
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by a flat name, for a record of the run."""
-    found = {f"evaluation/{name}": task["score"] for name, task in results["tasks"].items()}
+    """The numbers of `results` by a flat name, for a record of the run; of fewer rows, other names."""
+    prefix = "evaluation" if results["limit"] is None else f"evaluation/limit_{results['limit']}"
+    found = {f"{prefix}/{name}": task["score"] for name, task in results["tasks"].items()}
     if results["mean"] is not None:
-        found["evaluation/mean"] = results["mean"]
+        found[f"{prefix}/mean"] = results["mean"]
     if results[VALIDATION] is not None:
-        found |= {f"evaluation/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
+        found |= {f"{prefix}/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
     return found
 
 

@@ -88,6 +88,8 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
             if source is not None:
                 definition, stock = Path(folder, f"{name}.yaml"), definition
                 definition.write_text(json.dumps(_on_local_rows(name, stock, source)))  # JSON is YAML
+            if source is not None and source.stat().st_size == 0:
+                raise ValueError("the file is empty")
             task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
             task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(1234)  # the one of lm_eval, though nothing is drawn
@@ -96,7 +98,8 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
         where, remedy = f"the rows in {source}", "they should be in the schema of the hub's data set"
         if source is None:
             where, remedy = f"the data set of {name} on the hub", "data_dir=DIR takes local rows"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        chain = [error] if error.__cause__ is None else [error, error.__cause__]  # the library's, and what it read
+        reason = ": ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
         raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error
     split = TASKS[name].split if source is None else source.stem
     note = None if split == TASKS[name].split else f"no {TASKS[name].split} rows in data_dir: scored {split} instead"

@@ -33,7 +33,8 @@ class Launcher(StopSignals):
     """While entered, SIGTERM and SIGINT go to the running command instead of ending the sweep in its middle.
 
     Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
-    Linux sends them SIGTERM.
+    Linux sends them SIGTERM, perhaps once for each thread of the sweep, and a second one ends a run without a
+    checkpoint: then it goes on from its last.
     """
 
     @contextmanager

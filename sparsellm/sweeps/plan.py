@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -91,6 +92,11 @@ class Sweep:
 
     def log(self, point: Point) -> Path:
         return self.folder / "logs" / f"{point.name}.log"
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Rows of each task that its evaluations score."""
+        return from_overrides(self.evaluate, EvaluateConfig).limit
 
     def evaluation(self, point: Point) -> list[str]:
         """The overrides of the evaluation of a finished point."""

@@ -28,7 +28,7 @@ def rows(sweep: Sweep) -> list[Row]:
     scores and their `mean` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if validated).
     """
     finished = {point.name: _numbers(point) for point in sweep.points if point.is_finished()}
-    scores = {name: _results(point) for point in sweep.points if (name := point.name) in finished}
+    scores = {name: _results(sweep, point) for point in sweep.points if (name := point.name) in finished}
     layers = max((len(n.get("nnz_per_layer") or []) for n in finished.values()), default=0)
     tasks = list(dict.fromkeys(task for result in scores.values() for task in result.get("tasks", {})))
     table = []
@@ -112,9 +112,9 @@ def _numbers(point: Point) -> Row:
     return (read(point.folder / METRICS) or [{}])[-1]
 
 
-def _results(point: Point) -> dict[str, Any]:
+def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     try:
-        path = locate(str(point.checkpoint)).output(EVALUATION) / RESULTS
+        path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
         return json.loads(path.read_text()) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         print(f"sparsellm: the scores of {point.checkpoint} are left out: {error}", file=sys.stderr)
@@ -155,5 +155,6 @@ def _legend(sweep: Sweep, evaluated: bool) -> str:
     if normalization:
         lines.append(f"The coefficient multiplies the {normalization} of |h| over neurons and layers, per token.")
     if evaluated:
-        lines.append("Scores: zero-shot, acc_norm where the task has it, acc otherwise.")
+        rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
+        lines.append(f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}.")
     return "\n".join(f"- {line}" for line in lines)

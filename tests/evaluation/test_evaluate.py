@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
-from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, tasks
+from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, results, tasks
 from sparsellm.model import accelerate
 from sparsellm.training.checkpoint import Checkpoints
 from sparsellm.training.metrics import METRICS, WandbRun, read
@@ -281,6 +281,19 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
     assert "it should have validation.jsonl" in found["failed"]["piqa"]
     assert "substring not found" in found["failed"]["winogrande"]
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
+
+
+def test_a_quick_look_leaves_the_scores_of_all_rows_alone(run, rows):
+    whole, quick = ({"checkpoint": str(run), "data_dir": str(rows), "tasks": ["piqa"], "limit": n} for n in (None, 2))
+    of_all = evaluate_checkpoint(EvaluateConfig(**whole))
+    before = {path: path.read_bytes() for path in (run / LAST / "evaluation").rglob("*") if path.is_file()}
+    of_two = evaluate_checkpoint(EvaluateConfig(**quick))
+    assert of_two["output_dir"] == f"{of_all['output_dir']}/limit_2"
+    assert of_two["tasks"]["piqa"]["rows"] == 2 < of_all["tasks"]["piqa"]["rows"]
+    assert {path: path.read_bytes() for path in before} == before
+    assert results.scores(of_two).keys() == {
+        key.replace("evaluation/", "evaluation/limit_2/") for key in results.scores(of_all)
+    }
 
 
 def test_limit_and_requests_beyond_the_context(bare, tmp_path):

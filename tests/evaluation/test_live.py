@@ -176,6 +176,14 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     assert "sparsellm: step 4: evaluating the model failed, training goes on: ZeroDivisionError: division by" in said
 
 
+def test_a_split_that_stands_in_for_another_is_said(asked, capsys):
+    with process_group("cpu") as ranks:
+        live.load(from_overrides([*asked, "evaluation.tasks=[piqa,arc_easy]"]), ranks)
+    said = capsys.readouterr().err
+    assert "evaluation of arc_easy: no test rows in data_dir: scored validation instead" in said
+    assert "evaluation of piqa" not in said
+
+
 def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, capsys):
     wrong = [*asked, "evaluation.every=-1", "evaluation.limit=0", "evaluation.batch_size=0", "evaluation.data_dir=gone",
              "evaluation.tasks=[piqa,pica,piqa]"]  # fmt: skip

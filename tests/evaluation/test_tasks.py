@@ -53,3 +53,7 @@ def test_what_is_missing_is_named(tmp_path):
         TaskUnavailable, match=r"piqa/validation\.jsonl cannot be used: .* the schema of the hub's data set"
     ):
         load("piqa", str(tmp_path))
+    for text, reason in (("", "the file is empty"), ('{"goal": "x"\n', "JSON parse error")):
+        (tmp_path / "piqa/validation.jsonl").write_text(text)
+        with pytest.raises(TaskUnavailable, match=reason):
+            load("piqa", str(tmp_path))

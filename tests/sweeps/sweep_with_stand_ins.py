@@ -47,8 +47,9 @@ import json, pathlib, sys
 checkpoint = pathlib.Path(sys.argv[1])
 print("evaluating", checkpoint, sys.argv[2:], flush=True)
 scores = {"arc_easy": {"score": 0.5, "stderr": 0.03}, "piqa": {"score": 0.25, "stderr": 0.04}}
-(checkpoint / "evaluation").mkdir(exist_ok=True)
-(checkpoint / "evaluation" / "results.json").write_text(json.dumps({"tasks": scores, "failed": {}, "mean": 0.375}))
+folder = checkpoint / "evaluation" / "".join(word.replace("=", "_") for word in sys.argv[2:] if "limit=" in word)
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "results.json").write_text(json.dumps({"tasks": scores, "failed": {}, "mean": 0.375}))
 """
 
 
