@@ -1,8 +1,8 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. A kernel may start while the one before it ends, but
 // touches no memory of the caller's before that one is done; gate_pack, pointwise, pointwise_gradient and transpose
-// start as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is
-// asserted where it is used.
+// start as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes
+// beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -42,7 +42,7 @@ struct TilePlan {
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
   uint16_t* slots;        // [MT, NT * 256] the neurons of each tile
   uint32_t* starts;       // [MT, 2, NT * 4 + 1] where each block's nonzeros of each half start in `lists`, and the end
-  uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place: g, or, where tile_up was given them as `hidden`, h
+  uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place: g, or h, if tile_up was given them as `hidden`
   int64_t capacity;       // if they are more, or too many in long rows, no tile has any: all is left to row_rest
   int4* tiles;            // [MT] neurons, blocks, and the two halves' blocks
   int4* order;            // [MT] tiles that have blocks, fullest first, then those that have none

@@ -10,7 +10,7 @@ Timed: from the requests of all tasks, task by task, to their answers, tokenizat
 clock with the GPU idle before and after; the least of --rounds, in which the variants take turns. lm-eval's `hf` runs
 at each of --batch-sizes, and the ratios are to the fastest. `ours` chooses its batches by length; `ours, kernels` is
 the same after `sparsellm.accelerate`. Printed beside: how far the log-probabilities of continuations are from those of
-`hf` at its first batch size, and how many requests differ in which option they rank first.
+`hf` at its first batch size, and how many questions have another likeliest option.
 """
 
 import argparse

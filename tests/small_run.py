@@ -3,6 +3,8 @@
 torchrun --nproc_per_node 2 small_run.py step.pt OVERRIDE...
 """
 
+import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,18 @@ OVERRIDES = [
     "optimizer.warmup_steps=2", "logging=disabled", "logging.every=3", "logging.validation_every=4",
     "run.checkpoint_every=100", "runtime.device=cpu", "runtime.micro_batch_size=8",
 ]  # fmt: skip
+
+
+def signal_after(trainer, step):
+    """Ask the process to stop, in the middle of the step after it."""
+    advance = trainer.advance
+
+    def signalled(batches):
+        if trainer.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(batches)
+
+    trainer.advance = signalled
 
 
 def small_config(*overrides: str) -> Config:

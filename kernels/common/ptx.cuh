@@ -148,10 +148,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// --- ordinary shared memory by address ---
-
-// Four 8 x 8 matrices of 16-bit values, 16 bytes of one row at each lane's address, lanes 8 i to 8 i + 7 those of matrix i:
-// lane l gets columns 2 (l % 4) and the next of row l / 4 of each; transposed, those of row and column exchanged.
+// Lane l gets columns 2 (l % 4) and the next of row l / 4 of each of four; transposed, with row and column exchanged.
 template <bool kTransposed>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   if constexpr (kTransposed) {
@@ -174,6 +171,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// --- ordinary shared memory by address ---
 
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
   uint4 v;

@@ -5,10 +5,10 @@
 // that are neurons and slots that are tokens, dW = dz^T x.
 //
 // A unit is one tile times 256 columns of y, over all slots of the tile, or those of a piece of it; fuller ones come
-// first. Four warps
-// copy, for each block, its rows of w (an MN-major operand) and its pieces of the list. A consumer warpgroup multiplies
-// the blocks that its 64 rows need: while one block is multiplied it scatters the next one's h into a zeroed operand
-// tile.
+// first, all columns of one together: units as large that begin together go through the same rows of w in step, and find
+// them in L2. Four warps copy, for each block, its rows of w (an MN-major operand) and its pieces of the list. A consumer
+// warpgroup multiplies the blocks that its 64 rows need: while one block is multiplied it scatters the next one's h into
+// a zeroed operand tile.
 //
 // Where two lists meet the same weights (dW_g and dW_u), their products share the copies of the rows: a unit is then one
 // half of a tile, and each consumer has one of the lists.
@@ -372,8 +372,9 @@ cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream) {
       (two && paired != a.wide_slots) || (a.float_y && !a.wide_slots)) {
     return cudaErrorInvalidValue;
   }
-  const auto wide = a.float_y ? (two ? tile_spmm_kernel<uint32_t, 1, true, float> : tile_spmm_kernel<uint32_t, 1, false, float>)
-                              : (two ? tile_spmm_kernel<uint32_t, 1, true> : tile_spmm_kernel<uint32_t, 1>);
+  const auto to_float = two ? tile_spmm_kernel<uint32_t, 1, true, float> : tile_spmm_kernel<uint32_t, 1, false, float>;
+  const auto to_bf16 = two ? tile_spmm_kernel<uint32_t, 1, true> : tile_spmm_kernel<uint32_t, 1>;
+  const auto wide = a.float_y ? to_float : to_bf16;
   const auto kernel = a.wide_slots ? wide : two ? tile_spmm_kernel<uint16_t, 2> : tile_spmm_kernel<uint16_t, 1>;
   return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, a);
 }

@@ -116,7 +116,7 @@ class SharedLM(HFLM):
         return [everything[i] for i in range(len(requests))]
 
     def _answers(self, batch: list[Request]) -> list[Answer]:
-        """What lm-eval's `hf` model answers, in one transfer each way; it takes several for each request."""
+        """What lm-eval's `hf` model answers, in a few transfers; it takes as many for each request."""
         rows: dict[tuple[int, ...], int] = {}
         at: list[tuple[int, int]] = []  # row and position of the logits that predict each token of the continuations
         for _, context, continuation in batch:

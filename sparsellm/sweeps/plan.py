@@ -168,12 +168,12 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
     for key in ("checkpoint", "output_dir"):
         if any(override.startswith(f"{key}=") for override in request.evaluate):
             found.append(f"evaluate.{key} in a sweep: every run has its own; leave it out")
-    if options.evaluate:
-        try:
-            wrong = evaluation_mistakes(from_overrides(request.evaluate, EvaluateConfig))
-        except ConfigError as error:
-            wrong = error.mistakes
-        found += [f"evaluate: {mistake}" for mistake in wrong if not mistake.startswith("checkpoint has no value")]
+    try:  # the table needs them too, though nothing were evaluated
+        evaluation = from_overrides(request.evaluate, EvaluateConfig)
+        wrong = evaluation_mistakes(evaluation) if options.evaluate else []
+    except ConfigError as error:
+        wrong = error.mistakes
+    found += [f"evaluate: {mistake}" for mistake in wrong if not mistake.startswith("checkpoint has no value")]
 
     same: dict[str, Point] = {}
     for point in sweep.points:

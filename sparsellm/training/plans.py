@@ -25,7 +25,7 @@ from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
-# Real micro-batches differ by several times, and one without room costs as much as ten others: there is room for
+# Real micro-batches differ by several times, and one without room takes ten times as long or more: there is room for
 # LISTED_PER_TOKEN nonzeros per token at least, and for ROOM_MARGIN times what the fullest micro-batch had.
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token

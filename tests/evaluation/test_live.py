@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_run import signal_after
 
 from sparsellm import data, train
 from sparsellm.config import EvaluateConfig, from_overrides
@@ -45,14 +46,7 @@ def run(overrides, stop_at=None):
         evaluation, opened = live.load(config, ranks), data.open_data(config, ranks)
         with open_folder(config, ranks) as (config, folder):
             trainer = Trainer(config, ranks, opened, folder, evaluation)
-            advance = trainer.advance
-
-            def signalled(batches):
-                if trainer.step == stop_at:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                return advance(batches)
-
-            trainer.advance = signalled
+            signal_after(trainer, stop_at)
             random.seed(0), np.random.seed(0)
             code = trainer.fit()
             state = {name: t.clone() for name, t in trainer._tensors(trainer.silent.reduced()).items()}

@@ -124,6 +124,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["sweep.mode=slurm"], "needs sweep.nproc_per_node"),
         (["sweep.nproc_per_node=3"], "training.batch_size 8 does not divide over 3 ranks"),
         (["evaluate.limits=3"], "evaluate: Could not override 'limits'"),
+        (["evaluate.limits=3", "sweep.evaluate=false"], "evaluate: Could not override 'limits'"),
         (["evaluate.data_dir=nowhere"], "evaluate: data_dir=nowhere is not a folder"),
         (["evaluate.tasks=[piqa,pica]"], "evaluate: tasks has pica"),
         (["evaluate.output_dir=x"], "evaluate.output_dir in a sweep: every run has its own"),

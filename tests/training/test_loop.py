@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import first_gradients, small_config, small_trainer
+from small_run import first_gradients, signal_after, small_config, small_trainer
 from transformers import AutoModelForCausalLM
 
 from sparsellm.evaluation.perplexity import cross_entropy
@@ -202,18 +202,6 @@ def fail_from(trainer, steps):
         return out
 
     trainer.decoder.forward = broken
-
-
-def signal_after(trainer, step):
-    """Ask the process to stop, in the middle of the step after it."""
-    advance = trainer.advance
-
-    def signalled(batches):
-        if trainer.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return advance(batches)
-
-    trainer.advance = signalled
 
 
 def test_a_non_finite_step_is_skipped_and_counted(tmp_path):
