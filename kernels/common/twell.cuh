@@ -39,36 +39,63 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
   return sum - value;
 }
 
-// Packs one row of one tile, a warp together: lane l holds columns first + 8 l .. + 7 in `v`. Writes all words but the
-// count, word 0, which it returns: many rows' counts are better written together. Where the words do not fit, the
-// segment goes to `wide` (its column `first`; columns >= n are dropped). `seen` collects this lane's nonzero bits.
-__device__ __forceinline__ uint32_t pack_row(const uint4& v, uint32_t lane, uint32_t first, int64_t n,
-                                             int words_per_tile, uint32_t* words, __nv_bfloat16* wide,
-                                             uint32_t& seen) {
-  if (!__any_sync(~0u, ((v.x | v.y | v.z | v.w) & kMagnitude) != 0)) return 0;
-  const uint32_t bits = nonzero_bits(v);
-  const uint32_t mine = __popc(bits);
-  seen |= bits;
-  // How many lie before, and in all: `mine` is at most 8, so four ballots hold all lanes' numbers. (A scan by shuffles
-  // waits five times for what this asks for at once.)
-  const uint32_t below = (1u << lane) - 1;
-  uint32_t before = 0, count = 0;
+// Packs four rows of one tile, a warp together: lanes 8 r .. 8 r + 7 have row r of the four, and lane s of them columns
+// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are 128 j bytes on. Writes all
+// words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its column
+// `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set where the
+// lane's column i of j is not zero.
+__device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
+                                                   uint32_t words_per_tile, uint32_t* words, __nv_bfloat16* wide,
+                                                   uint32_t& seen) {
+  const uint32_t column = first + 8 * (lane % 8);
+  uint32_t bits = 0, mine = 0;  // mine: byte j is how many j has
+  {
+    uint4 v[4];
 #pragma unroll
-  for (int bit = 0; bit < 4; ++bit) {
-    const uint32_t with = __ballot_sync(~0u, mine >> bit & 1);
-    before += __popc(with & below) << bit;
-    count += __popc(with) << bit;
-  }
-  if (count < static_cast<uint32_t>(words_per_tile)) {
-    uint32_t* slot = words + 1 + before;
-    for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
-      const int i = __ffs(rest) - 1;
-      *slot++ = pack_word(half_of(v, i), first + 8 * lane + i);
+    for (int j = 0; j < 4; ++j) v[j] = ptx::ld_shared_v4(chunks + 128 * j);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // Behind the last column stand zeros of w, but zero times infinity is no zero.
+      const uint32_t of_chunk = some && column + 64 * j < n ? nonzero_bits(v[j]) : 0;
+      bits |= of_chunk << 8 * j;
+      mine |= __popc(of_chunk) << 8 * j;
     }
-  } else if (first + 8 * lane < n) {
-    *reinterpret_cast<uint4*>(wide + 8 * lane) = v;
+  }
+  if (!__any_sync(~0u, bits != 0)) return 0;
+  seen |= bits;
+  uint32_t sums = mine;
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, sums, offset, 8);
+    if (lane % 8 >= offset) sums += other;
+  }
+  const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 a byte
+  const uint32_t count = __dp4a(totals, 0x01010101u, 0u);
+  if (count < words_per_tile) {
+    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many of the row lie before those of j
+    for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+      const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
+      const uint32_t value = ptx::ld_shared_u16(chunks + 16 * shift + 2 * i);
+      words[1 + (at >> shift & 0xff)] = pack_word(value, column + 8 * shift + i);
+      at += 1u << shift;
+    }
+  } else {
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) {
+      if (column + 64 * j < n) {
+        *reinterpret_cast<uint4*>(wide + 8 * (lane % 8) + 64 * j) = ptx::ld_shared_v4(chunks + 128 * j);
+      }
+    }
   }
   return count;
+}
+
+// Adds the `seen` of pack_four_rows, a warp together, to the bits of 256 columns in shared memory.
+__device__ __forceinline__ void add_fired(uint32_t* fired, uint32_t seen, uint32_t lane) {
+  seen |= __shfl_xor_sync(~0u, seen, 8);
+  seen |= __shfl_xor_sync(~0u, seen, 16);
+  const uint32_t mine = seen >> lane / 8 * 8 & 0xff;
+  if (mine != 0) atomicOr(fired + lane / 8 * 2 + lane % 8 / 4, mine << lane % 4 * 8);
 }
 
 }  // namespace sparsellm

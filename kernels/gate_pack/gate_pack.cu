@@ -15,8 +15,6 @@ namespace sparsellm {
 namespace {
 
 constexpr int kPackWarps = 3;
-constexpr int kPackBatch = 2;  // rows whose loads are in flight together
-static_assert((kTileM + kPackWarps - 1) / kPackWarps <= 64, "a lane keeps the counts of two rows");
 
 struct Shared {
   uint64_t full[kStages];
@@ -26,8 +24,8 @@ struct Shared {
   uint32_t fired[2][8];  // bits of the columns that fire for some token of the tile; two tiles in flight
 };
 
-constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "stages, the finished tile and the barriers share one CTA's memory");
+constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);  // and a bit per column
+static_assert(kSharedBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
 
 // Pairs of token tiles are visited in bands: within a band all columns, and for each column all pairs of the band, so
 // that what is in flight shares little of w and x, and both stay in L2.
@@ -57,6 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
   const uint32_t tile = stages + kStages * kStageBytes;
   Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kTileBytes - ptx::smem_address(raw)));
+  uint32_t* fired = reinterpret_cast<uint32_t*>(&shared + 1);  // [column_tiles * 8] what this CTA has said in out.fired
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
@@ -81,6 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
+  for (int i = threadIdx.x; i < column_tiles * 8; i += kThreads) fired[i] = 0;
   __syncthreads();
   ptx::cluster_sync();
   ptx::griddepcontrol_launch_dependents();
@@ -122,54 +122,33 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t* words = out.words + (row0 * column_tiles + column_tile) * words_per_tile;
         __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
         const int row_words = column_tiles * words_per_tile;
-        // Behind the last column stand zeros of w, but zero times infinity is no zero.
-        const bool inside = column + 8 * lane < n;
-        // Lane l keeps the counts of the warp's rows l and 32 + l (rows warp - 1, warp + 2, ...).
-        uint32_t counts[2] = {0, 0};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int steps = half == 0 ? 32 : (kTileM + kPackWarps - 1) / kPackWarps - 32;
 #pragma unroll 1
-          for (int step = 0; step < steps; step += kPackBatch) {
-            uint4 v[kPackBatch];
-#pragma unroll
-            for (int b = 0; b < kPackBatch; ++b) {
-              const int row = min(warp - 1 + kPackWarps * (32 * half + step + b), kTileM - 1);
-              v[b] = inside ? ptx::ld_shared_v4(tile + tile_offset(row, lane)) : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int b = 0; b < kPackBatch; ++b) {
-              const int row = warp - 1 + kPackWarps * (32 * half + step + b);
-              if (row >= rows) continue;
-              const uint32_t count = pack_row(v[b], lane, column, n, words_per_tile,
-                                              words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
-              if (lane == step + b) counts[half] = count;
-            }
+        for (int step = 4 * (warp - 1); step < rows; step += 4 * kPackWarps) {
+          const int row = step + lane / 8;
+          const uint32_t count = pack_four_rows(tile + tile_offset(row, lane % 8), row < rows, lane, column, n,
+                                                words_per_tile, words + static_cast<int64_t>(row) * row_words,
+                                                wide + row * n, seen);
+          if (lane % 8 == 0 && row < rows) {
+            words[static_cast<int64_t>(row) * row_words] = count;
+            if (count != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(count));
+            nonzeros += count;
+            overflow += count >= static_cast<uint32_t>(words_per_tile);
           }
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = warp - 1 + kPackWarps * (32 * half + static_cast<int>(lane));
-          if (row < rows) {
-            words[static_cast<int64_t>(row) * row_words] = counts[half];
-            if (counts[half] != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(counts[half]));
-            nonzeros += counts[half];
-            overflow += counts[half] >= static_cast<uint32_t>(words_per_tile);
-          }
-        }
-        if (seen != 0) atomicOr(&shared.fired[parity][lane / 4], seen << (lane % 4 * 8));
+        add_fired(shared.fired[parity], seen, lane);
         if (lane == 0) ptx::mbarrier_arrive(tile_free);
         ptx::bar_sync(1, 32 * kPackWarps);
         if (warp == 1 && rows > 0) {
           const uint32_t word = shared.fired[parity][lane / 4];
-          const uint32_t bits = word >> (lane % 4 * 8) & 0xff;
+          const uint32_t known = fired[column_tile * 8 + lane / 4];
           __syncwarp();
           if (lane % 4 == 0) {
             shared.fired[parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
+            fired[column_tile * 8 + lane / 4] = known | word;
             out.mask[(token_tile * column_tiles + column_tile) * 8 + lane / 4] = word;
             in_union += __popc(word);
           }
-          for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+          for (uint32_t rest = (word & ~known) >> (lane % 4 * 8) & 0xff; rest != 0; rest &= rest - 1) {
             out.fired[column + 8 * lane + __ffs(rest) - 1] = 1;
           }
         }
@@ -218,7 +197,8 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   if ((error = tensor_map(&w_map, w, n, k, kTileN / 2)) != cudaSuccess) return error;
   const int64_t pairs = ceil_div(m, 2 * kTileM) * ceil_div(n, kTileN);
   const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
-  return launch(gate_pack_kernel, grid, kThreads, kSharedBytes, 2, stream, x_map, w_map, m, n,
+  const uint32_t shared_bytes = kSharedBytes + static_cast<uint32_t>(ceil_div(n, kTileN)) * (kTileN / 8);
+  return launch(gate_pack_kernel, grid, kThreads, shared_bytes, 2, stream, x_map, w_map, m, n,
                 static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
 }
 

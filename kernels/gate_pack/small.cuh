@@ -141,14 +141,13 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   const uint32_t column = column_tile * kColumnTile;
   uint32_t seen = 0;
   unsigned long long nonzeros = 0, overflow = 0;
-  for (int token = warp; token < m; token += kSmallThreads / 32) {
-    // Behind the last column stand zeros of w, but zero times infinity is no zero.
-    const uint4 v =
-        column + 8 * lane < n ? ptx::ld_shared_v4(tile + token * 512 + lane * 16) : make_uint4(0, 0, 0, 0);
+  for (int first = 4 * warp; first < m; first += 4 * (kSmallThreads / 32)) {
+    const int token = first + lane / 8;
+    const bool some = token < m;
     uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
-    const uint32_t count = pack_row(v, lane, column, n, words_per_tile, words,
-                                    static_cast<__nv_bfloat16*>(out.wide) + token * n + column, seen);
-    if (lane == 0) {
+    const uint32_t count = pack_four_rows(tile + token * 512 + lane % 8 * 16, some, lane, column, n, words_per_tile, words,
+                                          static_cast<__nv_bfloat16*>(out.wide) + token * n + column, seen);
+    if (lane % 8 == 0 && some) {
       words[0] = count;
       if (count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
       nonzeros += count;
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   auto counters = reinterpret_cast<unsigned long long*>(out.counters);
   if (nonzeros != 0) atomicAdd(counters + kNonzeros, nonzeros);
   if (overflow != 0) atomicAdd(counters + kOverflow, overflow);
-  if (seen != 0) atomicOr(&shared.fired[lane / 4], seen << (lane % 4 * 8));
+  add_fired(shared.fired, seen, lane);
   __syncthreads();
   if (warp == 0) {
     const uint32_t word = shared.fired[lane / 4];
