@@ -84,7 +84,7 @@ void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tenso
   call.check(sparsellm::gate_pack(call.data(x), call.data(w), x.size(0), x.size(1), w.size(0),
                                   static_cast<int>(words.size(2)),
                                   packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                  call.stream()));
+                                  counters.numel(), call.stream()));
 }
 
 #define SPARSELLM_PACKED_TENSORS \

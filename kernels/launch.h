@@ -1,8 +1,8 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
-// allocates nothing and returns cudaSuccess or the first error. A kernel may start while the one before it ends, but
-// touches no memory of the caller's before that one is done; gate_pack, pointwise, pointwise_gradient and transpose
-// start as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes
-// beyond them is asserted where it is used.
+// allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
+// ends, but touches no memory of the caller's before that one is done; the first kernel of gate_pack, pointwise,
+// pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
+// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -19,7 +19,7 @@ constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
-// counters: int64 [kCounters], zeroed by the caller
+// counters: int64 [kCounters]
 enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
@@ -27,9 +27,9 @@ struct Packed {
   uint32_t* words;      // [M, NT, W] word 0 the count, then bf16 value << 16 | uint16 column, columns ascending
   void* wide;           // bf16 [M, N]: row segments of tiles with more than W - 1 nonzeros; undefined elsewhere
   uint32_t* mask;       // [MT, NT * 8] bit n: neuron n fires for some token of the tile
-  int32_t* row_counts;  // [M] zeroed by the caller
-  uint8_t* fired;       // [N] zeroed by the caller: 1 where the neuron fires for some token
-  int64_t* counters;    // [kCounters] zeroed by the caller; kUnion: sum over token tiles of neurons in the mask
+  int32_t* row_counts;  // [M]
+  uint8_t* fired;       // [N], 8-byte aligned: 1 where the neuron fires for some token, else 0
+  int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
 
 // totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two
@@ -60,9 +60,10 @@ int64_t order_workspace(int64_t m, int64_t n);
 cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t m, int64_t n, void* workspace,
                         int32_t* tokens, cudaStream_t stream);
 
-// relu(x w^T), packed: x [M, K], w [N, K].
+// relu(x w^T), packed: x [M, K], w [N, K]; contents of `out` undefined before. Zeroes what lies behind the counters
+// too, up to `zeroed` int64 in all: the scratch of the engines to come.
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, cudaStream_t stream);
+                      const Packed& out, int64_t zeroed, cudaStream_t stream);
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
 // tiles; where the lists have no room, adds M to counters[kOverflow].
@@ -139,7 +140,7 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
 // zero on entry and on exit.
-constexpr int kRowTickets = 128;
+constexpr int kRowTickets = 136;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,

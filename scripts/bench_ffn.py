@@ -18,6 +18,9 @@ eager dense PyTorch; what is saved for backward beyond x and the weights; and ho
 operator's traced reference, compiled; `auto` is the engine that a layer in training reaches, from dense, in two
 decisions.
 
+With --decode, the M tokens lie evenly spaced in 16,384 of the pattern: a decoding batch is tokens of different
+sequences, and not the first of each, which fire more.
+
 Times are medians of alternating CUDA events (scripts/gpu_timing.py); copies of inputs and weights rotate past L2. A
 variant that fails shows its error, the rest goes on, and the exit code is 1.
 """
@@ -49,6 +52,7 @@ from sparsellm.ops.dispatch import DENSE
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)
 DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
+DECODE_FROM = 16_384  # tokens of a pattern among which those of a decoding batch are spread
 BASES = ("torch eager", "torch compiled")
 GATES = ("cuBLAS gate", "gate_pack")
 L1_COEFFICIENT = 2e-5  # of the trainer's default loss, over the tokens
@@ -104,7 +108,7 @@ class Bench:
 
     def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
         """The rows of one table, and what they are of."""
-        x = block.x[:tokens]
+        x = spread(block.x, tokens) if self.args.decode else block.x[:tokens]
         each = (x.nbytes + block.w_gate.nbytes) if not self.args.decode else 0
         copies = DECODE_SETS if self.args.decode else max(1, -(-2 * self.l2_bytes // each))
         inputs = [Inputs(x, block, self.args.gated, copy=copies > 1) for _ in range(copies)]
@@ -180,6 +184,11 @@ class Bench:
         width, neurons = patterns.K, patterns.N
         engine = choose_engine(tokens, width, neurons, nnz, union)
         return list(ENGINES)[engine]
+
+
+def spread(x: Tensor, tokens: int) -> Tensor:
+    """Evenly spaced rows of x, each a third of the way into its share of them."""
+    return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
 def gate_pack(x: Tensor, w: Tensor, compression: int):
@@ -513,7 +522,7 @@ def main() -> None:
                 print(f"\n{name}: skipped, it needs --activations DIR")
                 continue
             try:
-                block = patterns.build(name, max(sizes), "cuda", args.activations)
+                block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)
                 if not args.training:
                     missed = name in patterns.RECORDED and block.mismatches
                     bench.exact = patterns.recorded(name, args.activations).cuda() if missed else None

@@ -1,4 +1,5 @@
-"""scripts/bench_ffn.py --training: its gradients, errors, saved bytes and tables; tiny, on the CPU."""
+"""scripts/bench_ffn.py: the tokens of --decode; the gradients, errors, saved bytes and tables of --training; tiny, on
+the CPU."""
 
 from types import SimpleNamespace
 
@@ -27,6 +28,13 @@ def operator(gated: bool, plan: torch.Tensor | None):
 
 def dense(gated: bool):
     return bench_ffn.dense_gated if gated else bench_ffn.dense_nongated
+
+
+@pytest.mark.parametrize("tokens", bench_ffn.DECODE_TOKENS)
+def test_decoded_tokens_are_evenly_spaced_and_not_the_first_of_a_sequence(tokens):
+    pitch = bench_ffn.DECODE_FROM // tokens
+    found = bench_ffn.spread(torch.arange(bench_ffn.DECODE_FROM), tokens)
+    assert found.tolist() == [pitch // 3 + pitch * i for i in range(tokens)]
 
 
 @GATED

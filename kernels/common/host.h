@@ -44,7 +44,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
 }
 
 // Launches `kernel`. cluster: CTAs that form a cluster. early: the kernel may start while the one before it in the
-// stream ends, and waits for it itself (griddepcontrol_wait) before it reads or writes anything of the caller's.
+// stream ends, and waits for it itself (griddepcontrol_wait) before it touches what that one, or any before it that may
+// not be done, reads or writes.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {

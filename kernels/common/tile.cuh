@@ -50,13 +50,18 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
-// may be filled again. b_offset: bytes from a stage's B to this warpgroup's. kCopied: cp.async wrote (part of) the
+// may be filled again; ahead() is done while the last one is multiplied. b_offset: bytes from a stage's B to this warpgroup's. kCopied: cp.async wrote (part of) the
 // stages, and memory is what limits: a stage is released before the next one is begun, while the other warpgroup's
 // product runs, rather than after. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
-template <int kBlocks, int kBMajorMN, bool kCopied = true, class Release>
-__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, int count, uint32_t stages,
-                                         uint32_t b_offset, uint32_t full, int warpgroup, Release release) {
+template <int kBlocks, int kBMajorMN, bool kCopied = true, int kCount, class Release, class Ahead = Nothing>
+__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
+                                         uint32_t b_offset, uint32_t full, int warpgroup, Release release,
+                                         Ahead ahead = {}) {
   constexpr uint32_t kStepA = 32;
   constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
   constexpr uint32_t kPanel = kTileK * 128;  // MN-major: 64 rows of k, 64 columns each
@@ -90,6 +95,7 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], Ring& ring, i
     previous = ring.stage;
     ring.advance();
   }
+  ahead();
   ptx::wgmma_wait_group<0>();
   release(previous);
 }

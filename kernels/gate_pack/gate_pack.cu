@@ -6,6 +6,8 @@
 //
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
 // is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.
+#include <algorithm>
+
 #include "common/host.h"
 #include "common/tile.cuh"
 #include "common/twell.cuh"
@@ -108,6 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else {
+      ptx::griddepcontrol_wait();  // for clear_kernel
       uint32_t parity = 0;
       unsigned long long nonzeros = 0, overflow = 0, in_union = 0;
       for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
@@ -184,22 +187,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
+// Zeroes what the next kernel adds to. That one starts meanwhile, and only its threads that write to global memory wait
+// for this one; x and w are complete before, since this one starts as any kernel does, when all before it is done.
+__global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octets, int64_t counters) {
+  ptx::griddepcontrol_launch_dependents();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < rows) out.row_counts[i] = 0;
+  if (i < fired_octets) reinterpret_cast<uint64_t*>(out.fired)[i] = 0;
+  if (i < counters) out.counters[i] = 0;
+}
+
 }  // namespace
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, cudaStream_t stream) {
-  if (m <= kSmallTokens) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
-  int count = 0;
-  cudaError_t error = multiprocessors(&count);
+                      const Packed& out, int64_t zeroed, cudaStream_t stream) {
+  const bool is_small = m <= kSmallTokens;
+  const int64_t fired_octets = is_small ? 0 : n / 8;  // the kernel for few tokens writes all of `fired`
+  const int64_t words = std::max({m, fired_octets, zeroed});
+  cudaError_t error = launch(clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
   if (error != cudaSuccess) return error;
+  if (is_small) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
+  int count = 0;
+  if ((error = multiprocessors(&count)) != cudaSuccess) return error;
   CUtensorMap x_map, w_map;
   if ((error = tensor_map(&x_map, x, m, k, kTileM)) != cudaSuccess) return error;
   if ((error = tensor_map(&w_map, w, n, k, kTileN / 2)) != cudaSuccess) return error;
   const int64_t pairs = ceil_div(m, 2 * kTileM) * ceil_div(n, kTileN);
   const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
   const uint32_t shared_bytes = kSharedBytes + static_cast<uint32_t>(ceil_div(n, kTileN)) * (kTileN / 8);
-  return launch(gate_pack_kernel, grid, kThreads, shared_bytes, 2, stream, x_map, w_map, m, n,
-                static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+  return launch_early(gate_pack_kernel, grid, kThreads, shared_bytes, 2, stream, x_map, w_map, m, n,
+                      static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
 }
 
 }  // namespace sparsellm

@@ -19,11 +19,10 @@ struct RowArguments {
   __nv_bfloat16* y;
 };
 
-constexpr int kListed = 64;  // nonzeros of a row that are listed at a time
+constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
-// Nonzeros first..last - 1 (of the row, columns ascending; last - first <= kListed) to list[0..]: packed words. One
-// warp together; its lanes may read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row,
-// which mostly is all of it.
+// Nonzeros first..last - 1 (of the row, columns ascending) to list[0..]: packed words. One warp together; its lanes may
+// read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row, which mostly is all of it.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
                                               uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight in each lane
@@ -109,6 +108,13 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   unpack(w, v);
 #pragma unroll
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
+}
+
+// sums = from + sums; `from` is written by this kernel: past L1.
+__device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
+  const float4 p = __ldcg(from), q = __ldcg(from + 1);
+  sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];
+  sums[4] = q.x + sums[4], sums[5] = q.y + sums[5], sums[6] = q.z + sums[6], sums[7] = q.w + sums[7];
 }
 
 // g of a packed word, and h = g u with u and the product each rounded to bf16 (the float32 product of two bf16 values

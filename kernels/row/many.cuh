@@ -16,7 +16,7 @@
 namespace sparsellm::row {
 
 constexpr int kManyWarps = 12;
-constexpr int kMaxGrid = 144;          // CTAs: no sm_90 has more SMs
+constexpr int kListed = 64;            // nonzeros of a row that a warp lists at a time
 constexpr int kEqualChunks = 16;       // a row is cut into this many chunks before they grow to kListed nonzeros
 
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
@@ -37,13 +37,6 @@ struct ManyArguments : RowArguments {  // tickets: [4]
 // Nonzeros per chunk: depends on the row's count and the number of tokens alone.
 __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
-}
-
-// sums = from + sums; `from` is written by this kernel: past L1.
-__device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
-  const float4 p = __ldcg(from), q = __ldcg(from + 1);
-  sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];
-  sums[4] = q.x + sums[4], sums[5] = q.y + sums[5], sums[6] = q.z + sums[6], sums[7] = q.w + sums[7];
 }
 
 __global__ void row_plan_kernel(const ManyArguments a) {

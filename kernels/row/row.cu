@@ -3,10 +3,10 @@
 // kernel for many (row/many.cuh).
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
-// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks whose size depends
-// on M and on how many there are; a chunk is summed in order from zero, and chunks are added in order, whether one
-// worker does them or many. l1, the float32 sum of |h|, likewise: over a chunk, a row, then over rows in a fixed order.
-// Same bits in every run. Rows without nonzeros give zeros.
+// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
+// and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
+// chunks are added in order, whether one worker does them or many. l1, the float32 sum of |h|, is in a fixed order too.
+// Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/few.cuh"
 #include "row/many.cuh"
@@ -23,13 +23,6 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
-// The kernel for few tokens: CTAs of a cluster, clusters of a row at most, 16-byte vectors in flight of each matrix.
-// Up to 32 tokens a CTA has an SM and all its registers; beyond, two share one. (With heavy rows, at M 16 and 64,
-// narrower clusters, or more of them for every row, are slower.)
-int few_ranks(int64_t m) { return m <= 16 ? 8 : 4; }
-int few_in_flight(int64_t m) { return m <= 32 ? 8 : 4; }
-int64_t few_clusters(int64_t m) { return ceil_div(16, m); }
-
 int many_warps(int64_t k) {
   const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);
   return static_cast<int>(warps < 1 ? 1 : warps > kManyWarps ? kManyWarps : warps);
@@ -42,8 +35,8 @@ struct Layout {
   // planned: by the plan and the kernel for many tokens, or the one for few; else by the one for many alone.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && is_few(m, k)) {
-      l1 = take(m * few_clusters(m) * few_ranks(m) * 4);
-      partials = take(few_clusters(m) > 1 ? m * few_clusters(m) * k * 4 : 0);
+      l1 = take(kMaxGrid * 4);
+      partials = take(kMaxGrid * 2 * k * 4);
       return;
     }
     slot_capacity = kSlotBytes / ((k + 8) * 4);
@@ -66,19 +59,10 @@ struct Layout {
   }
 };
 
-template <int kVectors, int kRanks, int kInFlight>
-cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
-  const auto kernel = a.w_up == nullptr ? row_few_kernel<kVectors, kRanks, kInFlight, false>
-                                        : row_few_kernel<kVectors, kRanks, kInFlight, true>;
-  const int workers = static_cast<int>(ceil_div(a.k, 8 * kVectors * 32)) * 32;
-  const int64_t grid = static_cast<int64_t>(a.m) * a.clusters_per_row * kRanks;
-  return launch_early(kernel, grid, workers + 32, a.k * 4, kRanks, stream, a);
-}
-
-template <int kVectors>
-cudaError_t launch_few(const FewArguments& a, cudaStream_t stream) {
-  if (few_ranks(a.m) == 8) return launch_few<kVectors, 8, 8>(a, stream);
-  return few_in_flight(a.m) == 8 ? launch_few<kVectors, 4, 8>(a, stream) : launch_few<kVectors, 4, 4>(a, stream);
+cudaError_t grid_of(int* grid) {
+  cudaError_t error = multiprocessors(grid);
+  if (*grid > kMaxGrid) *grid = kMaxGrid;
+  return error;
 }
 
 template <int kVectors, bool kFull>
@@ -95,16 +79,36 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
           words_per_tile, tickets, l1, static_cast<__nv_bfloat16*>(y)};
 }
 
+cudaError_t run_few(const RowArguments& common, void* workspace, cudaStream_t stream) {
+  const bool gated = common.w_up != nullptr;
+  const Layout layout(common.m, common.k, common.n, true);
+  char* base = static_cast<char*>(workspace);
+  FewArguments a = {common};
+  a.partials = reinterpret_cast<float*>(base + layout.partials);
+  a.l1_parts = reinterpret_cast<float*>(base + layout.l1);
+  const uint32_t row_bytes = 2 * a.k;
+  a.batch = kFewWarps;
+  while (kFewStages * few_stage_rows(a.batch, gated) * row_bytes > kFewBytes) --a.batch;
+  int grid = 0;
+  const cudaError_t error = grid_of(&grid);
+  if (error != cudaSuccess) return error;
+  const auto launch_few = [&](auto kernel) {
+    const uint32_t shared_bytes = kFewStages * few_stage_rows(a.batch, gated) * row_bytes;
+    return launch_early(kernel, grid, kFewThreads, shared_bytes, 1, stream, a);
+  };
+  if (a.k <= 8 * kFewWorkers) return launch_few(gated ? row_few_kernel<1, true> : row_few_kernel<1, false>);
+  return launch_few(gated ? row_few_kernel<2, true> : row_few_kernel<2, false>);
+}
+
 // Many tokens. only_if: null, or nothing is done where it points to zero, and no row is planned.
 cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* workspace, cudaStream_t stream) {
   const bool planned = only_if == nullptr;
   const int64_t m = common.m, k = common.k;
   const Layout layout(m, k, common.n, planned);
   char* base = static_cast<char*>(workspace);
-  int processors = 0;
-  cudaError_t error = multiprocessors(&processors);
+  int grid = 0;
+  cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
-  const int grid = processors < kMaxGrid ? processors : kMaxGrid;
   ManyArguments a = {common};
   a.only_if = only_if;
   // With few rows, short chunks are what fills the device; with many, only a row that would make a tail is cut.
@@ -134,14 +138,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
                     cudaStream_t stream) {
   const auto common = arguments(x, w_up, w_down_t, m, k, n, words_per_tile, packed, tickets, l1, y);
-  if (!is_few(m, k)) return run_many(common, nullptr, workspace, stream);
-  const Layout layout(m, k, n, true);
-  char* base = static_cast<char*>(workspace);
-  FewArguments a = {common};
-  a.clusters_per_row = static_cast<int>(few_clusters(m));
-  a.partials = reinterpret_cast<float*>(base + layout.partials);
-  a.l1_parts = reinterpret_cast<float*>(base + layout.l1);
-  return k <= 8 * kFewWorkers ? launch_few<1>(a, stream) : launch_few<2>(a, stream);
+  return is_few(m, k) ? run_few(common, workspace, stream) : run_many(common, nullptr, workspace, stream);
 }
 
 cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,

@@ -21,7 +21,10 @@ constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // of neurons at 
 static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens");
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // that a consumer warp looks up
-constexpr int kWords = 6;                          // nonzeros of an item that each thread has loaded beforehand
+constexpr int kUpStages = 4;
+constexpr int kPanels = 2;  // blocks of a product that a half has room for at a time, as bf16 in shared memory
+
+constexpr uint16_t kOne = 0x3f80;                  // bf16
 
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
@@ -34,31 +37,44 @@ struct Outputs {
 };
 
 struct Shared {
-  // The rows of this item's and the next one's stages: tokens, then neurons, in groups of 32; within a group
-  // [row % 4][row / 4], so that a thread reads its own ones side by side.
-  alignas(16) uint32_t rows[2][kRows];
+  // The rows of this item's and the next one's stages, in groups of 32; within a group [row % 4][row / 4], so that a
+  // thread reads its own ones side by side.
+  alignas(16) uint32_t tokens[2][kTileM];
+  alignas(16) uint16_t neurons[2][kTileN];
+  int4 items[2];
   uint64_t rows_ready[2];
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  uint64_t full[kUpStages];
+  uint64_t empty[kUpStages];
   float l1_warps[kThreads / 32];
   bool last;
 };
 
-constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "stages, u and the row list share one CTA's memory");
+constexpr uint32_t kSharedBytes = kUpStages * kStageBytes + 2 * kPanels * kHalfBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and the row lists share one CTA's memory");
 
-// a w^T for `kBlocks` blocks of a half, to its panels at `to`, one of kHalfBytes for each block.
-template <int kBlocks, class Release>
-__device__ __forceinline__ void multiply_blocks(Ring& ring, int k_blocks, uint32_t stages, uint32_t b_offset,
-                                                uint32_t to, uint32_t full, int half, uint32_t row, uint32_t chunk,
-                                                Release release) {
-  float d[32 * kBlocks];
-  multiply<kBlocks, 0>(d, ring, k_blocks, stages, b_offset, full, half, release);
+// a w^T for `kBlocks` blocks of a half, kPanels at a time to its panels at `to`, one of kHalfBytes for each block: then
+// pick(first block, end), the warpgroup's threads all having written.
+template <int kBlocks, class Release, class Ahead, class Pick>
+__device__ __forceinline__ void multiply_blocks(RingOf<kUpStages>& ring, int k_blocks, uint32_t stages,
+                                                uint32_t b_offset, uint32_t to, uint32_t full, int half, uint32_t row,
+                                                uint32_t chunk, Release release, Ahead ahead, Pick pick) {
+  uint32_t product[16 * kBlocks];
+  {
+    float d[32 * kBlocks];
+    multiply<kBlocks, 0>(d, ring, k_blocks, stages, b_offset, full, half, release, ahead);
 #pragma unroll
-  for (int j = 0; j < 4 * kBlocks; ++j) {  // 16 slots
-    ptx::stmatrix_x4(to + j / 4 * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk),
-                     ptx::cvt_bf16x2(d[8 * j], d[8 * j + 1]), ptx::cvt_bf16x2(d[8 * j + 2], d[8 * j + 3]),
-                     ptx::cvt_bf16x2(d[8 * j + 4], d[8 * j + 5]), ptx::cvt_bf16x2(d[8 * j + 6], d[8 * j + 7]));
+    for (int i = 0; i < 16 * kBlocks; ++i) product[i] = ptx::cvt_bf16x2(d[2 * i], d[2 * i + 1]);
+  }
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kPanels) {
+#pragma unroll
+    for (int j = 4 * first; j < 4 * (first + kPanels) && j < 4 * kBlocks; ++j) {  // 16 slots
+      ptx::stmatrix_x4(to + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), product[4 * j],
+                       product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]);
+    }
+    ptx::bar_sync(1 + half, 128);
+    pick(first, first + kPanels);
+    ptx::bar_sync(1 + half, 128);  // the product has been read
   }
 }
 
@@ -69,10 +85,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     tile_sddmm_kernel(const __nv_bfloat16* a, const __nv_bfloat16* w, int64_t m, int64_t k, int64_t n,
                       const TilePlan plan, const Outputs out) {
   constexpr bool kMultiply = kEpilogue != kL1;
-  extern __shared__ uint8_t raw[];
-  const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t tile = stages + kStages * kStageBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(raw + (tile + kTileBytes - ptx::smem_address(raw)));
+  constexpr int kWords = kEpilogue == kGradient ? 5 : 6;  // nonzeros of an item that each thread has loaded beforehand
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const uint32_t stages = ptx::smem_address(raw);
+  const uint32_t panels = stages + kUpStages * kStageBytes;  // [half][kPanels]
+  Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const uint32_t rows_ready = ptx::smem_address(shared.rows_ready);
@@ -82,7 +99,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int k_blocks = static_cast<int>((k + kTileK - 1) / kTileK);
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
+    if (stages % 1024 != 0) __trap();  // what the swizzle is counted from
+    for (int s = 0; s < kUpStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
     }
@@ -116,19 +134,22 @@ __global__ void __launch_bounds__(kThreads, 1)
           ptx::cp_async_row_16(half + 1024 + place[1], from, row[i].w, pitch, bytes);
         }
       };
-      Ring ring;
+      RingOf<kUpStages> ring;
       for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
-        const Item item = item_of(item_in(round));
+        ptx::mbarrier_wait(rows_ready + 8 * (round & 1), round >> 1 & 1);
+        const Item item = item_of(shared.items[round & 1]);
         int unused;
         const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
         const int neurons = 2 * (item.last - item.first) - warp;  // groups from this warp's first on
-        ptx::mbarrier_wait(rows_ready + 8 * (round & 1), round >> 1 & 1);
+        const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
         uint4 row[1 + kNeuronGroups][2];  // this thread's rows of each group, kept while k advances
+        row[0][0] = reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own)[0];
+        row[0][1] = reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own)[1];
 #pragma unroll
-        for (int g = 0; g <= kNeuronGroups; ++g) {
-          const uint32_t* rows = shared.rows[round & 1] + (g * kGatherWarps + warp) * kGroup + lane / 8 * 8;
-          row[g][0] = reinterpret_cast<const uint4*>(rows)[0];
-          row[g][1] = reinterpret_cast<const uint4*>(rows)[1];
+        for (int g = 0; g < kNeuronGroups; ++g) {
+          const uint4 eight = *reinterpret_cast<const uint4*>(shared.neurons[round & 1] + own + g * (kGatherWarps * kGroup));
+          row[g + 1][0] = make_uint4(eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16);
+          row[g + 1][1] = make_uint4(eight.z & 0xffff, eight.z >> 16, eight.w & 0xffff, eight.w >> 16);
         }
         for (int kb = 0; kb < k_blocks; ++kb) {
           const uint32_t column = kb * kTileK + chunk * 8;
@@ -151,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kMultiply) ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int consumer = warp - 4, half = consumer / 4;
     const uint32_t row = consumer * 16 % kHalf + (lane & 15);
-    const uint32_t own = tile + half * (kTileBytes / 2);  // the product of this half, in panels of 64 slots
+    const uint32_t own = panels + half * (kPanels * kHalfBytes);  // of this half's product, 64 slots each
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
@@ -174,73 +195,73 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    const auto hand_over = [&](int round) {
+    const auto hand_over = [&](int round, int4 code) {
+      if (threadIdx.x == 128) shared.items[round & 1] = code;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int r = consumer * kWarpRows + 32 * i + lane;
-        if (i == 0 || lane < kWarpRows - 32) {
-          shared.rows[round & 1][r / kGroup * kGroup + r % 4 * 8 + r % kGroup / 4] = rows[i];
+        const int at = r / kGroup * kGroup + r % 4 * 8 + r % kGroup / 4;
+        if (i == 1 && lane >= kWarpRows - 32) break;
+        if (r < kTileM) {
+          shared.tokens[round & 1][at] = rows[i];
+        } else {
+          shared.neurons[round & 1][at - kTileM] = rows[i];
         }
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(rows_ready + 8 * (round & 1));
     };
-    Ring ring;
+    RingOf<kUpStages> ring;
     int4 code = item_in(0), next = item_in(1);
-    if (kMultiply && items != 0) {
-      ask(item_of(code));
-      hand_over(0);
-      ask(item_of(next));
+    // Where the nonzeros lie that this half has in an item: block by block, side by side.
+    uint32_t bounds_ahead[kItemBlocks + 1];
+    const auto ask_bounds = [&](const Item& item) {
+      int from;
+      const int blocks = item.tile.needed(half, item.first, item.last, from);
+      const uint32_t* starts = starts_of(plan, item.tile.index, half, column_tiles) + from;
+#pragma unroll
+      for (int b = 0; b <= kItemBlocks; ++b) bounds_ahead[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
+    };
+    if (items != 0) {
+      if constexpr (kMultiply) {
+        ask(item_of(code));
+        hand_over(0, code);
+        ask(item_of(next));
+      }
+      ask_bounds(item_of(code));
     }
     for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
       const Item item = item_of(code);
       code = next;
       next = item_in(round + 2);
-      if constexpr (kMultiply) hand_over(round + 1);
+      if constexpr (kMultiply) hand_over(round + 1, code);
       int from;
       const int blocks = item.tile.needed(half, item.first, item.last, from);
-      // The nonzeros of these blocks lie side by side.
-      const uint32_t* starts = starts_of(plan, item.tile.index, half, column_tiles) + from;
-      uint32_t bounds[kItemBlocks + 1] = {};
-      if (blocks != 0) {
+      uint32_t bounds[kItemBlocks + 1];
 #pragma unroll
-        for (int b = 0; b <= kItemBlocks; ++b) bounds[b] = starts[min(b, blocks)];
-      }
+      for (int b = 0; b <= kItemBlocks; ++b) bounds[b] = bounds_ahead[b];
       const uint32_t first = bounds[0] + threadIdx.x % 128, end = bounds[kItemBlocks];
       uint32_t words[kWords];
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = first + 128 * i < end ? plan.lists[first + 128 * i] : 0;
-      if constexpr (kMultiply) {
-        const uint32_t b_offset = (from - item.first) * (kBlockColumns * 128);
-        const uint32_t chunk = lane / 16;
-        switch (blocks) {
-          case 0:
-            pass_by(ring, k_blocks, full, release);
-            break;
-          case 1:
-            multiply_blocks<1>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release);
-            break;
-          case 2:
-            multiply_blocks<2>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release);
-            break;
-          case 3:
-            multiply_blocks<3>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release);
-            break;
-          default:
-            multiply_blocks<4>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release);
-        }
-        ask(item_of(next));
-        ptx::bar_sync(1 + half, 128);
-      }
       float l1 = 0.0f;
       const float dl1 = kEpilogue == kGradient ? *out.gradient.dl1 : 0.0f;
-      const auto finish = [&](uint32_t word, uint32_t at) {
+      // What there is to know of a nonzero, beside its word, for its gradients.
+      struct Known {
+        uint32_t by_neuron;
+        uint16_t place, u;
+      };
+      const auto known_of = [&](uint32_t at) -> Known {
+        const Gradient& to = out.gradient;
+        return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
+      };
+      const auto finish = [&](uint32_t word, uint32_t at, const Known& known) {
         const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
         if constexpr (kEpilogue == kL1) {
           l1 += fabsf(g);
           return;
         }
-        const uint32_t panel = (at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3]);
+        const uint32_t panel = ((at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3])) % kPanels;
         const uint32_t bits = ptx::ld_shared_u16(own + panel * kHalfBytes + (word & 0xffff) * 2);
         const float product = __uint_as_float(bits << 16);
         if constexpr (kEpilogue == kUp) {
@@ -250,9 +271,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           l1 += fabsf(h);
         } else {
           const Gradient& to = out.gradient;
-          const uint32_t by_neuron = to.at[at], place = to.places[at];
+          const uint32_t by_neuron = known.by_neuron, place = known.place;
           const bool gated = to.ups != nullptr;
-          const float u = gated ? __uint_as_float(static_cast<const uint16_t*>(to.ups)[at] << 16) : 1.0f;
+          const float u = __uint_as_float(static_cast<uint32_t>(known.u) << 16);
           const float h = rounded(g * u);
           const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // of NaN, NaN
           const float dh = product + dl1 * sign;
@@ -267,12 +288,55 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       };
+      Known known[kWords];
+      const auto ahead = [&] {
+        if constexpr (kEpilogue == kGradient) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        if (first + 128 * i < end) finish(words[i], first + 128 * i);
+          for (int i = 0; i < kWords; ++i) {
+            if (first + 128 * i < end) known[i] = known_of(first + 128 * i);
+          }
+        }
+      };
+      const auto ask_ahead = [&] {
+        if constexpr (kMultiply) ask(item_of(next));
+        ask_bounds(item_of(code));
+      };
+      const auto pick = [&](int from_block, int end_block) {
+        if (from_block == 0) ask_ahead();
+        const uint32_t begin = bounds[from_block], end = bounds[end_block];
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+          const uint32_t at = first + 128 * i;
+          if (at >= begin && at < end) finish(words[i], at, known[i]);
+        }
+        for (uint32_t at = first + 128 * kWords; at < end; at += 128) {
+          if (at < begin) continue;
+          finish(plan.lists[at], at, kEpilogue == kGradient ? known_of(at) : Known());
+        }
+      };
+      if constexpr (kMultiply) {
+        const uint32_t b_offset = (from - item.first) * (kBlockColumns * 128);
+        const uint32_t chunk = lane / 16;
+        switch (blocks) {
+          case 0:
+            pass_by(ring, k_blocks, full, release);
+            ask_ahead();
+            break;
+          case 1:
+            multiply_blocks<1>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
+            break;
+          case 2:
+            multiply_blocks<2>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
+            break;
+          case 3:
+            multiply_blocks<3>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
+            break;
+          default:
+            multiply_blocks<4>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
+        }
+      } else {
+        pick(0, kItemBlocks);
       }
-      for (uint32_t at = first + 128 * kWords; at < end; at += 128) finish(plan.lists[at], at);
-      if constexpr (kMultiply) ptx::bar_sync(1 + half, 128);  // u has been read
       if constexpr (kEpilogue != kGradient) {
         for (int offset = 16; offset > 0; offset /= 2) l1 += __shfl_xor_sync(~0u, l1, offset);
         const int64_t part = static_cast<int64_t>(item.tile.index) * column_tiles + item.index;

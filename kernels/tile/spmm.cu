@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         }
       }
       for (uint32_t at = base + kPieceWords + thread; at < piece.y; at += 128) put(list[at]);
-      ptx::fence_proxy_async();
+      ptx::fence_proxy_async();  // for what was scattered, and for B, which cp.async wrote
       ptx::bar_sync(1 + consumer, 128);
     };
     // Each warp zeroes the 16 rows that its own share of a product reads, once that has ended for this warp. Three
@@ -230,6 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     constexpr bool kAhead = !kSplit || kPaired;  // else registers are short, and units are large
     int4 next_code = code_in(0);
     uint32_t which = 0;
+    int passing = 0;  // stages that this consumer does not need, behind those that it did
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
       const Piece of = decoded(kAhead ? next_code : code_in(round));
       if constexpr (kAhead) next_code = code_in(round + 1);
@@ -243,13 +244,14 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
       }
       int from;
       const int needed = of.tile.needed(half, of.first, of.last, from);
+      if (needed == 0) from = of.first;
       float d[128];
+      if constexpr (!kPaired) pass_by(ring, passing + kSources * (from - of.first), full, release);
       if (needed != 0) {
         const auto multiply_block = [&](bool first, int source) {
           ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
           const uint32_t h = own + which * kHalfBytes;
           scatter(h, ring.stage, (kPaired ? consumer : source) == 0 ? a.lists[0] : a.lists[1]);
-          ptx::fence_proxy_async();  // cp.async wrote B
           const uint32_t b = stages + ring.stage * kBBytes;
           ptx::wgmma_fence();
 #pragma unroll
@@ -260,7 +262,6 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           ptx::wgmma_commit_group();
         };
         const auto turn = [](uint32_t which) { return which == kBuffers - 1 ? 0 : which + 1; };
-        if constexpr (!kPaired) pass_by(ring, kSources * (from - of.first), full, release);
         multiply_block(true, 0);
         uint32_t previous = ring.stage;
         ring.advance();
@@ -278,12 +279,11 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         release(previous);
         zero(which);
         which = turn(which);
-        if constexpr (!kPaired) pass_by(ring, kSources * (of.last - from - needed), full, release);
       } else {  // nothing is there for this half
-        if constexpr (!kPaired) pass_by(ring, kSources * (of.last - of.first), full, release);
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
+      passing = kSources * (of.last - from - needed);  // once y is stored: until then the others have stages to fill
       if (const Piece piece = decoded(a.order[unit / units_of_piece]); kSplit && piece.parts > 1) {
         const int place = unit % column_tiles + piece.base * column_tiles;
         // The sums of a piece, as its threads hold them: [register / 4][thread][4].
@@ -356,6 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         }
       }
     }
+    if constexpr (!kPaired) pass_by(ring, passing, full, release);
   }
 }
 

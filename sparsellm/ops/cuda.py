@@ -30,8 +30,8 @@ ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row wi
 # Of the tile engine's lists and rows, 4 bytes a word.
 ALL_FIT = 1 << 22  # activations up to which the lists hold them all, whatever the plan's room
 MAX_WORDS = (1 << 32) - 4  # words are counted in uint32
-ROW_TICKETS = 128  # int32 (launch.h: kRowTickets)
-SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before and after every engine
+ROW_TICKETS = 136  # int32 (launch.h: kRowTickets)
+SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 
 
@@ -129,14 +129,14 @@ def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
 def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
-    counters = x.new_zeros(COUNTERS + SCRATCH, dtype=torch.int64)  # apart: results must not share memory
-    fired, row_counts = _zeros(x.device, (n, torch.uint8), (m, torch.int32))  # a result starts its memory
     gate = Gate(
         words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
         wide=x.new_empty((m, n)),
         mask=x.new_empty((tiles(m, TOKEN_TILE), column_tiles * COLUMN_TILE // WORD_BITS), dtype=torch.int32),
-        row_counts=row_counts, fired=fired, counters=counters,
-    )  # fmt: skip
+        row_counts=x.new_empty(m, dtype=torch.int32),
+        fired=x.new_empty(n, dtype=torch.uint8),
+        counters=x.new_empty(COUNTERS + SCRATCH, dtype=torch.int64),
+    )
     torch.ops.sparsellm_cuda.gate_pack(x, w, *gate)
     return gate
 

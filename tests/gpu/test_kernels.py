@@ -132,7 +132,7 @@ def test_every_engine_takes_the_widest_layers(k, n, gated):
 
 
 @GATED
-@pytest.mark.parametrize("k", [2056, 4104, 8200])
+@pytest.mark.parametrize("k", [2056, 4096, 4104, 8200])
 def test_every_engine_takes_wide_tokens(k, gated):
     for m in (3, 40, 130):
         check_exact(*cases.integers(m, k, 264, gated), 8, f"M {m}, K {k}")
@@ -262,6 +262,33 @@ def test_rows_that_fire_every_neuron(m, gated):
         fires[heavy] = True
         gate = cases.small_integers(fires, seed=m)
         check_exact(*cases.layer_of(gate, gated), 8, f"M {m}, heavy rows {heavy}")
+
+
+RUNS = {  # nonzeros of consecutive rows, which the row engine cuts into runs whatever rows they are in
+    "rows that end where runs do": [8, 16, 8, 24] * 8,
+    "rows that end between": [7, 9, 1, 15] * 32,
+    "many rows in a run": [1] * 128,
+    "one row over many runs, beside empty ones": [0] * 50 + [5632] + [0] * 77,
+    "none but in the last row": [0] * 127 + [3],
+    "runs listed in parts": [5632, 0, 1, 511] * 32,
+}
+
+
+@GATED
+@pytest.mark.parametrize("counts", RUNS.values(), ids=RUNS)
+def test_rows_of_any_length_in_equal_runs(counts, gated):
+    noise = torch.rand((len(counts), 5632), device=DEVICE, generator=cases.random(0))
+    fires = noise.argsort(1).argsort(1) < torch.tensor(counts, device=DEVICE)[:, None]
+    x, ws = cases.layer_of(cases.small_integers(fires), gated)
+    check_exact(x, ws, 8, "the operator", ("row",))
+    _, h, expected = cases.stepwise(x, ws)
+    gate, up = cuda.pack_gate(x, ws[0], 8), (x, ws[1]) if gated else (None, None)
+    for call in (1, 2):  # the second finds what the first has left
+        cases.poison()
+        y, l1 = cuda.row_engine(gate, *up, ws[-1].T.contiguous())
+        assert_equal(y, expected, f"call {call}: y")
+        assert_equal(l1, h.abs().sum(dtype=torch.float32), f"call {call}: l1")
+        assert not gate.scratch()[1].any(), f"call {call}: tickets are left"
 
 
 @GATED
