@@ -122,15 +122,18 @@ void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSE
   Tensor frequencies, Tensor ranks, Tensor neurons, Tensor masks, Tensor before, Tensor neuron_slots, Tensor counts, \
       Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, \
       Tensor neuron_totals
+#define SPARSELLM_NEURON_PLAN                                                                                       \
+  sparsellm::NeuronPlan {                                                                                           \
+    call.data<int32_t>(frequencies), call.data<int32_t>(ranks), call.data<int32_t>(neurons),                        \
+        call.data<uint32_t>(masks), call.data<uint32_t>(before), call.data<int32_t>(neuron_slots),                  \
+        call.data<uint32_t>(counts), call.data<uint32_t>(bases), call.data<uint32_t>(neuron_starts),                \
+        call.data<int4>(neuron_tiles), call.data<int4>(neuron_order), call.data<uint32_t>(at),                      \
+        call.data<uint16_t>(places), call.data<int32_t>(neuron_totals)                                              \
+  }
 
 void neuron_plan(int64_t m, int64_t k, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_TENSORS) {
   const Call call("neuron_plan", rows);
-  const sparsellm::NeuronPlan out = {
-      call.data<int32_t>(frequencies),   call.data<int32_t>(ranks),     call.data<int32_t>(neurons),
-      call.data<uint32_t>(masks),        call.data<uint32_t>(before),   call.data<int32_t>(neuron_slots),
-      call.data<uint32_t>(counts),       call.data<uint32_t>(bases),    call.data<uint32_t>(neuron_starts),
-      call.data<int4>(neuron_tiles),     call.data<int4>(neuron_order), call.data<uint32_t>(at),
-      call.data<uint16_t>(places),       call.data<int32_t>(neuron_totals)};
+  const sparsellm::NeuronPlan out = SPARSELLM_NEURON_PLAN;
   call.check(sparsellm::neuron_plan(
       plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), m, k, n, out, call.stream()));
 }
@@ -160,32 +163,49 @@ void transpose(Tensor from, Tensor to) {
                                   to.element_size() == 4, call.stream()));
 }
 
-// slots: [tiles, slots of each], int16 or int32; rows: the row of y at each position.
+// slots: [tiles, slots of each]; tokens: the row of y at each position.
 void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, OptionalTensor more_weights, Tensor slots,
-               Tensor starts, Tensor order, OptionalTensor rows, OptionalTensor totals, OptionalTensor partials,
-               OptionalTensor tickets, Tensor y, OptionalTensor more_y) {
+               Tensor starts, Tensor order, OptionalTensor tokens, Tensor y) {
   const Call call("tile_spmm", y);
-  sparsellm::Spmm a = {};
-  a.lists[0] = call.data<uint32_t>(lists);
-  a.lists[1] = call.data<uint32_t>(more_lists);
-  a.weights[0] = call.data(weights);
-  a.weights[1] = call.data(more_weights);
-  a.slots = call.data(slots);
-  a.slots_per_tile = slots.size(1);
-  a.wide_slots = slots.element_size() == 4;
-  a.starts = call.data<uint32_t>(starts);
-  a.starts_per_half = starts.size(2);
-  a.order = call.data<int4>(order);
-  a.rows = call.data<int32_t>(rows);
-  a.m = y.size(0);
-  a.k = y.size(1);
-  a.totals = call.data<int32_t>(totals);
-  a.partials = call.data<float>(partials);
-  a.tickets = call.data<int32_t>(tickets);
-  a.y = call.data(y);
-  a.more_y = call.data(more_y);
-  a.float_y = y.element_size() == 4;
-  call.check(sparsellm::tile_spmm(a, call.stream()));
+  call.check(sparsellm::tile_spmm({{call.data<uint32_t>(lists), call.data<uint32_t>(more_lists)},
+                                   {call.data(weights), call.data(more_weights)},
+                                   call.data<uint16_t>(slots),
+                                   slots.size(1),
+                                   call.data<uint32_t>(starts),
+                                   starts.size(2),
+                                   call.data<int4>(order),
+                                   call.data<int32_t>(tokens),
+                                   y.size(0),
+                                   y.size(1),
+                                   call.data(y)},
+                                  call.stream()));
+}
+
+void tile_operands(Tensor lists, OptionalTensor more_lists, int64_t m, int64_t n, SPARSELLM_NEURON_TENSORS,
+                   Tensor operand, OptionalTensor more_operand) {
+  const Call call("tile_operands", lists);
+  call.check(sparsellm::tile_operands({{call.data<uint32_t>(lists), call.data<uint32_t>(more_lists)},
+                                       {call.data(operand), call.data(more_operand)},
+                                       SPARSELLM_NEURON_PLAN,
+                                       m,
+                                       n},
+                                      call.stream()));
+}
+
+void tile_weights(Tensor operand, OptionalTensor more_operand, Tensor source, SPARSELLM_NEURON_TENSORS,
+                  Tensor partials, Tensor tickets, Tensor dw, OptionalTensor more_dw) {
+  const Call call("tile_weights", source);
+  call.check(sparsellm::tile_weights({{call.data(operand), call.data(more_operand)},
+                                      call.data(source),
+                                      SPARSELLM_NEURON_PLAN,
+                                      source.size(0),
+                                      source.size(1),
+                                      dw.size(0),
+                                      {call.data(dw), call.data(more_dw)},
+                                      dw.element_size() == 4,
+                                      call.data<float>(partials),
+                                      call.data<int32_t>(tickets)},
+                                     call.stream()));
 }
 
 void rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, OptionalTensor w_up, Tensor w_down_t, Tensor dl1,
@@ -256,6 +276,7 @@ void pointwise_gradient(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1, Tenso
 #define SPARSELLM_PACKED "Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
 #define SPARSELLM_LISTS "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, "
 #define SPARSELLM_QUEUE "Tensor tiles, Tensor order, Tensor items, "
+#define SPARSELLM_BY_NEURON "Tensor frequencies, Tensor ranks, Tensor neurons, Tensor masks, Tensor before, Tensor neuron_slots, Tensor counts, Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, Tensor neuron_totals, "
 
 }  // namespace
 
@@ -288,7 +309,13 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron) -> ()");
   library.def(
       "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
-      "Tensor order, Tensor? rows, Tensor? totals, Tensor(a!)? partials, Tensor(b!)? tickets, Tensor(c!) y, Tensor(d!)? more_y) -> ()");
+      "Tensor order, Tensor? tokens, Tensor(a!) y) -> ()");
+  library.def(
+      "tile_operands(Tensor lists, Tensor? more_lists, int m, int n, " SPARSELLM_BY_NEURON
+      "Tensor(a!) operand, Tensor(b!)? more_operand) -> ()");
+  library.def(
+      "tile_weights(Tensor operand, Tensor? more_operand, Tensor source, " SPARSELLM_BY_NEURON
+      "Tensor(a!) partials, Tensor(b!) tickets, Tensor(c!) dw, Tensor(d!)? more_dw) -> ()");
   library.def("transpose(Tensor from, Tensor(a!) to) -> ()");
   library.def("row_workspace(int m, int k, int n) -> int");
   library.def("row_rest_workspace(int m, int k) -> int");
@@ -315,6 +342,8 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("neuron_plan", TORCH_BOX(&neuron_plan));
   library.impl("tile_gradient", TORCH_BOX(&tile_gradient));
   library.impl("tile_spmm", TORCH_BOX(&tile_spmm));
+  library.impl("tile_operands", TORCH_BOX(&tile_operands));
+  library.impl("tile_weights", TORCH_BOX(&tile_weights));
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("rest_backward", TORCH_BOX(&rest_backward));
   library.impl("pointwise_gradient", TORCH_BOX(&pointwise_gradient));

@@ -1,8 +1,8 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
-// ends, but touches no memory of the caller's before that one is done; the first kernel of gate_pack, pointwise,
-// pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
-// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+// ends, but touches no memory of the caller's before that one is done (within token_order: tile/order.cu says what
+// instead); the first kernel of gate_pack, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers
+// have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -88,26 +88,19 @@ struct Gradient {
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream);
 
-// y[row] = sum over slots of h[row, slot] weights[slots[slot]]; with a second list and weights, the sum of both; with a
-// second list and y, one for each list, whose nonzeros have the same places. Tiles of 128 rows, in halves of 64, as
-// tile/plan.cuh has them.
+// y[token] = sum over slots of h[token, slot] weights[slots[slot]]; with a second list and weights, the sum of both. Tiles
+// of 128 tokens, in halves of 64, as tile/plan.cuh has them.
 struct Spmm {
   const uint32_t* lists[2];  // h, bf16 << 16 | place; [1]: of the second, or null
-  const void* weights[2];    // bf16 [slots, K]; [1]: null if there is one list, or more_y
-  const void* slots;         // [tiles, slots_per_tile] uint16, or uint32 if wide_slots
+  const void* weights[2];    // bf16 [N, K]; [1]: null if there is one list
+  const uint16_t* slots;     // [MT, slots_per_tile], and the next three, as of TilePlan
   int64_t slots_per_tile;
-  bool wide_slots;
-  const uint32_t* starts;    // [tiles, 2, starts_per_half] where each block's nonzeros start in the lists
+  const uint32_t* starts;    // [MT, 2, starts_per_half]
   int64_t starts_per_half;
-  const int4* order;         // [tiles] fullest first; or, wide, as of NeuronPlan
-  const int32_t* rows;       // [m] the row of y at each position, or null: as they come
+  const int4* order;         // [MT]
+  const int32_t* tokens;     // [m], or null
   int64_t m, k;
   void* y;                   // bf16 [m, K]
-  void* more_y;              // wide, [m, K], or null
-  bool float_y;              // wide: y and more_y are float32
-  const int32_t* totals;     // wide, as of NeuronPlan, and so the next two; else null
-  float* partials;           // [kSplitUnits, 2, 128, 256]
-  int32_t* tickets;          // [kSplitUnits, 4] zero before and after
 };
 cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 
@@ -136,6 +129,29 @@ struct NeuronPlan {
 constexpr int64_t kMaxSplitTokens = 65535 * 64;
 cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, const NeuronPlan& out,
                         cudaStream_t stream);
+
+// From lists by neuron to operands: bf16 [JT][MT * 2 blocks][2 halves] operand tiles of [64 neurons, 64 slots], 8 KB each,
+// zeros where there is no nonzero; undefined but for the blocks that a half needs. So N x M, up to whole tiles.
+struct Operands {
+  const uint32_t* lists[2];  // [1]: the second, or null
+  void* operands[2];
+  NeuronPlan plan;
+  int64_t m, n;
+};
+cudaError_t tile_operands(const Operands& a, cudaStream_t stream);
+
+// dw[neuron] = sum over the slots of its tile of operand[neuron, slot] rows[slots[slot]]; of two operands, each its own.
+struct WeightGradient {
+  const void* operands[2];  // as of tile_operands; [1]: the second, or null
+  const void* rows;         // bf16 [m, K]: x or dy
+  NeuronPlan plan;
+  int64_t m, k, n;
+  void* dw[2];              // [n, K] bf16, or float32 if float_dw; [1]: the second, or null
+  bool float_dw;
+  float* partials;          // [kSplitUnits, 2, 128, 256]
+  int32_t* tickets;         // [kSplitUnits, 4] zero before and after
+};
+cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],

@@ -4,6 +4,7 @@ Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w
 and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
 
     synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, of that mean per token
+    synthetic5632                   the same, and every neuron fires for every token
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
@@ -24,7 +25,7 @@ K, N = 2048, 5632
 TOKEN_TILE = 128
 CHUNK = 16_384  # tokens at a time, where float32 or boolean [M, N] would not fit
 
-SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800)}
+SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
 _LAYERS = "firing_patterns_0p5b_l1.npz"
 RECORDED = {  # pattern: file, prefix of its arrays
     "sparse": ("firing_pattern_sparse_l4.npz", ""),
@@ -132,7 +133,9 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
 
 def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:
     """float64 [N]: lognormal rates, 30% of them zero, none above 0.5, that add up to `mean`; 0.5 for all where those
-    cannot reach it."""
+    cannot reach it, and 1 where `mean` is N."""
+    if mean >= neurons:
+        return np.ones(neurons)
     random = np.random.default_rng(seed)
     rates = np.exp(RATE_SIGMA * random.standard_normal(neurons))
     rates[random.permutation(neurons)[: round(DEAD * neurons)]] = 0
@@ -152,14 +155,14 @@ def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
 
 
 def _thresholds(rates: np.ndarray) -> np.ndarray:
-    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal; NEVER for 0."""
+    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal; NEVER for 0, and -NEVER for 1."""
     scales, weights = np.polynomial.hermite_e.hermegauss(64)
     scales, weights = np.exp(TOKEN_SIGMA * scales), weights / weights.sum()
     grid = np.linspace(0, NEVER, 8_001)
     tail = torch.special.erfc(torch.from_numpy(grid[:, None] / (scales * 2**0.5))).numpy() / 2 @ weights
     seen = np.maximum(rates, 1e-12)
     found = np.interp(-np.log(seen), -np.log(np.maximum(tail, 1e-300)), grid)
-    return np.where(rates > 0, found, NEVER)
+    return np.where(rates == 1, -NEVER, np.where(rates > 0, found, NEVER))
 
 
 # Recorded patterns.

@@ -98,6 +98,13 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// A word of global memory that another CTA writes; what that one wrote before a fence before it, one sees after this.
+__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
 // --- copies ---
 
 // 16 bytes from global to shared memory, of row `row` of rows `pitch` bytes apart, at `base`; zeros where `bytes` is 0
@@ -129,6 +136,35 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// bulk_load where `some`, and an arrival at the barrier that expects it: no branch, which a pipeline of WGMMA would not
+// survive.
+__device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, const void* source, uint32_t bytes,
+                                             uint32_t barrier) {
+  asm volatile(
+      "{\n .reg .pred some;\n setp.ne.b32 some, %4, 0;\n"
+      " @some mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%3], %2;\n"
+      " @some cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(
+          destination),
+      "l"(source), "r"(bytes), "r"(barrier), "r"(static_cast<int>(some))
+      : "memory");
+}
+
+// `bytes` (a multiple of 16) from shared to global memory, side by side, both aligned to 16; of this thread's group.
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits for this thread's groups: until shared memory has been read by all but the last kPending, or until all is
+// written.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

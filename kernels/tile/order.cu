@@ -25,21 +25,22 @@ constexpr int kChunk = 8192;
 constexpr int kClusters = 128;
 constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
-constexpr int kMaxRange = 4096;  // neurons of one CTA of `leaders` or `profile`
+constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`
+constexpr int kMinParts = 8;  // all chunks' ranges together, at least: with the groups, a CTA of `profile` for each SM
 constexpr int kSamples = 4096;  // tokens that the profiles are made of
 constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 constexpr uint32_t kMaxOverlap = 255;
 constexpr uint32_t kMaxCount = 495;  // nonzeros of a row that are looked at: at most 255 in every other sixteen
 constexpr int kSharedTokens = 96;  // from so many tokens per CTA on, a copy of the table in shared memory pays
-constexpr int kMaxTable = 208 * 1024;
+constexpr int kMaxTable = 208 * 1024;  // bytes of it
 
 struct Order {
   const uint32_t* rows;
   const int32_t* row_counts;
   int64_t m;
   int n, chunks;
-  int ranges, range;     // the neurons in `ranges` parts of `range`, a multiple of 32
-  int words;             // of a profile as a mask
+  int ranges, range;     // the neurons in `ranges` parts of `range`, a multiple of 128
+  int words;             // of a profile as a mask, a multiple of 4
   uint4* leaders;        // [chunks][n + 1] table of the leaders
   uint4* profiles;       // [chunks][n + 1] table of the profiles
   uint32_t* masks;       // [chunks][kClusters][words] the last profiles, cluster by cluster
@@ -47,6 +48,7 @@ struct Order {
   int32_t* sizes;        // [chunks][ranges][kClusters] neurons of the last profile
   uint32_t* similarity;  // [chunks][kClusters][kClusters] similarity << 7 | 127 - column; undefined diagonal
   uint8_t* clusters;     // [chunks][kChunk] of the sampled tokens
+  uint32_t* arrivals;    // [chunks] CTAs of the last `assign` that have written their part of `similarity`
 };
 
 struct Chunk {
@@ -74,36 +76,40 @@ __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t toke
   return min(static_cast<uint32_t>(order.row_counts[token]), kMaxCount);
 }
 
-// use(neuron) for the neurons of one token; lane `piece` of 8 takes its share. The first load does not wait for
-// `count`: every row has room for it.
+// use(neuron) for the neurons of one token; lane `piece` of 8 takes its share, four loads at a time. The first does not
+// wait for `count`: every row has room for it.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {
-  const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity);
-  uint4 quad = quads[piece];
+  constexpr int kLoads = 4;
+  const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + piece;
+  uint4 quad[kLoads];
+  quad[0] = quads[0];
   for (uint32_t at = 4 * piece; at < count;) {
-    use(quad.x & 0xffff);
-    if (at + 1 < count) use(quad.y & 0xffff);
-    if (at + 2 < count) use(quad.z & 0xffff);
-    if (at + 3 < count) use(quad.w & 0xffff);
-    at += 32;
-    if (at < count) quad = quads[at / 4];
+#pragma unroll
+    for (int j = 1; j < kLoads; ++j) {
+      if (at + 32 * j < count) quad[j] = quads[8 * j];
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      if (at + 32 * j < count) use(quad[j].x & 0xffff);
+      if (at + 32 * j + 1 < count) use(quad[j].y & 0xffff);
+      if (at + 32 * j + 2 < count) use(quad[j].z & 0xffff);
+      if (at + 32 * j + 3 < count) use(quad[j].w & 0xffff);
+    }
+    at += 32 * kLoads;
+    quads += 8 * kLoads;
+    if (at < count) quad[0] = quads[0];
   }
 }
 
 __device__ __forceinline__ int bits_of(const uint4& v) { return __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w); }
 
-// The table of the leaders and its prices: CTA (chunk, range).
-__global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
-  extern __shared__ uint4 shared[];  // this range of the table
-  ptx::griddepcontrol_launch_dependents();
-  const int range = blockIdx.x % order.ranges, index = blockIdx.x / order.ranges;
-  const Chunk chunk = chunk_of(order, index);
-  const uint32_t first = range * order.range;
-  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
-  ptx::griddepcontrol_wait();
-  __syncthreads();
-
+// Sets the leaders' bits in `rows`, which has rows [first, first + range) of the table, all zero; returns, to each
+// leader's eight lanes, its price there. A CTA of kThreads together.
+__device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
+                                            uint4* rows) {
+  static_assert(kThreads == 8 * kClusters, "eight lanes to a leader");
   const int leader = threadIdx.x / 8;
   const uint32_t piece = threadIdx.x % 8;
   const bool valid = leader < chunk.clusters;
@@ -111,25 +117,36 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
       chunk.first + (valid ? (2 * leader + 1) * static_cast<int64_t>(chunk.tokens) / (2 * chunk.clusters) : 0);
   const uint32_t count = valid ? known_count(order, token) : 0;
   for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
-    if (neuron - first < order.range) {
-      atomicOr(reinterpret_cast<uint32_t*>(shared + (neuron - first)) + leader / 32, 1u << leader % 32);
+    if (neuron - first < range) {
+      atomicOr(reinterpret_cast<uint32_t*>(rows + (neuron - first)) + leader / 32, 1u << leader % 32);
     }
   });
   __syncthreads();
   int price = 0;
   for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
-    if (neuron - first < order.range) price += bits_of(shared[neuron - first]);
+    if (neuron - first < range) price += bits_of(rows[neuron - first]);
   });
   __syncwarp();
+#pragma unroll
   for (int offset = 4; offset > 0; offset /= 2) price += __shfl_xor_sync(~0u, price, offset);
-  if (piece == 0) order.prices[blockIdx.x * kClusters + leader] = price;
+  return price;
+}
 
+// The table of the leaders and its prices, where it does not fit the shared memory of `assign`: CTA (chunk, range).
+__global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
+  extern __shared__ uint4 shared[];  // this range of the table
+  ptx::griddepcontrol_launch_dependents();
+  const int range = blockIdx.x % order.ranges, index = blockIdx.x / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range;
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const int price = mark_leaders(order, chunk, first, order.range, shared);
+  if (threadIdx.x % 8 == 0) order.prices[blockIdx.x * kClusters + threadIdx.x / 8] = price;
   uint4* table = order.leaders + static_cast<int64_t>(index) * (order.n + 1);
   for (int i = threadIdx.x; i < order.range && first + i < order.n; i += kThreads) table[first + i] = shared[i];
-  if (range == 0 && threadIdx.x == 0) {
-    table[order.n] = make_uint4(0, 0, 0, 0);
-    order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
-  }
+  if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
 }
 
 // New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
@@ -266,71 +283,133 @@ __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   }
 }
 
+// Each pair of clusters is compared by one CTA of `parts`: clusters u and 127 - u with all after them, 127 pairs for
+// any u, eight lanes to a pair.
+__device__ __forceinline__ void compare_profiles(const Order& order, int index, int part, int parts,
+                                                 const int (&sizes)[kClusters]) {
+  const int pair = min(static_cast<int>(threadIdx.x) / 8, kClusters - 2), piece = threadIdx.x % 8;
+  const uint32_t* masks = order.masks + static_cast<int64_t>(index) * kClusters * order.words;
+  uint32_t* similarity = order.similarity + static_cast<int64_t>(index) * kClusters * kClusters;
+  for (int u = part; u < kClusters / 2; u += parts) {
+    const bool lower = pair < kClusters - 1 - u;
+    const int c = lower ? u : kClusters - 1 - u, d = lower ? u + 1 + pair : pair + 1;
+    const uint4* a = reinterpret_cast<const uint4*>(masks + c * order.words);
+    const uint4* b = reinterpret_cast<const uint4*>(masks + d * order.words);
+    int both = 0;
+#pragma unroll 3
+    for (int q = piece; q < order.words / 4; q += 8) {
+      const uint4 x = a[q], y = b[q];
+      both += bits_of(make_uint4(x.x & y.x, x.y & y.y, x.z & y.z, x.w & y.w));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) both += __shfl_xor_sync(~0u, both, offset);
+    const uint32_t alike = (static_cast<uint32_t>(both) << 15) / max(sizes[c] + sizes[d], 1);
+    if (piece == 0) similarity[c * kClusters + d] = alike << 7 | (kClusters - 1 - d);
+    if (piece == 1) similarity[d * kClusters + c] = alike << 7 | (kClusters - 1 - c);
+  }
+}
+
 // The cluster of each sampled token, by the leaders or by the profiles: CTA (chunk, part of the sample). Eight lanes to
 // a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight
-// neurons. With the profiles, a part of the clusters' similarity too.
-template <bool kShared>
-__global__ void __launch_bounds__(kThreads)
-    assign_kernel(const Order order, int samples, bool to_leaders, int parts) {
+// neurons. With the profiles, a part of the clusters' similarity first, for the chain to begin with.
+template <bool kLeaders, bool kShared>
+__global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int samples, int parts) {
   extern __shared__ uint4 shared[];  // kShared: the table
   __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
   __shared__ int sizes[kClusters];
-  ptx::griddepcontrol_launch_dependents();
   const int part = blockIdx.x % parts, index = blockIdx.x / parts;
   const Chunk chunk = chunk_of(order, index);
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
   const uint32_t word = lane % 4, slice = lane / 4 % 2;
   samples = min(samples, chunk.tokens);
-  const uint4* table = (to_leaders ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
-  ptx::griddepcontrol_wait();
-
-  if (kShared) {
-    for (int i = threadIdx.x; i <= order.n; i += kThreads) shared[i] = __ldcg(table + i);
+  const uint4* table = (kLeaders ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
+  if (kLeaders) ptx::griddepcontrol_launch_dependents();
+  if (kLeaders && kShared) {
+    for (int i = threadIdx.x; i <= order.n; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
   }
+  ptx::griddepcontrol_wait();
+  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // not before: sort_kernel counts on it
+
+  // The first loads of a token's row do not wait for its count: every row has room for them; nor for the token before.
+  const int share = (samples + parts - 1) / parts;
+  const int begin = part * share, end = min(begin + share, samples);
+  int i = begin + threadIdx.x / 8;
+  int64_t token = sample(chunk, min(i, end - 1), samples);
+  const auto quads_of = [&](int64_t token) {
+    return reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
+  };
+  const uint4* quads = quads_of(token);
+  uint4 x = quads[0], y = quads[1];
+  int next_count = order.row_counts[token];
+
   // A score is 128 (C overlap - price) + 127 - cluster: its maximum names the cluster, the lowest of equals.
-  if (threadIdx.x < kClusters) {
-    int price = 0, size = 0;
-    for (int r = 0; r < order.ranges; ++r) {
-      const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
-      price += __ldcg(order.prices + at);
-      if (!to_leaders) size += __ldcg(order.sizes + at);
-    }
-    const int cluster = threadIdx.x;
+  const auto set_bias = [&](int cluster, int price) {
     const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
     reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
         cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
-    sizes[cluster] = size;
+  };
+  if (kLeaders && kShared) {
+    const int price = mark_leaders(order, chunk, 0, order.n, shared);
+    if (threadIdx.x % 8 == 0) set_bias(threadIdx.x / 8, price);
+    const int last = order.n * (part + 1) / parts;
+    for (int r = order.n * part / parts + threadIdx.x; r < last; r += kThreads) {
+      order.leaders[static_cast<int64_t>(index) * (order.n + 1) + r] = shared[r];
+    }
+  } else {
+    if (kShared) {
+      for (int r = threadIdx.x; r <= order.n; r += kThreads) shared[r] = __ldcg(table + r);
+    }
+    if (threadIdx.x < kClusters) {
+      int price = 0, size = 0;
+      for (int r = 0; r < order.ranges; ++r) {
+        const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
+        price += __ldcg(order.prices + at);
+        if (!kLeaders) size += __ldcg(order.sizes + at);
+      }
+      set_bias(threadIdx.x, price);
+      sizes[threadIdx.x] = size;
+    }
+  }
+  if (kLeaders && part == 0 && threadIdx.x == 0) {
+    order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
+    order.arrivals[index] = 0;  // the next `assign` counts
   }
   __syncthreads();
-  const int scale = kClusters * chunk.clusters;
+  if (!kLeaders) {
+    compare_profiles(order, index, part, parts, sizes);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(order.arrivals + index, 1);
+    }
+  }
 
-  const int share = (samples + parts - 1) / parts;
-  const int begin = part * share, end = min(begin + share, samples);
-  for (int at = begin; at < end; at += kThreads / 8) {
-    const int i = at + threadIdx.x / 8;
-    const int64_t token = sample(chunk, i < end ? i : begin, samples);
-    const uint32_t count = i < end ? known_count(order, token) : 0;
+  const int scale = kClusters * chunk.clusters;
+  for (int at = begin; at < end; at += kThreads / 8, i += kThreads / 8) {
+    const uint32_t count = i < end ? min(static_cast<uint32_t>(next_count), kMaxCount) : 0;
+    token = sample(chunk, min(i + kThreads / 8, end - 1), samples);  // the next
+    next_count = order.row_counts[token];
     const uint32_t sparing = count > kMaxOverlap;
-    const uint4* quads = reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
-    uint4 x = quads[0], y = quads[1];
     uint32_t plane[8] = {};
     const uint32_t step = 16 << sparing;
-    for (uint32_t from = 8 * slice; from < count; from += step) {
-      const uint32_t neurons[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-      if (from + step < count) {
-        quads += step / 4;
-        x = quads[0];
-        y = quads[1];
-      }
-      uint32_t v[8];
+    uint32_t from = 8 * slice;
+    do {
+      uint32_t rows[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}, v[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) rows[k] = from + k < count ? rows[k] & 0xffff : order.n;  // row n is empty
+      from += step;
+      quads = from < count ? quads + step / 4 : quads_of(token);
+      x = quads[0];
+      y = quads[1];
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
-        const uint32_t row = from + k < count ? neurons[k] & 0xffff : order.n;  // row n is empty
-        v[k] = kShared ? reinterpret_cast<const uint32_t*>(shared + row)[word]
-                       : __ldcg(reinterpret_cast<const uint32_t*>(table + row) + word);
+        v[k] = kShared ? reinterpret_cast<const uint32_t*>(shared + rows[k])[word]
+                       : __ldcg(reinterpret_cast<const uint32_t*>(table + rows[k]) + word);
       }
       add_planes(plane, v);
-    }
+    } while (from < count);
     __syncwarp();
     planes_to_bytes(plane);
     const int weight = scale << sparing;
@@ -352,42 +431,10 @@ __global__ void __launch_bounds__(kThreads)
       order.clusters[static_cast<int64_t>(index) * kChunk + i] = kClusters - 1 - (best & (kClusters - 1));
     }
   }
-
-  if (to_leaders) return;
-  // Clusters u and 127 - u with all after them: 127 pairs for any u, four to a warp.
-  const uint32_t* masks = order.masks + static_cast<int64_t>(index) * kClusters * order.words;
-  uint32_t* similarity = order.similarity + static_cast<int64_t>(index) * kClusters * kClusters;
-  constexpr int kPairs = 4;
-  for (int u = part; u < kClusters / 2; u += parts) {
-    const uint32_t *a[kPairs], *b[kPairs];
-    int c[kPairs], d[kPairs], both[kPairs];
-#pragma unroll
-    for (int t = 0; t < kPairs; ++t) {
-      const int pair = min(warp + 32 * t, kClusters - 2);
-      const bool lower = pair < kClusters - 1 - u;
-      c[t] = lower ? u : kClusters - 1 - u;
-      d[t] = lower ? u + 1 + pair : pair + 1;
-      a[t] = masks + c[t] * order.words;
-      b[t] = masks + d[t] * order.words;
-      both[t] = 0;
-    }
-    for (int w = lane; w < order.words; w += 32) {
-#pragma unroll
-      for (int t = 0; t < kPairs; ++t) both[t] += __popc(__ldcg(a[t] + w) & __ldcg(b[t] + w));
-    }
-#pragma unroll
-    for (int t = 0; t < kPairs; ++t) {
-      const uint32_t all = __reduce_add_sync(~0u, both[t]);
-      const uint32_t alike = (all << 15) / max(sizes[c[t]] + sizes[d[t]], 1);
-      if (lane == 0) {
-        similarity[c[t] * kClusters + d[t]] = alike << 7 | (kClusters - 1 - d[t]);
-        similarity[d[t] * kClusters + c[t]] = alike << 7 | (kClusters - 1 - c[t]);
-      }
-    }
-  }
 }
 
-constexpr int kSorters = 512;  // threads; one more warp makes the chain
+constexpr int kSorters = 512;  // threads that rank the tokens
+constexpr int kChainers = 128;  // threads that read the similarities; one warp makes the chain
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;
 
@@ -430,69 +477,77 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
   ptx::bar_sync(1, kSorters);
 }
 
-// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the others rank the tokens within
-// their clusters.
-__global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, int32_t* tokens) {
+// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the others rank the tokens, within
+// their clusters once there are any. The chain begins before `assign` ends: this kernel starts once all CTAs of that
+// one are past their own wait, so what was before them is done (the rows' counts, `arrivals` at zero) and none of them
+// waits for room; and `arrivals` tell when the similarities are there.
+__global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
   extern __shared__ uint4 shared[];  // the similarities
   __shared__ uint8_t clusters[kChunk];
   __shared__ uint16_t sorted[kChunk];
   __shared__ uint16_t before[kSortWarps][kClusters];
   __shared__ uint32_t likeness[kClusters];
   __shared__ int totals[kClusters], start[kClusters], chain[kClusters], place[kClusters], nonzeros;
+  ptx::griddepcontrol_launch_dependents();
   const Chunk chunk = chunk_of(order, blockIdx.x);
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) nonzeros = 0;
-  ptx::griddepcontrol_wait();
-
-  const uint4* similarity =
-      reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
-  for (int i = threadIdx.x; i < chunk.clusters * 32; i += kSorters + 32) shared[i] = __ldcg(similarity + i);
-  __syncthreads();
-  for (int c = warp; c < chunk.clusters; c += kSortWarps + 1) {
-    const uint4 four = shared[c * 32 + lane];
-    const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
-    uint32_t sum = 0;
-    for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
-    sum = __reduce_add_sync(~0u, sum);
-    if (lane == 0) likeness[c] = sum;
-  }
   __syncthreads();
 
   uint16_t item[kSortItems], rank[kSortItems];
-  if (warp == kSortWarps) {
-    uint32_t taken[4];  // the sign bit: in the chain, or no cluster
-    uint32_t least = ~0u;
-    for (int e = 0; e < 4; ++e) {
-      const int c = 4 * lane + e;
-      taken[e] = c < chunk.clusters ? 0 : 1u << 31;
-      if (c < chunk.clusters) least = min(least, likeness[c] << 7 | c);
+  if (warp >= kSortWarps) {
+    const int thread = threadIdx.x - kSorters;
+    if (thread == 0) {
+      while (ptx::ld_acquire(order.arrivals + blockIdx.x) != parts) __nanosleep(100);
     }
-    int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
-    for (int k = 0; k < chunk.clusters; ++k) {
+    ptx::bar_sync(2, kChainers);
+    const uint4* similarity =
+        reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
+#pragma unroll 8
+    for (int i = thread; i < chunk.clusters * 32; i += kChainers) shared[i] = __ldcg(similarity + i);
+    ptx::bar_sync(2, kChainers);
+#pragma unroll 4
+    for (int c = thread / 32; c < chunk.clusters; c += kChainers / 32) {
       const uint4 four = shared[c * 32 + lane];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (c == 4 * lane + e) taken[e] = 1u << 31;
-      }
-      if (lane == 0) {
-        chain[k] = c;
-        place[c] = k;
-      }
-      const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
-                           max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
-      c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
+      const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
+      uint32_t sum = 0;
+      for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
+      sum = __reduce_add_sync(~0u, sum);
+      if (lane == 0) likeness[c] = sum;
     }
+    ptx::bar_sync(2, kChainers);
+    if (warp == kSortWarps) {
+      uint32_t taken[4];  // the sign bit: in the chain, or no cluster
+      uint32_t least = ~0u;
+      for (int e = 0; e < 4; ++e) {
+        const int c = 4 * lane + e;
+        taken[e] = c < chunk.clusters ? 0 : 1u << 31;
+        if (c < chunk.clusters) least = min(least, likeness[c] << 7 | c);
+      }
+      int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
+      for (int k = 0; k < chunk.clusters; ++k) {
+        const uint4 four = shared[c * 32 + lane];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (c == 4 * lane + e) taken[e] = 1u << 31;
+        }
+        if (lane == 0) {
+          chain[k] = c;
+          place[c] = k;
+        }
+        const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
+                             max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
+        c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
+      }
+    }
+    ptx::griddepcontrol_wait();
   } else {
     int count[kSortItems], sum = 0;
     const int base = warp * 32 * kSortItems + lane;
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {
       const int i = base + 32 * k;
-      count[k] = 0;
-      if (i < chunk.tokens) {
-        count[k] = order.row_counts[chunk.first + i];
-        clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
-      }
+      count[k] = i < chunk.tokens ? order.row_counts[chunk.first + i] : 0;
       sum += count[k];
     }
     sum = __reduce_add_sync(~0u, sum);
@@ -504,6 +559,12 @@ __global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, 
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {
       if (base + 32 * k < chunk.tokens) sorted[before[warp][fullness(k)] + rank[k]] = base + 32 * k;
+    }
+    ptx::griddepcontrol_wait();
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      const int i = base + 32 * k;
+      if (i < chunk.tokens) clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
     }
     ptx::bar_sync(1, kSorters);
 #pragma unroll
@@ -541,7 +602,9 @@ __global__ void __launch_bounds__(kSorters + 32) sort_kernel(const Order order, 
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < chunk.tokens; i += kSorters + 32) tokens[chunk.first + i] = chunk.first + sorted[i];
+  for (int i = threadIdx.x; i < chunk.tokens; i += kSorters + kChainers) {
+    tokens[chunk.first + i] = chunk.first + sorted[i];
+  }
 }
 
 // Sizes and places of the workspace; returns its bytes.
@@ -549,9 +612,9 @@ int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;
   order.n = static_cast<int>(n);
   order.chunks = static_cast<int>(ceil_div(m, kChunk));
-  order.ranges = static_cast<int>(ceil_div(n, kMaxRange));
-  order.range = static_cast<int>(ceil_div(ceil_div(n, order.ranges), 32) * 32);
-  order.words = static_cast<int>(ceil_div(n, 32));
+  order.ranges = static_cast<int>(std::max<int64_t>(ceil_div(n, kMaxRange), kMinParts / order.chunks));
+  order.range = static_cast<int>(ceil_div(ceil_div(n, order.ranges), 128) * 128);
+  order.words = static_cast<int>(ceil_div(n, 128) * 4);
   int64_t bytes = 0;
   const auto take = [&](auto*& pointer, int64_t elements) {
     pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(static_cast<char*>(workspace) + bytes);
@@ -564,6 +627,7 @@ int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   take(order.sizes, static_cast<int64_t>(order.chunks) * order.ranges * kClusters);
   take(order.similarity, static_cast<int64_t>(order.chunks) * kClusters * kClusters);
   take(order.clusters, static_cast<int64_t>(order.chunks) * kChunk);
+  take(order.arrivals, order.chunks);
   return bytes;
 }
 
@@ -583,28 +647,35 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
   int processors = 0;
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
-  const int64_t parts = std::min<int64_t>(std::max(processors / order.chunks, 8), 64);
+  const int parts = std::min(std::max(processors / order.chunks, 8), 64);
   const int64_t per_chunk = ceil_div(m, order.chunks);
   const uint32_t table_bytes = static_cast<uint32_t>(n + 1) * sizeof(uint4);
   const uint32_t range_bytes = order.range * sizeof(uint4);
-  const auto assign = [&](int64_t samples, bool to_leaders) {
-    const bool copied = table_bytes <= kMaxTable && ceil_div(std::min(samples, per_chunk), parts) >= kSharedTokens;
-    return copied ? launch_early(assign_kernel<true>, order.chunks * parts, kThreads, table_bytes, 1, stream, order,
-                                 samples, to_leaders, parts)
-                  : launch_early(assign_kernel<false>, order.chunks * parts, kThreads, 0, 1, stream, order, samples,
-                                 to_leaders, parts);
-  };
-  error = launch_early(leaders_kernel, static_cast<int64_t>(order.chunks) * order.ranges, kThreads, range_bytes, 1,
-                       stream, order);
-  if (error == cudaSuccess) error = assign(kSamples, true);
+  const bool fits = table_bytes <= kMaxTable;
+  const bool copied = fits && ceil_div(per_chunk, parts) >= kSharedTokens;
+  if (fits) {
+    error = launch_early(assign_kernel<true, true>, order.chunks * parts, kThreads, table_bytes, 1, stream, order,
+                         kSamples, parts);
+  } else {
+    error = launch_early(leaders_kernel, order.chunks * order.ranges, kThreads, range_bytes, 1, stream, order);
+    if (error == cudaSuccess) {
+      error = launch_early(assign_kernel<true, false>, order.chunks * parts, kThreads, 0, 1, stream, order, kSamples,
+                           parts);
+    }
+  }
   if (error == cudaSuccess) {
     error = launch_early(profile_kernel, static_cast<int64_t>(order.chunks) * order.ranges * kGroups, kThreads,
                          range_bytes, 1, stream, order, kSamples);
   }
-  if (error == cudaSuccess) error = assign(kChunk, false);
   if (error == cudaSuccess) {
-    error = launch_early(sort_kernel, order.chunks, kSorters + 32, kClusters * kClusters * sizeof(uint32_t), 1,
-                         stream, order, tokens);
+    error = copied ? launch_early(assign_kernel<false, true>, order.chunks * parts, kThreads, table_bytes, 1, stream,
+                                  order, kChunk, parts)
+                   : launch_early(assign_kernel<false, false>, order.chunks * parts, kThreads, 0, 1, stream, order,
+                                  kChunk, parts);
+  }
+  if (error == cudaSuccess) {
+    error = launch_early(sort_kernel, order.chunks, kSorters + kChainers, kClusters * kClusters * sizeof(uint32_t), 1,
+                         stream, order, parts, tokens);
   }
   return error;
 }

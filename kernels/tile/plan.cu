@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
   __shared__ unsigned long long warp_sums[kPlanWarps];
   __shared__ uint32_t cursor[kMaxBlocks + 1];  // how many tiles have this many blocks; then the first's position
   __shared__ uint32_t items_before[kMaxBlocks + 1];
-  __shared__ uint32_t list;  // where this tile's list starts
+  __shared__ uint32_t nonzeros, list;  // of this tile: how many, and where its list starts
   __shared__ bool last;
   const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const Tables tables(dynamic, column_tiles);
@@ -91,16 +91,18 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
 
   ptx::griddepcontrol_launch_dependents();
   for (int w = threadIdx.x; w < 2 * tables.words; w += kPlanThreads) tables.masks[w] = 0;
+  if (threadIdx.x == 0) nonzeros = 0;
+  __syncthreads();
   ptx::griddepcontrol_wait();
 
   // A warp has every eighth row of a half. Lane r keeps how many nonzeros its r-th row has, and where they are.
   const int half_of_warp = warp / kHalfWarps;
   const auto row_of = [&](int r) { return r * kHalfWarps + warp % kHalfWarps; };
-  const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
-                    static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+  const int64_t all_nonzeros = packed.counters[kNonzeros];
+  const uint32_t long_words = plan.totals[kLongWords];
   uint32_t my_start = 0;
   int my_count = 0;
-  if (lane < kRows && fits) {
+  if (lane < kRows) {
     const int64_t position = static_cast<int64_t>(tile) * kTokenTile + half_of_warp * kHalf + row_of(lane);
     if (position < m) {
       const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
@@ -109,7 +111,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
       if (my_count > kRowCapacity) my_start = plan.rows[my_start + kRowCapacity - 1];
     }
   }
-  __syncthreads();
+  const bool fits = all_nonzeros <= plan.capacity && long_words <= plan.long_capacity;
+  if (!fits) my_count = 0;
+  const uint32_t of_warp = __reduce_add_sync(~0u, my_count);
+  if (lane == 0) atomicAdd(&nonzeros, of_warp);
 
   // Calls use(r, valid, word) with the nonzeros of the warp's rows, up to 32 of one row at a time, all lanes together
   // and always in the same order.
@@ -143,6 +148,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
     if (valid && (half_mask[column / 32] & bit) == 0) atomicOr(&half_mask[column / 32], bit);
   });
   __syncthreads();
+  if (threadIdx.x == 0) list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), nonzeros);
 
   // Slots.
   constexpr int kBits = 21;  // three counts in one word
@@ -225,7 +231,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
     }
   }
   if (threadIdx.x == 0) {
-    list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), listed);
     plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + shared), own == size ? blocks : own / kBlockColumns);
   }
   __syncthreads();
@@ -250,7 +255,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
   __threadfence();
 
   const int tiles = gridDim.x;
-  for (int b = threadIdx.x; b <= kMaxBlocks; b += kPlanThreads) cursor[b] = 0;
+  for (int b = threadIdx.x; b <= tables.blocks; b += kPlanThreads) cursor[b] = 0;
   __syncthreads();
   unsigned long long in_union = 0, of_union;
   for (int t = threadIdx.x; t < tiles; t += kPlanThreads) {
@@ -261,7 +266,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
   block_scan(in_union, warp_sums, of_union);
   uint32_t tiles_so_far = 0, items_so_far = 0;
 #pragma unroll 1
-  for (int from = kMaxBlocks; from >= 0; from -= kPlanThreads) {  // fullest first
+  for (int from = tables.blocks; from >= 0; from -= kPlanThreads) {  // fullest first
     const int b = from - static_cast<int>(threadIdx.x);
     const uint32_t count = b >= 0 ? cursor[b] : 0;
     uint32_t all_tiles, all_items;

@@ -55,8 +55,6 @@ struct Piece {
   int first, last, part, parts, base;
 };
 
-__device__ __forceinline__ Piece whole(const Tile& tile) { return {tile, 0, tile.blocks, 0, 1, 0}; }
-
 __device__ __forceinline__ int4 piece_code(const Piece& piece) {
   return {piece.tile.index | piece.base << 16, piece.first | piece.last << 16, piece.tile.end | piece.tile.begin << 16,
           piece.part | piece.parts << 16};
@@ -83,6 +81,21 @@ __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
 
 __device__ __forceinline__ Item item_of(int4 code) {
   return {code.w, code.z >> 16, code.z & 0xffff, {code.x, 0, code.y >> 16, code.y & 0xffff}};
+}
+
+// Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and gets those of row q.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + step], step);
+      if (upper) v[i] = got;
+      else v[i + step] = got;
+    }
+  }
 }
 
 // Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always

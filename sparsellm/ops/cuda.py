@@ -291,8 +291,7 @@ def tile_engine(
     ups = x.new_empty(len(plan.lists)) if saving and x is not None else None
     hidden = plan.lists if ups is None else torch.empty_like(plan.lists)  # g is needed again only if it is saved
     ops.tile_up(x, w_up, m, n, *plan, hidden, ups, l1_partials, l1)
-    of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
-    ops.tile_spmm(hidden, w_down_t, None, None, *of_tokens, y, None)
+    ops.tile_spmm(hidden, w_down_t, None, None, plan.slots, plan.starts, plan.order, plan.tokens, y)
     if may_leave_a_rest(m, n, len(plan.lists), len(plan.rows) - m * ROW_CAPACITY):
         workspace, tickets = _bytes(y, ops.row_rest_workspace(m, k)), gate.scratch()[1]
         ops.row_rest(x, w_up, w_down_t, *gate, plan.totals, workspace, tickets, l1, y)
@@ -340,14 +339,14 @@ def tile_backward(
     )
     dx, dw_gate, dw_down_t = torch.empty_like(x), *(torch.empty_like(w_gate, dtype=dtype) for _ in range(2))
     dw_up = torch.empty_like(dw_gate) if gated else None
-    of_tokens = (plan.slots, plan.starts, plan.order, plan.tokens, None, None, None)
-    ops.tile_spmm(dz, w_gate, du, w_up, *of_tokens, dx, None)
+    ops.tile_spmm(dz, w_gate, du, w_up, plan.slots, plan.starts, plan.order, plan.tokens, dx)
     partials = x.new_empty(SPLIT_UNITS * 2 * TOKEN_TILE * COLUMN_TILE, dtype=torch.float32)
-    of_neurons = (
-        by_neuron.slots, by_neuron.starts, by_neuron.order, by_neuron.neurons, by_neuron.totals, partials, tickets
-    )  # fmt: skip
-    ops.tile_spmm(dz_by_neuron, x, du_by_neuron, None, *of_neurons, dw_gate, dw_up)
-    ops.tile_spmm(h_by_neuron, dy, None, None, *of_neurons, dw_down_t, None)
+    places = neuron_tiles * token_tiles * TOKEN_TILE**2  # of an operand
+    first, second = x.new_empty(places), x.new_empty(places) if gated else None
+    ops.tile_operands(dz_by_neuron, du_by_neuron, m, n, *by_neuron, first, second)
+    ops.tile_weights(first, second, x, *by_neuron, partials, tickets, dw_gate, dw_up)
+    ops.tile_operands(h_by_neuron, None, m, n, *by_neuron, first, None)
+    ops.tile_weights(first, None, dy, *by_neuron, partials, tickets, dw_down_t, None)
     if may_leave_a_rest(m, n, capacity, long_rows_room(m, capacity)):
         planes = _bytes(x, ops.rest_backward_workspace(m, n))
         weights, theirs = (w_gate, w_up, w_down_t), (dw_gate, dw_up, dw_down_t)

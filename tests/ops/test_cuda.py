@@ -193,26 +193,42 @@ def transpose(matrix, transposed):
     transposed.copy_(matrix.t())
 
 
-def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, rows, totals, partials, tickets, *ys):
-    matrix, y = MATRICES[lists.data_ptr()], ys[0]
+def tile_spmm(lists, weights, more_lists, more_weights, slots, starts, order, tokens, y):
+    matrix = MATRICES[lists.data_ptr()]
+    assert lists.data_ptr() not in BY_NEURON
+    assert (more_lists is None) == (more_weights is None)
     expect(weights, torch.bfloat16, matrix.shape[1], y.shape[1])
-    by_neuron = lists.data_ptr() in BY_NEURON
-    assert slots.dtype == (torch.int32 if by_neuron else torch.int16)
+    assert slots.dtype == torch.int16
     assert starts.shape[:2] == (len(slots), 2)
-    expect(order, torch.int32, len(slots) + 384 * by_neuron, 4)
-    if by_neuron:
-        expect(totals, torch.int32, 4)
-        expect(partials, torch.float32, 384 * 2 * 128 * 256)
-        expect(tickets, torch.int32, 384 * 4)
-        assert not tickets.any()
-    else:
-        assert totals is partials is tickets is None
+    expect(order, torch.int32, len(slots), 4)
     sums = matrix.float() @ weights.float()
     if more_weights is not None:
         sums += MATRICES[more_lists.data_ptr()].float() @ more_weights.float()
-    elif more_lists is not None:
-        ys[1].copy_(MATRICES[more_lists.data_ptr()].float() @ weights.float())
     y.copy_(sums)
+
+
+def tile_operands(lists, more_lists, m, n, *args):
+    names, (operand, more_operand) = cuda.NeuronPlan(*args[:14]), args[14:]
+    assert (more_lists is None) == (more_operand is None)
+    expect(names.starts, torch.int32, twell.tiles(n, 128), 2, 2 * twell.tiles(m, 128) + 1, alignment=4)
+    for found, to in ((lists, operand), (more_lists, more_operand)):
+        if found is not None:
+            assert found.data_ptr() in BY_NEURON
+            expect(to, torch.bfloat16, twell.tiles(m, 128) * 128 * twell.tiles(n, 128) * 128)
+            MATRICES[to.data_ptr()] = MATRICES[found.data_ptr()]
+
+
+def tile_weights(operand, more_operand, source, *args):
+    names, (partials, tickets, *gradients) = cuda.NeuronPlan(*args[:14]), args[14:]
+    expect(names.order, torch.int32, len(names.slots) + 384, 4)
+    expect(partials, torch.float32, 384 * 2 * 128 * 256)
+    expect(tickets, torch.int32, 384 * 4)
+    assert not tickets.any()
+    for found, dw in zip((operand, more_operand), gradients, strict=True):
+        assert (found is None) == (dw is None)
+        if found is not None:
+            expect(source, torch.bfloat16, MATRICES[found.data_ptr()].shape[1], dw.shape[1])
+            dw.copy_(MATRICES[found.data_ptr()].float() @ source.float())
 
 
 def recomputed_backward(ws):
@@ -305,8 +321,8 @@ def stand_ins():
         pytest.skip("the kernels themselves are loaded")
     functions = (
         gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, neuron_plan, tile_gradient, tile_spmm,
-        transpose, row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise, pointwise_gradient,
-        rest_backward_workspace, rest_backward,
+        tile_operands, tile_weights, transpose, row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise,
+        pointwise_gradient, rest_backward_workspace, rest_backward,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]

@@ -1,0 +1,319 @@
+// tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron] x[token]:
+// dW_g and dW_u from dz, du and x, dW_d^T from h and dy. Tiles of 128 neurons (NeuronPlan), whose slots are tokens.
+//
+// A unit is one tile times 256 columns of dW, over all blocks of the tile, or those of a piece of it; fuller ones come
+// first, all columns of one together: units as large that begin together go through the same rows of x in step, and find
+// them in L2. Four warps copy the rows of a block's tokens (an MN-major operand). A consumer warpgroup multiplies the
+// blocks that its 64 neurons need; each of its warps fetches its 16 rows of the other operand (tile_operands) itself, and
+// no other reads them. A consumer stores its sums before it lets the blocks pass that it does not need: the other one
+// multiplies meanwhile.
+//
+// Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile, and each consumer has one
+// of the operands.
+//
+// Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
+//
+// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where dW
+// is float32, not. Deterministic.
+#include "common/host.h"
+#include "tile/plan.cuh"
+
+namespace sparsellm {
+namespace {
+
+constexpr int kGatherRows = kTileK / kGatherWarps;  // of a stage, for each warp
+constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels of 64 columns
+constexpr uint32_t kWarpBytes = kHalfBytes / 4;     // of an operand tile, 16 rows
+constexpr int kOperands = 4;                        // operand tiles of a consumer in flight
+constexpr int kRowStages = 5;                       // of B
+
+struct Shared {
+  uint64_t full[kRowStages];
+  uint64_t empty[kRowStages];
+  uint64_t arrived[kConsumerWarps][kOperands];
+  bool last[2];  // [consumer] to finish a tile in pieces
+};
+
+constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
+static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
+
+// kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and a
+// dW of its own.
+template <bool kPaired, class Out>
+__global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightGradient a) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const uint32_t operands = ptx::smem_address(raw);  // [consumer][kOperands]
+  const uint32_t stages = operands + 2 * kOperands * kHalfBytes;
+  Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
+  const uint32_t full = ptx::smem_address(shared.full);
+  const uint32_t empty = ptx::smem_address(shared.empty);
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  const int column_tiles = static_cast<int>((a.k + kTileN - 1) / kTileN);  // of dW
+
+  if (threadIdx.x == 0) {
+    if (operands % 1024 != 0) __trap();  // what the swizzle is counted from
+    for (int s = 0; s < kRowStages; ++s) {
+      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
+      ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
+    }
+    for (int i = 0; i < kConsumerWarps * kOperands; ++i) {
+      ptx::mbarrier_init(ptx::smem_address(shared.arrived) + 8 * i, 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+
+  const NeuronPlan& plan = a.plan;
+  const int64_t slots_per_tile = (a.m + kTileM - 1) / kTileM * kTileM;
+  const int units_of_piece = column_tiles * (kPaired ? 2 : 1), units = plan.totals[kPieces] * units_of_piece;
+  const auto half_of_unit = [&](int unit) { return unit / column_tiles % 2; };  // kPaired
+  // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
+  const auto code_in = [&](int round) {
+    const int unit = deal(round, blockIdx.x, gridDim.x);
+    return plan.order[unit < units ? unit / units_of_piece : 0];
+  };
+
+  if (warp < kGatherWarps) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    uint32_t place[8];  // of this thread's chunk in rows 0..7
+#pragma unroll
+    for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
+    const uint32_t pitch = static_cast<uint32_t>(a.k) * 2;
+    RingOf<kRowStages> ring;
+    struct Range {
+      int tile, first, last;
+    };
+    const auto range_in = [&](int round) {
+      const Piece piece = piece_of(code_in(round));
+      Range range = {piece.tile.index, piece.first, piece.last};
+      if constexpr (kPaired) {
+        const int half = half_of_unit(deal(round, blockIdx.x, gridDim.x));
+        range.last = piece.tile.needed(half, piece.first, piece.last, range.first);
+        range.last += range.first;
+      }
+      return range;
+    };
+    Range next_range = range_in(0);
+    struct Sixteen {
+      uint4 quads[kGatherRows / 4];
+    };
+    Sixteen next;  // this warp's slots of a block, one block ahead
+    const auto load = [&](const Range& of, int block) {
+      if (of.first == of.last) return;  // nothing is there, not even to look at
+      const int32_t* from = plan.slots + of.tile * slots_per_tile + block * kTileK + warp * kGatherRows;
+#pragma unroll
+      for (int q = 0; q < kGatherRows / 4; ++q) next.quads[q] = reinterpret_cast<const uint4*>(from)[q];
+    };
+    load(next_range, next_range.first);
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Range of = next_range;
+      next_range = range_in(round + 1);
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
+      const uint32_t bytes = column < a.k ? 16 : 0;
+      const uint8_t* source = static_cast<const uint8_t*>(a.rows) + 2 * column;
+      for (int block = of.first; block < of.last; ++block) {
+        const Sixteen slots = next;
+        if (block + 1 < of.last) {
+          load(of, block + 1);
+        } else {
+          load(next_range, next_range.first);
+        }
+        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+        const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
+#pragma unroll
+        for (int q = 0; q < kGatherRows / 4; ++q) {
+          const uint32_t rows[4] = {slots.quads[q].x, slots.quads[q].y, slots.quads[q].z, slots.quads[q].w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            ptx::cp_async_row_16(b + q / 2 * 1024 + place[q % 2 * 4 + i], source, rows[i], pitch, bytes);
+          }
+        }
+        ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
+        ring.advance();
+      }
+      if (of.first == of.last) load(next_range, next_range.first);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const int consumer = warp / 4 - 1;          // the half of a tile that this one multiplies, or, paired, the operand
+    const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
+    const auto dw = static_cast<Out*>(kPaired && consumer != 0 ? a.dw[1] : a.dw[0]);
+    const auto release = [&](uint32_t stage) {
+      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+    };
+    // The products of a unit that this consumer needs: of blocks [from, from + steps) of the tile.
+    struct Work {
+      Piece piece;
+      int half, from, steps;
+    };
+    const auto work_of = [&](int4 code, int round) {
+      const int half = kPaired ? half_of_unit(deal(round, blockIdx.x, gridDim.x)) : consumer;
+      Work work = {piece_of(code), half, 0, 0};
+      work.steps = work.piece.tile.needed(half, work.piece.first, work.piece.last, work.from);
+      if (work.steps == 0) work.from = work.piece.first;
+      return work;
+    };
+    // Operand tiles are used in turn, and the one of a step is fetched to where that of kOperands steps before has been:
+    // each warp fetches its own 16 rows, which no other reads.
+    const uint32_t own = operands + consumer * (kOperands * kHalfBytes);
+    const uint32_t arrived = ptx::smem_address(shared.arrived[warp - 4]);
+    RingOf<kOperands> used;
+    const auto operand = static_cast<const uint8_t*>(kPaired && consumer != 0 ? a.operands[1] : a.operands[0]);
+    const auto fetch = [&](const Work& of, int step, uint32_t to) {
+      const int64_t tile = (of.piece.tile.index * (slots_per_tile / kTileK) + of.from + step) * 2 + of.half;
+      const uint32_t at = warp % 4 * kWarpBytes;
+      ptx::bulk_load_if(lane == 0 && step < of.steps, own + to * kHalfBytes + at, operand + tile * kHalfBytes + at,
+                        kWarpBytes, arrived + 8 * to);
+    };
+    const auto fetch_first = [&](const Work& of) {
+#pragma unroll
+      for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
+    };
+    RingOf<kRowStages> ring;
+    Work next = work_of(code_in(0), 0);
+    int4 next_code = code_in(1);
+    int passing = 0;  // stages that this consumer does not need, behind those that it did
+    if (deal(0, blockIdx.x, gridDim.x) < units) fetch_first(next);
+    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+      const Work work = next;
+      const Piece& of = work.piece;
+      const int half = work.half;
+      int out[2];  // this lane's two neurons
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t position =
+            static_cast<int64_t>(of.tile.index) * kTileM + half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
+        out[i] = position >= a.n ? -1 : plan.neurons[position];
+      }
+      float d[128];
+      if constexpr (!kPaired) pass_by(ring, passing + work.from - of.first, full, release);
+      if (work.steps != 0) {
+        const auto multiply_block = [&](bool first) {
+          ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+          ptx::mbarrier_wait(arrived + 8 * used.stage, used.phase);
+          ptx::fence_proxy_async();  // cp.async wrote B
+          const uint32_t h = own + used.stage * kHalfBytes, b = stages + ring.stage * kBBytes;
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < kTileK / 16; ++step) {
+            ptx::wgmma<4, 1>(d, ptx::wgmma_descriptor(h + step * 32, 16, 1024),
+                             ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
+          }
+          ptx::wgmma_commit_group();
+        };
+        multiply_block(true);
+#pragma unroll 1
+        for (int step = 1; step < work.steps; ++step) {
+          const uint32_t stage = ring.stage, operand = used.stage;
+          ring.advance();
+          used.advance();
+          multiply_block(false);
+          ptx::wgmma_wait_group<1>();
+          release(stage);
+          fetch(work, step - 1 + kOperands, operand);
+        }
+        ptx::wgmma_wait_group<0>();
+        release(ring.stage);
+        ring.advance();
+        used.advance();
+      } else {  // nothing is there for this half
+#pragma unroll
+        for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+      }
+      // Once dW is stored: until then the other consumer has stages to multiply.
+      passing = of.last - work.from - work.steps;
+      next = work_of(next_code, round + 1);
+      next_code = code_in(round + 2);
+      if (deal(round + 1, blockIdx.x, gridDim.x) < units) fetch_first(next);
+      if (const Piece piece = piece_of(plan.order[unit / units_of_piece]); piece.parts > 1) {
+        const int place = unit % column_tiles + piece.base * column_tiles;
+        // The sums of a piece, as its threads hold them: [register / 4][thread][4].
+        const auto partials_of = [&](int part) {
+          const int64_t sums = static_cast<int64_t>(place + part * column_tiles) * 4 + half * 2 + kPaired * consumer;
+          const int64_t at = sums * (kHalf * kTileN);
+          return reinterpret_cast<float4*>(a.partials + at) + thread;
+        };
+        float4* partials = partials_of(piece.part);
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+          partials[j * 128] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+        }
+        __threadfence();
+        ptx::bar_sync(1 + consumer, 128);
+        if (thread == 0) {
+          int32_t* ticket = a.tickets + place * 4 + half * 2 + kPaired * consumer;
+          const bool last = atomicAdd(ticket, 1) == piece.parts - 1;
+          if (last) *ticket = 0;
+          __threadfence();
+          shared.last[consumer] = last;
+        }
+        ptx::bar_sync(1 + consumer, 128);
+        if (!shared.last[consumer]) continue;
+#pragma unroll
+        for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+        for (int part = 0; part < piece.parts; ++part) {
+          partials = partials_of(part);
+#pragma unroll
+          for (int j = 0; j < 32; ++j) {
+            const float4 v = __ldcg(partials + j * 128);
+            d[4 * j] += v.x;
+            d[4 * j + 1] += v.y;
+            d[4 * j + 2] += v.z;
+            d[4 * j + 3] += v.w;
+          }
+        }
+      }
+      if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
+        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Out* to = dw + out[i] * a.k + column + lane % 4 * 2;
+#pragma unroll
+          for (int g = 0; g < kTileN / 8; ++g) {
+            if (out[i] >= 0 && column + 8 * g < a.k) {
+              *reinterpret_cast<float2*>(to + 8 * g) = make_float2(d[4 * g + 2 * i], d[4 * g + 2 * i + 1]);
+            }
+          }
+        }
+        continue;
+      }
+      // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
+      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Out* to = dw + out[i] * a.k + column;
+#pragma unroll
+        for (int c = 0; c < kTileN / 32; ++c) {
+          uint32_t v[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float* pair = d + 4 * (4 * c + j) + 2 * i;
+            v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
+          }
+          transpose_quad(v, lane);
+          if (out[i] >= 0 && column + 32 * c < a.k) {
+            *reinterpret_cast<uint4*>(to + 32 * c) = make_uint4(v[0], v[1], v[2], v[3]);
+          }
+        }
+      }
+    }
+    if constexpr (!kPaired) pass_by(ring, passing, full, release);
+  }
+}
+
+}  // namespace
+
+cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream) {
+  int count = 0;
+  const cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  const bool two = a.operands[1] != nullptr;
+  const auto to_float = two ? tile_weights_kernel<true, float> : tile_weights_kernel<false, float>;
+  const auto to_bf16 = two ? tile_weights_kernel<true, __nv_bfloat16> : tile_weights_kernel<false, __nv_bfloat16>;
+  return launch_early(a.float_dw ? to_float : to_bf16, count, kThreads, kSharedBytes, 1, stream, a);
+}
+
+}  // namespace sparsellm
