@@ -108,7 +108,7 @@ cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 // their slots being tokens. JT = ceil(N / 128). A tile with more blocks than a CTA's share of all is multiplied in
 // pieces, whose sums are added up in order.
 constexpr int kSplitUnits = 384;  // at most: pieces of such tiles, times the units of 256 columns
-enum NeuronTotal { kNeuronListWords = 0, kNeuronTickets = 1, kPieces = 2, kNeuronTotals = 4 };
+enum NeuronTotal { kPieces = 0, kNeuronTotals = 4 };
 struct NeuronPlan {
   int32_t* frequencies;  // [N] zeroed by the caller: tokens that fire each
   int32_t* ranks;        // [N] the position of each neuron
@@ -123,7 +123,7 @@ struct NeuronPlan {
   int4* order;           // [JT + kSplitUnits] pieces, fullest first (tile/plan.cuh: Piece)
   uint32_t* at;          // [capacity] for each word of the tile plan's lists: where it is in the lists by neuron,
   uint16_t* places;      // and its place there
-  int32_t* totals;       // [4] NeuronTotal: zero at first, and again after use but for kPieces
+  int32_t* totals;       // [4] NeuronTotal
 };
 // For products of K columns. M is at most kMaxSplitTokens, else cudaErrorInvalidValue.
 constexpr int64_t kMaxSplitTokens = 65535 * 64;

@@ -3,12 +3,15 @@
 // tokens that fire any of them are its slots, numbered as a token tile's neurons are (tile/plan.cuh).
 //
 //   frequency  how many tokens fire each neuron                                             CTA: token tile
-//   rank       the order of the neurons                                                     CTA: 128 neurons
+//   rank       the order of the neurons                                                     CTA: 16 neurons
 //   mask       which tokens fire some neuron of each half tile                              CTA: token tile
-//   slots      the tokens of each neuron tile                                               CTA: neuron tile
+//   slots      the tokens of each neuron tile                                               CTA: part of a neuron tile
 //   count      how many nonzeros each token tile has in each block of each half             CTA: token tile
-//   starts     where each block starts; pieces of tiles, fullest first                      CTA: neuron tile
+//   starts     where each block starts; pieces of tiles, fullest first                      CTA: neuron tile, or pieces
 //   place      where each nonzero goes                                                      CTA: token tile
+//
+// A token tile's nonzeros lie side by side: the threads of its CTA have as many each, wherever blocks start, and load
+// several at a time.
 //
 // Integers only. The order of a block's nonzeros may differ between runs; no result depends on it.
 #include "common/host.h"
@@ -18,48 +21,72 @@ namespace sparsellm {
 namespace {
 
 constexpr int kPlanThreads = 1024;
+constexpr int kRankThreads = 128;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "a thread for each neuron tile");
-constexpr int kPieceWarps = 2;  // that go through a piece together
+constexpr int kMaxBlocks = 65536 / kBlockColumns;  // of a token tile
+constexpr int kSlotParts = 3;  // CTAs of a neuron tile in `slots`
 constexpr int kShares = 128;  // of all work: one for each CTA, or nearly
 constexpr int kMinShare = 32;  // blocks
-constexpr int kBatch = 4;  // words that a thread loads at a time
+constexpr int kBatch = 4;  // loads of a thread at a time
 constexpr int kParts = 6;  // a token tile's tokens lie in at most three blocks of what one half has, three of both's
 
-// The nonzeros of a token tile: use(index in the lists, position within the tile, slot).
-template <class Use>
-__device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
-  const int warp = threadIdx.x / 32, blocks = plan.tiles[tile].y;
-  const uint32_t offset = warp % kPieceWarps * 32 + threadIdx.x % 32;
-  for (int piece = warp / kPieceWarps; piece < 2 * blocks; piece += kPlanThreads / 32 / kPieceWarps) {
-    const int half = piece & 1, block = piece / 2;
-    const uint32_t* starts = starts_of(plan, tile, half, column_tiles) + block;
-    const uint32_t end = starts[1];
-    for (uint32_t first = starts[0] + offset; first < end; first += kBatch * kPieceWarps * 32) {
-      uint32_t words[kBatch];
+// use(i, load(i)) for i = first, first + stride, ... below `end`.
+template <class Load, class Use>
+__device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_t stride, Load load, Use use) {
+  using Loaded = decltype(load(first));
+  for (; first < end; first += kBatch * stride) {
+    Loaded loaded[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t at = first + i * kPieceWarps * 32;
-        words[i] = at < end ? plan.lists[at] : 0;
-      }
+    for (int i = 0; i < kBatch; ++i) loaded[i] = first + i * stride < end ? load(first + i * stride) : Loaded{};
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t at = first + i * kPieceWarps * 32, place = words[i] & 0xffff, row = place / 64;
-        if (at < end) use(at, half * kHalf + row, block * kBlockColumns + ((place / 8 ^ row) % 8) * 8 + place % 8);
-      }
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * stride < end) use(first + i * stride, loaded[i]);
     }
   }
 }
 
-// The ranks of a token tile's neurons, by slot.
-__device__ __forceinline__ void load_ranks(const TilePlan& plan, const NeuronPlan& out, int tile, int column_tiles,
-                                           uint16_t* ranks) {
-  const uint16_t* slots = plan.slots + static_cast<int64_t>(tile) * column_tiles * kColumnTile;
-  const int size = plan.tiles[tile].x;
-  for (int i = threadIdx.x; i < size; i += kPlanThreads) ranks[i] = out.ranks[slots[i]];
+// Where a token tile's nonzeros lie in the lists: the second half's from `middle` on.
+struct Range {
+  uint32_t begin, middle, end;
+};
+
+__device__ __forceinline__ Range list_of(const TilePlan& plan, int tile, int column_tiles) {
+  const uint32_t* second = starts_of(plan, tile, 1, column_tiles);
+  return {*starts_of(plan, tile, 0, column_tiles), *second, second[plan.tiles[tile].y]};
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) frequency_kernel(const TilePlan plan, int column_tiles,
+// The nonzeros of a token tile: use(index in the lists, position within the tile, slot). A warp has those side by side.
+template <class Use>
+__device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
+  __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second's, and the end
+  const int blocks = plan.tiles[tile].y;
+  for (int b = threadIdx.x; b <= column_tiles * 4; b += kPlanThreads) {  // not only `blocks`, which is on its way
+    const uint32_t first = starts_of(plan, tile, 0, column_tiles)[b];
+    const uint32_t second = starts_of(plan, tile, 1, column_tiles)[b];
+    if (b < blocks) starts[b] = first;
+    if (b <= blocks) starts[blocks + b] = second;
+  }
+  __syncthreads();
+  const uint32_t begin = starts[0], all = starts[2 * blocks] - begin;
+  const uint32_t share = (all + kPlanThreads - 1) / kPlanThreads * 32;
+  const uint32_t first = begin + threadIdx.x / 32 * share, end = begin + min((threadIdx.x / 32 + 1) * share, all);
+  if (first >= end) return;
+  int piece = 0;  // the last one that starts at `first` or before
+  for (int above = 2 * blocks; above - piece > 1;) {
+    const int middle = (piece + above) / 2;
+    (starts[middle] <= first ? piece : above) = middle;
+  }
+  const auto load = [&](uint32_t at) { return plan.lists[at]; };
+  in_batches(first + threadIdx.x % 32, end, 32, load, [&](uint32_t at, uint32_t word) {
+    while (starts[piece + 1] <= at) ++piece;
+    const int half = piece >= blocks, block = piece - half * blocks;
+    const uint32_t place = word & 0xffff, row = place / kBlockColumns;
+    use(at, half * kHalf + row, block * kBlockColumns + ((place / 8 ^ row) % 8) * 8 + place % 8);
+  });
+}
+
+__global__ void __launch_bounds__(kPlanThreads, 2) frequency_kernel(const TilePlan plan, int column_tiles,
                                                                   int32_t* frequencies) {
   extern __shared__ uint32_t counts[];  // [slots] bytes: a neuron fires for at most 128 tokens of a tile
   ptx::griddepcontrol_launch_dependents();
@@ -77,39 +104,54 @@ __global__ void __launch_bounds__(kPlanThreads, 1) frequency_kernel(const TilePl
   }
 }
 
-// A warp for each neuron.
-__global__ void __launch_bounds__(kPlanThreads, 1) rank_kernel(int n, const NeuronPlan out) {
+// A warp for four neurons; N is a multiple of 8.
+__global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronPlan out) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  const int neuron = blockIdx.x * (kPlanThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (neuron >= n) return;
-  const int mine = out.frequencies[neuron];
-  int before = 0;
+  const int quad = blockIdx.x * (kRankThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (quad >= n / 4) return;
+  const int4* frequencies = reinterpret_cast<const int4*>(out.frequencies);
+  const int4 four = frequencies[quad];
+  const int mine[4] = {four.x, four.y, four.z, four.w};
+  int before[4] = {};
 #pragma unroll 4
-  for (int other = lane; other < n; other += 32) {
-    const int its = out.frequencies[other];
-    before += its > mine || (its == mine && other < neuron);
+  for (int other = lane; other < n / 4; other += 32) {
+    const int4 its = frequencies[other];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int least = mine[i] + (other > quad);  // of equal ones the lower is first
+      before[i] += (its.x >= least) + (its.y >= least) + (its.z >= least) + (its.w >= least);
+    }
   }
-  for (int offset = 16; offset > 0; offset /= 2) before += __shfl_xor_sync(~0u, before, offset);
-  if (lane == 0) {
-    out.ranks[neuron] = before;
-    out.neurons[before] = neuron;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int rank = __reduce_add_sync(~0u, before[i]);
+#pragma unroll
+    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // itself, and equal ones behind it
+    if (lane == 0) {
+      out.ranks[4 * quad + i] = rank;
+      out.neurons[rank] = 4 * quad + i;
+    }
   }
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) mask_kernel(const TilePlan plan, int column_tiles, int halves,
+// Leaves each nonzero's rank in `places`.
+__global__ void __launch_bounds__(kPlanThreads, 2) mask_kernel(const TilePlan plan, int column_tiles, int halves,
                                                              const NeuronPlan out) {
   extern __shared__ uint32_t masks[];  // [halves][4], then the ranks of the slots
   uint16_t* ranks = reinterpret_cast<uint16_t*>(masks + 4 * halves);
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < 4 * halves; i += kPlanThreads) masks[i] = 0;
   ptx::griddepcontrol_wait();
-  load_ranks(plan, out, blockIdx.x, column_tiles, ranks);
+  const uint16_t* slots = plan.slots + static_cast<int64_t>(blockIdx.x) * column_tiles * kColumnTile;
+  const int size = plan.tiles[blockIdx.x].x;
+  for (int i = threadIdx.x; i < size; i += kPlanThreads) ranks[i] = out.ranks[slots[i]];
   __syncthreads();
-  for_each_nonzero(plan, blockIdx.x, column_tiles, [&](uint32_t, uint32_t position, uint32_t slot) {
-    uint32_t* word = masks + ranks[slot] / kHalf * 4 + position / 32;
-    const uint32_t bit = 1u << position % 32;
+  for_each_nonzero(plan, blockIdx.x, column_tiles, [&](uint32_t at, uint32_t position, uint32_t slot) {
+    const uint32_t rank = ranks[slot], bit = 1u << position % 32;
+    uint32_t* word = masks + rank / kHalf * 4 + position / 32;
     if ((*word & bit) == 0) atomicOr(word, bit);
+    out.places[at] = rank;
   });
   __syncthreads();
   for (int i = threadIdx.x; i < 4 * halves; i += kPlanThreads) {
@@ -139,46 +181,77 @@ __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) slots_kernel(const TilePlan plan, int token_tiles,
+// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
+__global__ void __launch_bounds__(kPlanThreads, 2) slots_kernel(const TilePlan plan, int token_tiles,
                                                             const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32];
+  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
+  __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
   ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
+  __syncthreads();
   ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x, words = token_tiles * 4;
+  const int tile = blockIdx.x / kSlotParts, part = blockIdx.x % kSlotParts, words = token_tiles * 4;
+  const int begin = words * part / kSlotParts, end = words * (part + 1) / kSlotParts;
   const uint32_t* first = out.masks + static_cast<int64_t>(tile) * 2 * words;
   const uint32_t* second = first + words;
-  int32_t* slots = out.slots + static_cast<int64_t>(tile) * token_tiles * kTokenTile;
-  uint32_t sizes[3], size = 0;
-  for (int which = 0; which < 3; ++which) {
-    const uint32_t start = size;
-    uint32_t* before = out.before + (static_cast<int64_t>(tile) * 3 + which) * words;
-    for (int w0 = 0; w0 < words; w0 += kPlanThreads) {
-      const int w = w0 + threadIdx.x;
-      const uint32_t group = w < words ? group_of(first[w], second[w], which) : 0;
-      uint32_t total;
-      const uint32_t slot = size + scan(__popc(group), warp_sums, total);
-      if (w < words) before[w] = slot;
-      size += total;
-    }
-    sizes[which] = size - start;
-  }
-  __syncthreads();
-  const uint32_t lane = threadIdx.x % 32, bit = 1u << lane;
-  const uint32_t* before = out.before + static_cast<int64_t>(tile) * 3 * words;
-  for (int w = threadIdx.x / 32; w < words; w += kPlanThreads / 32) {
+  uint32_t mine[3] = {}, mine_earlier[3] = {};
+#pragma unroll 4
+  for (int w = threadIdx.x; w < words; w += kPlanThreads) {
     const uint32_t of_first = first[w], of_second = second[w];
-    if (((of_first | of_second) & bit) == 0) continue;
-    const int which = which_of(of_first, of_second, bit), position = 32 * w + lane;
-    const uint32_t slot = before[which * words + w] + __popc(group_of(of_first, of_second, which) & (bit - 1));
-    slots[slot] = plan.tokens == nullptr ? position : plan.tokens[position];
+#pragma unroll
+    for (int which = 0; which < 3; ++which) {
+      const uint32_t count = __popc(group_of(of_first, of_second, which));
+      mine[which] += count;
+      if (w < begin) mine_earlier[which] += count;
+    }
+  }
+#pragma unroll
+  for (int which = 0; which < 3; ++which) {
+    const uint32_t of_warp = __reduce_add_sync(~0u, mine[which]);
+    const uint32_t earlier_of_warp = __reduce_add_sync(~0u, mine_earlier[which]);
+    if (threadIdx.x % 32 == 0) {
+      atomicAdd(&sizes[which], of_warp);
+      atomicAdd(&earlier[which], earlier_of_warp);
+    }
   }
   __syncthreads();
-  // The last block is filled up with its last token: it has no nonzeros there, so nothing comes of it.
-  if (threadIdx.x < kBlockColumns && size != 0) {
-    const uint32_t slot = size + threadIdx.x;
-    if (slot < (size + kBlockColumns - 1) / kBlockColumns * kBlockColumns) slots[slot] = slots[size - 1];
+  const uint32_t size = sizes[0] + sizes[1] + sizes[2];
+  uint32_t so_far[3] = {earlier[0], sizes[0] + earlier[1], sizes[0] + sizes[1] + earlier[2]};
+  int32_t* slots = out.slots + static_cast<int64_t>(tile) * token_tiles * kTokenTile;
+  for (int from = begin; from < end; from += kPlanThreads) {
+    const int w = from + threadIdx.x;
+    const uint32_t of_first = w < end ? first[w] : 0, of_second = w < end ? second[w] : 0;
+    first_words[threadIdx.x] = of_first;
+    second_words[threadIdx.x] = of_second;
+#pragma unroll
+    for (int which = 0; which < 3; ++which) {
+      uint32_t total;
+      const uint32_t start = so_far[which] + scan(__popc(group_of(of_first, of_second, which)), warp_sums, total);
+      starts[which][threadIdx.x] = start;
+      if (w < end) out.before[(static_cast<int64_t>(tile) * 3 + which) * words + w] = start;
+      so_far[which] += total;
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    const uint32_t bit = 1u << lane;
+    const auto load = [&](int i) {
+      const int position = 32 * (from + i) + lane;
+      return ((first_words[i] | second_words[i]) & bit) == 0 || plan.tokens == nullptr ? position
+                                                                                       : plan.tokens[position];
+    };
+    in_batches(threadIdx.x / 32, min(end - from, kPlanThreads), kPlanThreads / 32, load, [&](int i, int token) {
+      if (((first_words[i] | second_words[i]) & bit) == 0) return;
+      const int which = which_of(first_words[i], second_words[i], bit);
+      const uint32_t slot = starts[which][i] + __popc(group_of(first_words[i], second_words[i], which) & (bit - 1));
+      slots[slot] = token;
+      // The last block is filled up with its last token: it has no nonzeros there, so nothing comes of it.
+      if (slot == size - 1) {
+        for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = token;
+      }
+    });
+    __syncthreads();
   }
-  if (threadIdx.x == 0) {
+  if (part == 0 && threadIdx.x == 0) {
     const int blocks = blocks_of(size);
     out.tiles[tile] = make_int4(size, blocks, blocks_of(sizes[0] + sizes[1]),
                                 sizes[0] == size ? blocks : sizes[0] / kBlockColumns);
@@ -192,26 +265,27 @@ __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, 
   return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) count_kernel(const TilePlan plan, int column_tiles, int halves,
+__global__ void __launch_bounds__(kPlanThreads, 2) count_kernel(const TilePlan plan, int column_tiles, int halves,
                                                               const NeuronPlan out) {
-  extern __shared__ uint32_t parts[];              // [halves][kParts]
-  uint32_t* masks = parts + halves * kParts;       // [halves][4] of this token tile, and so the next
-  uint32_t* before = masks + halves * 4;           // [halves / 2][3][4]
-  uint16_t* ranks = reinterpret_cast<uint16_t*>(before + halves * 6);  // of the slots
+  extern __shared__ uint32_t parts[];         // [halves][kParts]
+  uint32_t* masks = parts + halves * kParts;  // [halves][4] of this token tile, and so the next
+  uint32_t* before = masks + halves * 4;      // [halves / 2][3][4]
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) parts[i] = 0;
   ptx::griddepcontrol_wait();
   const int token_tiles = gridDim.x, words = token_tiles * 4, w0 = blockIdx.x * 4;
+  const Range list = list_of(plan, blockIdx.x, column_tiles);
   for (int i = threadIdx.x; i < halves * 4; i += kPlanThreads) {
     masks[i] = out.masks[static_cast<int64_t>(i / 4) * words + w0 + i % 4];
   }
   for (int i = threadIdx.x; i < halves * 6; i += kPlanThreads) {
     before[i] = out.before[static_cast<int64_t>(i / 4) * words + w0 + i % 4];
   }
-  load_ranks(plan, out, blockIdx.x, column_tiles, ranks);
   __syncthreads();
-  for_each_nonzero(plan, blockIdx.x, column_tiles, [&](uint32_t at, uint32_t position, uint32_t slot) {
-    const uint32_t rank = ranks[slot], w = position / 32, bit = 1u << position % 32;
+  const auto load = [&](uint32_t at) { return make_uint2(plan.lists[at], out.places[at]); };
+  in_batches(list.begin + threadIdx.x, list.end, kPlanThreads, load, [&](uint32_t at, uint2 word_and_rank) {
+    const uint32_t row = (word_and_rank.x & 0xffff) / kBlockColumns, rank = word_and_rank.y;
+    const uint32_t position = at < list.middle ? row : kHalf + row, w = position / 32, bit = 1u << position % 32;
     const int tile = rank / kTileM;
     const uint32_t first = masks[tile * 8 + w], second = masks[tile * 8 + 4 + w];
     const int which = which_of(first, second, bit);
@@ -220,7 +294,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1) count_kernel(const TilePlan p
     const int part = (which == 1 ? 3 : 0) + token_slot / kBlockColumns - of_group[0] / kBlockColumns;
     const uint32_t number = atomicAdd(&parts[rank / kHalf * kParts + part], 1u);
     out.at[at] = number << 16 | part << 8 | token_slot % kBlockColumns;  // at most 64 x 64 in a block
-    out.places[at] = rank;
   });
   __syncthreads();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {
@@ -231,41 +304,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1) count_kernel(const TilePlan p
   }
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) starts_kernel(int token_tiles, int column_tiles,
-                                                             const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], list;
+// A tile with more blocks than a CTA's share is cut into pieces of at most half of that.
+__device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, const NeuronPlan& out,
+                                                uint32_t* warp_sums) {
   __shared__ int parts_of[kMaxNeuronTiles], sizes[kMaxNeuronTiles];
-  __shared__ bool last;
-  ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x, blocks = out.tiles[tile].y, per_half = token_tiles * 2;
-  const uint32_t* counts = out.counts + static_cast<int64_t>(tile) * 2 * per_half;
-  uint32_t sum = 0, all;
-  for (int half = 0; half < 2; ++half) {
-    for (int b = threadIdx.x; b < blocks; b += kPlanThreads) sum += counts[half * per_half + b];
-  }
-  scan(sum, warp_sums, all);
-  if (threadIdx.x == 0) list = atomicAdd(reinterpret_cast<uint32_t*>(out.totals) + kNeuronListWords, all);
-  __syncthreads();
-  uint32_t so_far = list;
-  for (int half = 0; half < 2; ++half) {
-    uint32_t* starts = out.starts + (static_cast<int64_t>(tile) * 2 + half) * (per_half + 1);
-    for (int b0 = 0; b0 < blocks; b0 += kPlanThreads) {
-      const int b = b0 + threadIdx.x;
-      uint32_t total;
-      const uint32_t before = scan(b < blocks ? counts[half * per_half + b] : 0, warp_sums, total);
-      if (b < blocks) starts[b] = so_far + before;
-      so_far += total;
-    }
-    if (threadIdx.x == 0) starts[blocks] = so_far;
-  }
-
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(out.totals + kNeuronTickets, 1) == static_cast<int>(gridDim.x) - 1;
-  __syncthreads();
-  if (!last) return;
-  // A tile with more blocks than a CTA's share is cut into pieces of at most half of that.
-  const int tiles = gridDim.x;
   uint32_t blocks_of_all, pieces_of_all;
   int parts = 0, size = 0;  // of this thread's tile
   Tile mine = {};
@@ -294,33 +336,62 @@ __global__ void __launch_bounds__(kPlanThreads, 1) starts_kernel(int token_tiles
       out.order[position + part] = piece_code({mine, first, end, part, parts, base});
     }
   }
-  if (threadIdx.x == 0) {
-    out.totals[kPieces] = pieces_of_all;
-    out.totals[kNeuronListWords] = out.totals[kNeuronTickets] = 0;
-  }
+  if (threadIdx.x == 0) out.totals[kPieces] = pieces_of_all;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 1) place_kernel(const TilePlan plan, int column_tiles, int halves,
+// One more CTA than there are tiles: the last one is for the pieces.
+__global__ void __launch_bounds__(kPlanThreads, 2) starts_kernel(int token_tiles, int column_tiles,
+                                                             const NeuronPlan out) {
+  __shared__ uint32_t warp_sums[32];
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  const int tile = blockIdx.x, tiles = gridDim.x - 1, per_half = token_tiles * 2;
+  if (tile == tiles) {
+    cut_into_pieces(tiles, column_tiles, out, warp_sums);
+    return;
+  }
+  uint32_t earlier = 0, so_far;  // nonzeros of the tiles before: their lists lie before this one's
+#pragma unroll 4
+  for (int i = threadIdx.x; i < tile * kTileM; i += kPlanThreads) earlier += out.frequencies[out.neurons[i]];
+  scan(earlier, warp_sums, so_far);
+  const uint4* counts = reinterpret_cast<const uint4*>(out.counts + static_cast<int64_t>(tile) * 2 * per_half);
+  uint32_t* starts = out.starts + static_cast<int64_t>(tile) * 2 * (per_half + 1);
+  for (int from = 0; from < 2 * per_half; from += 4 * kPlanThreads) {
+    const int at = from + 4 * threadIdx.x;  // of the first half's blocks, then the second's: all that there could be
+    const uint4 four = at < 2 * per_half ? counts[at / 4] : make_uint4(0, 0, 0, 0);
+    const uint32_t of_block[4] = {four.x, four.y, four.z, four.w};
+    uint32_t total, start = so_far + scan(four.x + four.y + four.z + four.w, warp_sums, total);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int block = at + i;
+      if (block < 2 * per_half) starts[block < per_half ? block : block + 1] = start;
+      if (block == per_half) starts[per_half] = start;  // the first half's end
+      start += of_block[i];
+    }
+    so_far += total;
+  }
+  if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
+}
+
+__global__ void __launch_bounds__(kPlanThreads, 2) place_kernel(const TilePlan plan, int column_tiles, int halves,
                                                            const NeuronPlan out) {
   extern __shared__ uint32_t parts[];  // [halves][kParts] where this tile's nonzeros of each start
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int token_tiles = gridDim.x, per_half = token_tiles * 2 + 1;
+  const Range list = list_of(plan, blockIdx.x, column_tiles);
   const uint32_t* bases = out.bases + static_cast<int64_t>(blockIdx.x) * halves * kParts;
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // parts without nonzeros have any start
     const int block = min(block_of(out, token_tiles, blockIdx.x, i), per_half - 1);
     parts[i] = out.starts[static_cast<int64_t>(i / kParts) * per_half + block] + bases[i];
   }
   __syncthreads();
-  // A tile's nonzeros lie side by side.
-  const int blocks = plan.tiles[blockIdx.x].y;
-  if (blocks == 0) return;
-  const uint32_t end = starts_of(plan, blockIdx.x, 1, column_tiles)[blocks];
-  for (uint32_t at = starts_of(plan, blockIdx.x, 0, column_tiles)[0] + threadIdx.x; at < end; at += kPlanThreads) {
-    const uint32_t code = out.at[at], rank = out.places[at];
+  const auto load = [&](uint32_t at) { return make_uint2(out.at[at], out.places[at]); };
+  in_batches(list.begin + threadIdx.x, list.end, kPlanThreads, load, [&](uint32_t at, uint2 code_and_rank) {
+    const uint32_t code = code_and_rank.x, rank = code_and_rank.y;
     out.at[at] = parts[rank / kHalf * kParts + (code >> 8 & 0xff)] + (code >> 16);
     out.places[at] = place_of(rank % kHalf, code & 0xff);
-  }
+  });
 }
 
 }  // namespace
@@ -331,18 +402,18 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   const int token_tiles = static_cast<int>(ceil_div(m, kTokenTile));
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const int neuron_tiles = static_cast<int>(ceil_div(n, kTileM)), halves = 2 * neuron_tiles;
-  const uint32_t part_bytes = halves * kParts * 4, rank_bytes = column_tiles * kColumnTile * 2;
-  cudaError_t error = launch_early(frequency_kernel, token_tiles, kPlanThreads, column_tiles * kColumnTile, 1, stream,
-                                   plan, column_tiles, out.frequencies);
-  const auto then = [&](auto kernel, int64_t grid, uint32_t bytes, auto... arguments) {
-    if (error == cudaSuccess) error = launch_early(kernel, grid, kPlanThreads, bytes, 1, stream, arguments...);
+  const uint32_t part_bytes = halves * kParts * 4, slot_bytes = column_tiles * kColumnTile;  // a byte for each slot
+  cudaError_t error = cudaSuccess;
+  const auto then = [&](auto kernel, int64_t grid, int threads, uint32_t bytes, auto... arguments) {
+    if (error == cudaSuccess) error = launch_early(kernel, grid, threads, bytes, 1, stream, arguments...);
   };
-  then(rank_kernel, ceil_div(n, kPlanThreads / 32), 0, static_cast<int>(n), out);
-  then(mask_kernel, token_tiles, halves * 16 + rank_bytes, plan, column_tiles, halves, out);
-  then(slots_kernel, neuron_tiles, 0, plan, token_tiles, out);
-  then(count_kernel, token_tiles, part_bytes + halves * 40 + rank_bytes, plan, column_tiles, halves, out);
-  then(starts_kernel, neuron_tiles, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), out);
-  then(place_kernel, token_tiles, part_bytes, plan, column_tiles, halves, out);
+  then(frequency_kernel, token_tiles, kPlanThreads, slot_bytes, plan, column_tiles, out.frequencies);
+  then(rank_kernel, ceil_div(n, kRankThreads / 8), kRankThreads, 0, static_cast<int>(n), out);
+  then(mask_kernel, token_tiles, kPlanThreads, halves * 16 + 2 * slot_bytes, plan, column_tiles, halves, out);
+  then(slots_kernel, neuron_tiles * kSlotParts, kPlanThreads, 0, plan, token_tiles, out);
+  then(count_kernel, token_tiles, kPlanThreads, part_bytes + halves * 40, plan, column_tiles, halves, out);
+  then(starts_kernel, neuron_tiles + 1, kPlanThreads, 0, token_tiles, static_cast<int>(ceil_div(k, kTileN)), out);
+  then(place_kernel, token_tiles, kPlanThreads, part_bytes, plan, column_tiles, halves, out);
   return error;
 }
 
