@@ -58,7 +58,7 @@ for tool in "$@"; do
     started=$SECONDS
     not=()
     if [ "$tool" = racecheck ]; then
-        for kernel in tile_sddmm tile_spmm row_few; do not+=("$only-exclude" "kns=$kernel"); done
+        for kernel in tile_sddmm tile_spmm tile_weights row_few; do not+=("$only-exclude" "kns=$kernel"); done
     fi
     timeout "${SECONDS_EACH:-120}" "$sanitizer" --tool "$tool" "$only" kns=sparsellm "${not[@]}" --error-exitcode 1 \
         --report-api-errors no --print-limit 20 "$python" -m scripts.sanitize_kernels >"$logs/$tool.log" 2>&1
