@@ -31,6 +31,12 @@ def test_a_mean_beyond_the_cap_is_half_of_all_tokens_for_every_neuron():
     assert (patterns.firing_rates(2800, 5632) == 0.5).all()
 
 
+def test_a_mean_of_all_neurons_is_every_neuron_for_every_token():
+    assert patterns.SYNTHETIC["synthetic5632"] == patterns.N
+    block = patterns.synthetic(512, 300, 128, 512, "cpu")
+    assert all(firing.all() for firing in patterns.firing_chunks(block.x, block.w_gate))
+
+
 @pytest.mark.parametrize("mean", [10, 60, 400])
 def test_a_synthetic_block_fires_at_the_wanted_rates(mean):
     tokens, neurons = 4096, 512
