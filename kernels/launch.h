@@ -1,8 +1,9 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
-// ends, but touches no memory of the caller's before that one is done (within token_order: tile/order.cu says what
-// instead); the first kernel of gate_pack, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers
-// have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+// ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
+// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack, pointwise, pointwise_gradient and
+// transpose starts as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel
+// assumes beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -88,8 +89,8 @@ struct Gradient {
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream);
 
-// y[token] = sum over slots of h[token, slot] weights[slots[slot]]; with a second list and weights, the sum of both. Tiles
-// of 128 tokens, in halves of 64, as tile/plan.cuh has them.
+// y[token] = sum over slots of h[token, slot] weights[slots[slot]]; with a second list and weights, the sum of both.
+// Tiles of 128 tokens, in halves of 64, as tile/plan.cuh has them.
 struct Spmm {
   const uint32_t* lists[2];  // h, bf16 << 16 | place; [1]: of the second, or null
   const void* weights[2];    // bf16 [N, K]; [1]: null if there is one list
@@ -130,8 +131,8 @@ constexpr int64_t kMaxSplitTokens = 65535 * 64;
 cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, const NeuronPlan& out,
                         cudaStream_t stream);
 
-// From lists by neuron to operands: bf16 [JT][MT * 2 blocks][2 halves] operand tiles of [64 neurons, 64 slots], 8 KB each,
-// zeros where there is no nonzero; undefined but for the blocks that a half needs. So N x M, up to whole tiles.
+// From lists by neuron to operands: bf16 [JT][MT * 2 blocks][2 halves] operand tiles of [64 neurons, 64 slots], 8 KB
+// each, zeros where there is no nonzero; undefined but for the blocks that a half needs. So N x M, up to whole tiles.
 struct Operands {
   const uint32_t* lists[2];  // [1]: the second, or null
   void* operands[2];

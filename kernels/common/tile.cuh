@@ -1,8 +1,9 @@
-// The matrix half that every product here shares: 128 tokens x up to 256 columns, k in stages of 64.
+// The matrix half that the products here share: 128 rows x up to 256 columns, k in stages of 64.
 //
 // A CTA has three warpgroups: one that fills shared memory and does what else is to do (its four warps have roles of
-// their own), and two consumers of 64 rows each, whose accumulators stay in registers. Three stages of 48 KB circulate
-// between them under full/empty barriers; 64 KB more hold a finished 128 x 256 tile while the next one is multiplied.
+// their own), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them
+// under full/empty barriers: in gate_pack three of 48 KB, and 64 KB more hold a finished 128 x 256 tile while the next
+// one is multiplied; the others say what they have.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -55,9 +56,10 @@ struct Nothing {
 };
 
 // d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
-// may be filled again; ahead() is done while the last one is multiplied. b_offset: bytes from a stage's B to this warpgroup's. kCopied: cp.async wrote (part of) the
-// stages, and memory is what limits: a stage is released before the next one is begun, while the other warpgroup's
-// product runs, rather than after. B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
+// may be filled again; ahead() is done while the last one is multiplied. b_offset: bytes from a stage's B to this
+// warpgroup's. kCopied: cp.async wrote (part of) the stages, and memory is what limits: a stage is released before the
+// next one is begun, while the other warpgroup's product runs, rather than after. B is K-major [64 kBlocks, 64] or
+// MN-major [64, 64 kBlocks] in panels of 64 columns.
 template <int kBlocks, int kBMajorMN, bool kCopied = true, int kCount, class Release, class Ahead = Nothing>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release,

@@ -2,7 +2,7 @@
 //
 // One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
 // tiles, and each CTA fetches half of the weight tile for both. The consumers leave a finished tile as bf16 in shared
-// memory; three otherwise idle warps pack it, a row at a time, while the next tile is multiplied.
+// memory; three otherwise idle warps pack it, four rows at a time, while the next tile is multiplied.
 //
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
 // is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.

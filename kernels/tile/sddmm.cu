@@ -1,11 +1,11 @@
-// tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products, SDDMM),
-// and what is made of them one nonzero after the other: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T,
-// and du and dz from it.
+// tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products,
+// SDDMM), and what is made of them one nonzero after the other: forward u = x w_up^T and h = g u; backward dh = dy
+// w_down_t^T, and du and dz from it.
 //
 // An item is one token tile times up to 256 of its slots. Four warps gather rows with cp.async: tokens, less a half
 // that needs none of the slots, and the slots' rows of w. A consumer warpgroup multiplies the blocks that its 64
-// tokens need, leaves the product in shared memory, and picks up what the list names. The consumers also look the rows
-// of the next items up.
+// tokens need, leaves the product in shared memory, two blocks at a time, and picks up what the list names. The
+// consumers also look the next items up, and their rows.
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
 // sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.

@@ -1,14 +1,15 @@
-// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots; the sum of
-// two such, with one set of slots, where two lists and weights are given. Forward: y = h W_d. Backward: dx = dz W_g + du W_u.
+// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots; the sum
+// of two such, with one set of slots, where two lists and weights are given. Forward: y = h W_d. Backward: dx = dz W_g +
+// du W_u.
 //
 // A unit is one tile times 256 columns of y, over all blocks of the tile; fuller ones come first, all columns of one
 // together. Four warps copy, for each block, its rows of w (an MN-major operand) and its pieces of the list. A consumer
-// warpgroup multiplies the blocks that its 64 rows need: while one block is multiplied it scatters the next one's h into
-// a zeroed operand tile. It stores its y before it lets the blocks pass that it does not need: the other consumer
+// warpgroup multiplies the blocks that its 64 rows need: while one block is multiplied it scatters the next one's h
+// into a zeroed operand tile. It stores its y before it lets the blocks pass that it does not need: the other consumer
 // multiplies meanwhile.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, of two lists first one, then the other; rounded to
-// bf16 once. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order, of two lists first one, then the other; rounded
+// to bf16 once. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 

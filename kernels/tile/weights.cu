@@ -1,20 +1,22 @@
-// tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron] x[token]:
-// dW_g and dW_u from dz, du and x, dW_d^T from h and dy. Tiles of 128 neurons (NeuronPlan), whose slots are tokens.
+// tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron]
+// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. Tiles of 128 neurons (NeuronPlan), whose slots are
+// tokens.
 //
 // A unit is one tile times 256 columns of dW, over all blocks of the tile, or those of a piece of it; fuller ones come
-// first, all columns of one together: units as large that begin together go through the same rows of x in step, and find
-// them in L2. Four warps copy the rows of a block's tokens (an MN-major operand). A consumer warpgroup multiplies the
-// blocks that its 64 neurons need; each of its warps fetches its 16 rows of the other operand (tile_operands) itself, and
-// no other reads them. A consumer stores its sums before it lets the blocks pass that it does not need: the other one
-// multiplies meanwhile.
+// first, all columns of one together: units as large that begin together go through the same rows of x in step, and
+// find them in L2. Four warps copy the rows of a block's tokens (an MN-major operand). A consumer warpgroup multiplies
+// the blocks that its 64 neurons need; each of its warps fetches its 16 rows of the other operand (tile_operands)
+// itself, and no barrier joins the four: a warp's share of a WGMMA reads the rows of its own accumulators and no others,
+// which PTX does not say, but bits do. A consumer stores its sums before it lets the blocks pass that it does not need:
+// the other one multiplies meanwhile.
 //
-// Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile, and each consumer has one
-// of the operands.
+// Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile, and each consumer has
+// one of the operands.
 //
 // Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where dW
-// is float32, not. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
+// dW is float32, not. Deterministic.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -37,8 +39,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
 
-// kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and a
-// dW of its own.
+// kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and
+// a dW of its own.
 template <bool kPaired, class Out>
 __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightGradient a) {
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -156,8 +158,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       if (work.steps == 0) work.from = work.piece.first;
       return work;
     };
-    // Operand tiles are used in turn, and the one of a step is fetched to where that of kOperands steps before has been:
-    // each warp fetches its own 16 rows, which no other reads.
+    // Operand tiles are used in turn, and the one of a step is fetched to where that of kOperands steps before has
+    // been: each warp fetches its own 16 rows, which no other reads.
     const uint32_t own = operands + consumer * (kOperands * kHalfBytes);
     const uint32_t arrived = ptx::smem_address(shared.arrived[warp - 4]);
     RingOf<kOperands> used;
