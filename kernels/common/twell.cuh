@@ -6,8 +6,6 @@
 
 namespace sparsellm {
 
-constexpr uint32_t kMagnitude = 0x7fff7fff;  // of a bf16 pair: all but the signs; -0.0 is zero, NaN is not
-
 __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) {
   return bf16_bits << 16 | column;
 }
@@ -18,7 +16,7 @@ __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   return i & 1 ? w >> 16 : w & 0xffff;
 }
 
-// Bit i set where half i is not zero (NaN is not).
+// Bit i set where half i is not zero: NaN is not, -0.0 is.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4& v) {
   const auto pair = [](uint32_t w) {
     return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(w), __nv_bfloat162(0.0f, 0.0f));
