@@ -1,9 +1,9 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
-// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack, pointwise, pointwise_gradient and
-// transpose starts as any kernel does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel
-// assumes beyond them is asserted where it is used.
+// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack for many tokens, pointwise,
+// pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
+// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -157,7 +157,7 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
 // zero on entry and on exit.
-constexpr int kRowTickets = 136;
+constexpr int kRowTickets = 152;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,

@@ -56,6 +56,18 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// A float to the shared address `address` of CTA `rank` of the cluster; completes its four bytes on the barrier of the
+// shared address `barrier` there.
+__device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, float value, uint32_t barrier) {
+  asm volatile(
+      "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
+      " mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %3, [remote_barrier];\n}" ::"r"(
+          address),
+      "r"(barrier), "r"(rank), "r"(__float_as_uint(value))
+      : "memory");
+}
+
 // --- fences, barriers of a CTA or a cluster, registers ---
 
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -119,6 +131,15 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       : "memory");
 }
 
+// 16 bytes from global to shared memory, from kOffset bytes behind `source`; zeros where `bytes` is 0 (nothing is read
+// then).
+template <int kOffset>
+__device__ __forceinline__ void cp_async_16_at(uint32_t destination, const void* source, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1 + %3], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes),
+               "n"(kOffset)
+               : "memory");
+}
+
 // 16 bytes from global to shared memory, both aligned to 16.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
@@ -127,6 +148,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 // One arrival (counted among those the barrier expects) once all cp.async that this thread has issued have written.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// A thread's own groups of cp.async: it waits until all but its last kPending have written.
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // `bytes` from global to shared memory, all three multiples of 16; completes them on `barrier`.

@@ -26,7 +26,7 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
-constexpr int kProducerRegisters = 96;
+constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 
 constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90

@@ -87,15 +87,6 @@ __device__ __forceinline__ void wgmma(float (&d)[32 * kBlocks], uint64_t a, uint
   }
 }
 
-// The same for 16 columns and a K-major B.
-__device__ __forceinline__ void wgmma_n16(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n .reg .pred p;\n setp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n}"
-      : SPARSELLM_D8(0)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
 #undef SPARSELLM_D32
 #undef SPARSELLM_D8
 

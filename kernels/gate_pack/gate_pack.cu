@@ -11,6 +11,7 @@
 #include "common/host.h"
 #include "common/tile.cuh"
 #include "common/twell.cuh"
+#include "gate_pack/fewest.cuh"
 #include "gate_pack/small.cuh"
 
 namespace sparsellm {
@@ -187,10 +188,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
-// Zeroes what the next kernel adds to. That one starts meanwhile, and only its threads that write to global memory wait
-// for this one; x and w are complete before, since this one starts as any kernel does, when all before it is done.
+// Zeroes what the next kernel adds to, and lets that one start meanwhile. This one starts as any kernel does, when all
+// before it is done: x and w are complete, and only what writes to global memory waits for this one. With the fewest
+// tokens it starts early itself: the next one reads and writes only when this one, and so all before it, is done.
 __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octets, int64_t counters) {
   ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < rows) out.row_counts[i] = 0;
   if (i < fired_octets) reinterpret_cast<uint64_t*>(out.fired)[i] = 0;
@@ -201,12 +204,14 @@ __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octet
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                       const Packed& out, int64_t zeroed, cudaStream_t stream) {
-  const bool is_small = m <= kSmallTokens;
-  const int64_t fired_octets = is_small ? 0 : n / 8;  // the kernel for few tokens writes all of `fired`
+  const bool are_fewest = m <= kFewestTokens, are_few = m <= kSmallTokens;
+  const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
   const int64_t words = std::max({m, fired_octets, zeroed});
-  cudaError_t error = launch(clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
+  cudaError_t error =
+      launch_with(are_fewest, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
   if (error != cudaSuccess) return error;
-  if (is_small) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
+  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, stream);
+  if (are_few) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
   int count = 0;
   if ((error = multiprocessors(&count)) != cudaSuccess) return error;
   CUtensorMap x_map, w_map;

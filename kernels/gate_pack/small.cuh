@@ -1,8 +1,8 @@
-// gate_pack for few tokens (decoding): the product is a stream of w, so it is cut by columns over many SMs.
+// gate_pack for few tokens: the product is a stream of w, so it is cut by columns over many SMs.
 //
-// Four CTAs of a cluster share a column tile, 64 neurons each. Operands are swapped: neurons are the rows of the
-// matrix instruction, tokens (up to 16 or 64) its columns. The results meet in the first CTA's shared memory, which
-// packs them. Same numerics as the kernel for many tokens.
+// Four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for one another.
+// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. The results meet
+// in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -17,28 +17,31 @@ namespace small {
 
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kPitch = kColumnTile * 2 + 16;  // bytes of a packed row: 16-byte chunks of eight rows lie in all banks
+constexpr uint32_t kPitch = kColumnTile * 2 + 16;  // bytes of a packed row: 16-byte chunks of eight rows lie in all banks
+constexpr int kThreads = 32 * kSmallTokens / 4;  // each warp packs four tokens; before, 0..3 multiply, 4 feeds
+constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
+constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
+constexpr int kDepth = 11;  // stages in flight
 
-template <int kTokens>
-struct Sizes {
-  // CTAs that take turns to fetch the tokens for one another, and so wait for one another; 16 each fetches itself.
-  static constexpr int kSharers = kTokens == 16 ? 1 : kCluster;
-  static constexpr int kPackers = kTokens / 4;                     // warps that pack, each four tokens: the first ones
-  static constexpr int kThreads = 32 * (kPackers > 5 ? kPackers : 5);  // warps 0..3 multiply, 4 feeds
-  static constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
-  static constexpr uint32_t kStage = kNeuronBytes + kTokens * kTileK * 2;
-  static constexpr int kDepth = kTokens == 16 ? 20 : 11;  // stages in flight
-  static constexpr uint32_t kPacked = kTokens * kPitch;
-  struct Shared {
-    uint64_t full[kDepth];
-    uint64_t empty[kDepth];
-    uint32_t fired[8];
-    uint32_t counts[kCounters];
-  };
-  static constexpr uint32_t kBytes = 1024 + kDepth * kStage + kPacked + sizeof(Shared);
-  static_assert(kBytes <= kMaxSharedBytes, "the stages and the packed tile share one CTA's memory");
-  static_assert(kDepth <= 32, "one warp sets the barriers up");
+// What a column tile's first CTA sums up.
+struct Sums {
+  uint32_t fired[8];
+  uint32_t counts[kCounters];
+
+  __device__ __forceinline__ void clear(uint32_t lane) {
+    if (lane < 8) fired[lane] = 0;
+    if (lane < kCounters) counts[lane] = 0;
+  }
 };
+
+struct Shared {
+  uint64_t full[kDepth];
+  uint64_t empty[kDepth];
+  Sums sums;
+};
+
+constexpr uint32_t kBytes = 1024 + kDepth * kStage + kSmallTokens * kPitch + sizeof(Shared);
+static_assert(kBytes <= kMaxSharedBytes, "the stages and the packed tile share one CTA's memory");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {
@@ -59,16 +62,54 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t rank, u
 // The lowest four bits, a byte each.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
-template <int kTokens>
-__global__ void __launch_bounds__(Sizes<kTokens>::kThreads, 1)
+// Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together.
+template <int kWarps>
+__device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int column_tile, int column_tiles,
+                                          int words_per_tile, const Packed& out, Sums& sums) {
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32, column = column_tile * kColumnTile;
+  for (int first = 4 * warp; first < m; first += 4 * kWarps) {
+    const int token = first + lane / 8;
+    const bool some = token < m;
+    uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
+    __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
+    uint32_t seen = 0;
+    const uint32_t count = pack_four_rows(tile + token * kPitch + lane % 8 * 16, some, lane, column, n, words_per_tile,
+                                          words, wide, seen);
+    const bool tells = some && lane % 8 == 0;
+    if (tells) {
+      words[0] = count;
+      if (count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
+    }
+    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
+    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+    if (lane == 0) {
+      atomicAdd(sums.counts + kNonzeros, nonzeros);
+      atomicAdd(sums.counts + kOverflow, overflow);
+    }
+    add_fired(sums.fired, seen, lane);
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t word = sums.fired[lane / 4];
+    const uint32_t bits = word >> lane % 4 * 8;
+    if (column + 8 * lane < n) {
+      *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
+    }
+    if (lane % 4 == 0) out.mask[column_tile * 8 + lane / 4] = word;
+    const uint32_t in_union = __reduce_add_sync(~0u, lane % 4 == 0 ? __popc(word) : 0);
+    const uint32_t more = lane == kUnion ? in_union : lane < kCounters ? sums.counts[lane] : 0;
+    if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
+  }
+}
+
+__global__ void __launch_bounds__(small::kThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
                            int64_t n, int k_blocks, int words_per_tile, const Packed out) {
-  using Size = Sizes<kTokens>;
-  constexpr int kDepth = Size::kDepth, kSharers = Size::kSharers;
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t tile = stages + kDepth * Size::kStage;  // [tokens] rows of 256 columns; all four parts in rank 0's
-  auto& shared = *reinterpret_cast<typename Size::Shared*>(raw + (tile + Size::kPacked - ptx::smem_address(raw)));
+  const uint32_t tile = stages + kDepth * kStage;  // [tokens] rows of 256 columns; all four parts in rank 0's
+  auto& shared = *reinterpret_cast<Shared*>(raw + (tile + kSmallTokens * kPitch - ptx::smem_address(raw)));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const int warp = threadIdx.x / 32;
@@ -84,30 +125,26 @@ __global__ void __launch_bounds__(Sizes<kTokens>::kThreads, 1)
   }
   if (threadIdx.x < kDepth) {
     ptx::mbarrier_init(full + 8 * threadIdx.x, 1);
-    ptx::mbarrier_init(empty + 8 * threadIdx.x, kSharers * 4);
+    ptx::mbarrier_init(empty + 8 * threadIdx.x, kCluster * 4);
     ptx::fence_mbarrier_init();
   }
-  if (warp == 1 && lane < 8) shared.fired[lane] = 0;
-  if (warp == 1 && lane < kCounters) shared.counts[lane] = 0;
+  if (warp == 1) shared.sums.clear(lane);
   __syncthreads();
-  ptx::cluster_arrive();
-  if constexpr (kSharers > 1) ptx::cluster_wait();
+  ptx::cluster_sync();  // they fetch for one another, and give back what they have read
   ptx::griddepcontrol_launch_dependents();
 
   RingOf<kDepth> ring;
-  float d[kTokens / 2];
+  float d[kSmallTokens / 2];
   if (warp == 4) {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         const uint32_t barrier = full + 8 * ring.stage;
-        const uint32_t a = stages + ring.stage * Size::kStage;
+        const uint32_t a = stages + ring.stage * kStage;
         ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(barrier, Size::kStage);
+        ptx::mbarrier_arrive_expect_tx(barrier, kStage);
         ptx::tma_load_2d(a, &w_map, kb * kTileK, column + rank * kNeurons, barrier);
-        if constexpr (kSharers == 1) {
-          ptx::tma_load_2d(a + Size::kNeuronBytes, &x_map, kb * kTileK, 0, barrier);
-        } else if (kb % kSharers == static_cast<int>(rank)) {
-          ptx::tma_load_2d_multicast(a + Size::kNeuronBytes, &x_map, kb * kTileK, 0, barrier, (1 << kSharers) - 1);
+        if (kb % kCluster == static_cast<int>(rank)) {
+          ptx::tma_load_2d_multicast(a + kNeuronBytes, &x_map, kb * kTileK, 0, barrier, (1 << kCluster) - 1);
         }
       }
     }
@@ -115,26 +152,17 @@ __global__ void __launch_bounds__(Sizes<kTokens>::kThreads, 1)
     uint32_t previous = 0;
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-      const uint32_t a = stages + ring.stage * Size::kStage;
+      const uint32_t a = stages + ring.stage * kStage;
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTileK / 16; ++step) {
-        const uint64_t neurons = ptx::wgmma_descriptor(a + 32 * step, 16, 1024);
-        const uint64_t tokens = ptx::wgmma_descriptor(a + Size::kNeuronBytes + 32 * step, 16, 1024);
-        if constexpr (kTokens == 16) {
-          ptx::wgmma_n16(d, neurons, tokens, kb != 0 || step != 0);
-        } else {
-          ptx::wgmma<1, 0>(d, neurons, tokens, kb != 0 || step != 0);
-        }
+        ptx::wgmma<1, 0>(d, ptx::wgmma_descriptor(a + 32 * step, 16, 1024),
+                         ptx::wgmma_descriptor(a + kNeuronBytes + 32 * step, 16, 1024), kb != 0 || step != 0);
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
       if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the stage before has been read, and will be filled again
-        if constexpr (kSharers == 1) {
-          if (lane == 0) ptx::mbarrier_arrive(empty + 8 * previous);
-        } else if (lane < kSharers) {
-          ptx::mbarrier_arrive_cluster(empty + 8 * previous, lane);
-        }
+        if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * previous, lane);
       }
       previous = ring.stage;
       ring.advance();
@@ -142,11 +170,10 @@ __global__ void __launch_bounds__(Sizes<kTokens>::kThreads, 1)
     ptx::wgmma_wait_group<0>();
   }
   __syncwarp();
-  if constexpr (kSharers == 1) ptx::cluster_wait();  // the first CTA has begun: its memory may be written
   if (warp < 4) {
     const uint32_t part = tile + rank * (kNeurons * 2) + warp * 32;  // this warp's 16 neurons
 #pragma unroll
-    for (int j = 0; j < kTokens / 16; ++j) {
+    for (int j = 0; j < kSmallTokens / 16; ++j) {
       const uint32_t token = 16 * j + 8 * (lane / 16) + lane % 8;
       stmatrix_x4_trans(part + token * kPitch + (lane / 8 & 1) * 16, ptx::cvt_relu_bf16x2(d[8 * j], d[8 * j + 1]),
                         ptx::cvt_relu_bf16x2(d[8 * j + 2], d[8 * j + 3]),
@@ -164,59 +191,21 @@ __global__ void __launch_bounds__(Sizes<kTokens>::kThreads, 1)
   if (rank != 0) return;
 
   ptx::griddepcontrol_wait();  // for clear_kernel
-  if (4 * warp < m) {
-    const int token = 4 * warp + lane / 8;
-    const bool some = token < m;
-    uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
-    __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-    uint32_t seen = 0;
-    const uint32_t count = pack_four_rows(tile + token * kPitch + lane % 8 * 16, some, lane, column, n, words_per_tile,
-                                          words, wide, seen);
-    const bool tells = some && lane % 8 == 0;
-    if (tells) {
-      words[0] = count;
-      if (count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
-    }
-    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
-    if (lane == 0) {
-      atomicAdd(shared.counts + kNonzeros, nonzeros);
-      atomicAdd(shared.counts + kOverflow, overflow);
-    }
-    add_fired(shared.fired, seen, lane);
-  }
-  __syncthreads();
-  if (warp == 0) {
-    const uint32_t word = shared.fired[lane / 4];
-    const uint32_t bits = word >> lane % 4 * 8;
-    if (column + 8 * lane < n) {
-      *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
-    }
-    if (lane % 4 == 0) out.mask[column_tile * 8 + lane / 4] = word;
-    const uint32_t in_union = __reduce_add_sync(~0u, lane % 4 == 0 ? __popc(word) : 0);
-    const uint32_t more = lane == kUnion ? in_union : lane < kCounters ? shared.counts[lane] : 0;
-    if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
-  }
-}
-
-template <int kTokens>
-cudaError_t launch_gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                             const Packed& out, cudaStream_t stream) {
-  CUtensorMap x_map, w_map;
-  cudaError_t error = tensor_map(&x_map, x, m, k, kTokens);
-  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
-  if (error != cudaSuccess) return error;
-  return launch_early(gate_pack_small_kernel<kTokens>, ceil_div(n, kColumnTile) * kCluster, Sizes<kTokens>::kThreads,
-                      Sizes<kTokens>::kBytes, kCluster, stream, x_map, w_map, static_cast<int>(m), n,
-                      static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums);
 }
 
 }  // namespace small
 
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                                    const Packed& out, cudaStream_t stream) {
-  return m <= 16 ? small::launch_gate_pack<16>(x, w, m, k, n, words_per_tile, out, stream)
-                 : small::launch_gate_pack<kSmallTokens>(x, w, m, k, n, words_per_tile, out, stream);
+  using namespace small;
+  CUtensorMap x_map, w_map;
+  cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
+  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
+  if (error != cudaSuccess) return error;
+  return launch_early(gate_pack_small_kernel, ceil_div(n, kColumnTile) * kCluster, small::kThreads, kBytes, kCluster,
+                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(k, kTileK)),
+                      words_per_tile, out);
 }
 
 }  // namespace sparsellm

@@ -21,6 +21,25 @@ struct RowArguments {
 
 constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
+// The nonzeros of tile `tile` of a row whose segment is in `wide`, `before` of the row's coming before them: nonzeros
+// first..first + size - 1 of the row to list[0..]. One warp together.
+__device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
+                                          uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
+  const uint32_t column = tile * kColumnTile + 8 * lane;
+  uint4 eight = make_uint4(0, 0, 0, 0);
+  if (column < n) {
+    eight = *(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + row * n + column));
+  }
+  const uint32_t bits = nonzero_bits(eight);
+  uint32_t at = before + exclusive_scan(__popc(bits), lane) - first;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if ((bits >> i & 1) == 0) continue;
+    if (at < size) list[at] = pack_word(half_of(eight, i), column + i);
+    ++at;
+  }
+}
+
 // Nonzeros first..last - 1 (of the row, columns ascending) to list[0..]: packed words. One warp together; its lanes may
 // read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row, which mostly is all of it.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
@@ -63,20 +82,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       }
       for (uint32_t rest = __ballot_sync(~0u, wanted && !fits && lane % 2 == 0); rest != 0; rest &= rest - 1) {
         const int source = __ffs(rest) - 1;
-        const uint32_t column = (start + 16 * b + source / 2) * kColumnTile + 8 * lane;
-        uint4 eight = make_uint4(0, 0, 0, 0);
-        if (column < n) {
-          eight = *(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + row * n +
-                                                       column));
-        }
-        const uint32_t bits = nonzero_bits(eight);
-        uint32_t at = __shfl_sync(~0u, base, source) + exclusive_scan(__popc(bits), lane) - first;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if ((bits >> i & 1) == 0) continue;
-          if (at < size) list[at] = pack_word(half_of(eight, i), column + i);
-          ++at;
-        }
+        list_wide(packed, row, n, start + 16 * b + source / 2, __shfl_sync(~0u, base, source), first, size, lane, list);
       }
     }
   }

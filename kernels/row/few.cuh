@@ -1,5 +1,5 @@
-// The row engine for few tokens (decoding), where latency is all: one launch, and every CTA has the same share of the
-// nonzeros, whatever rows they are in.
+// The row engine for few tokens (decoding), but more than a cluster each is for: one launch, and every CTA has the same
+// share of the nonzeros, whatever rows they are in.
 //
 // The nonzeros of the whole batch, row after row, are cut into equal runs, one for each CTA; a run is cut at the ends
 // of rows into pieces, and a piece into batches of up to kFewWarps. One warp copies the weight rows of each nonzero,

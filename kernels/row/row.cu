@@ -1,13 +1,15 @@
 // row_ffn: the row engine. For each token y = sum over its nonzeros of h_n w_down_t[n], with h_n = g_n (x . w_up[n]),
-// from the packed gate; h is never in global memory. One kernel for few tokens (row/few.cuh), a small plan and one
-// kernel for many (row/many.cuh).
+// from the packed gate; h is never in global memory. One kernel for the fewest tokens (row/cluster.cuh), one for few
+// (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
 // accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
 // and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
-// chunks are added in order, whether one worker does them or many. l1, the float32 sum of |h|, is in a fixed order too.
-// Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
+// chunks are added in order, whether one worker does them or many. (For the fewest tokens a chunk is what one warp has
+// of a row or piece: every tenth eight, or every eighth where K is above 2048.) l1, the float32 sum of |h|, is in a
+// fixed order too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
+#include "row/cluster.cuh"
 #include "row/few.cuh"
 #include "row/many.cuh"
 
@@ -21,6 +23,7 @@ constexpr int64_t kMaxSlots = 8192;        // of which there are no more than th
 constexpr int64_t kMinSlots = 64;          // nor less
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
+bool is_fewest(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 int many_warps(int64_t k) {
@@ -32,8 +35,12 @@ int many_warps(int64_t k) {
 struct Layout {
   int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
 
-  // planned: by the plan and the kernel for many tokens, or the one for few; else by the one for many alone.
+  // planned: by the plan and the kernel for many tokens, or one for few; else by the one for many alone.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
+    if (planned && is_fewest(m, k)) {
+      partials = take((m + kMaxClusters) * k * 4);
+      return;
+    }
     if (planned && is_few(m, k)) {
       l1 = take(kMaxGrid * 4);
       partials = take(kMaxGrid * 2 * k * 4);
@@ -72,11 +79,30 @@ cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
                       grid, 32 * many_warps(a.k), 0, 1, stream, a);
 }
 
+template <int kVectors, bool kFull>
+cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
+  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kVectors, kFull, false>
+                                        : row_cluster_kernel<kVectors, kFull, true>,
+                      clusters * kCluster, 32 * cluster_warps(kVectors), 0, kCluster, stream, a);
+}
+
 RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                        int words_per_tile, const Packed& packed, int32_t* tickets, float* l1, void* y) {
   const auto bf16 = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
   return {bf16(x), bf16(w_up), bf16(w_down_t), packed, n, static_cast<int>(m), static_cast<int>(k),
           words_per_tile, tickets, l1, static_cast<__nv_bfloat16*>(y)};
+}
+
+cudaError_t run_fewest(const RowArguments& common, void* workspace, cudaStream_t stream) {
+  const Layout layout(common.m, common.k, common.n, true);
+  ClusterArguments a = {common};
+  a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
+  int grid = 0;
+  const cudaError_t error = grid_of(&grid);
+  if (error != cudaSuccess) return error;
+  const int clusters = grid < kCluster ? 1 : grid / kCluster;
+  if (a.k == 2048) return launch_cluster<8, true>(a, clusters, stream);
+  return a.k < 2048 ? launch_cluster<8, false>(a, clusters, stream) : launch_cluster<16, false>(a, clusters, stream);
 }
 
 cudaError_t run_few(const RowArguments& common, void* workspace, cudaStream_t stream) {
@@ -138,6 +164,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
                     cudaStream_t stream) {
   const auto common = arguments(x, w_up, w_down_t, m, k, n, words_per_tile, packed, tickets, l1, y);
+  if (is_fewest(m, k)) return run_fewest(common, workspace, stream);
   return is_few(m, k) ? run_few(common, workspace, stream) : run_many(common, nullptr, workspace, stream);
 }
 

@@ -9,8 +9,11 @@
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
 // sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
+#include <type_traits>
+
 #include "common/host.h"
 #include "tile/plan.cuh"
+
 
 namespace sparsellm {
 namespace {
@@ -25,6 +28,9 @@ constexpr int kUpStages = 4;
 constexpr int kPanels = 2;  // blocks of a product that a half has room for at a time, as bf16 in shared memory
 
 constexpr uint16_t kOne = 0x3f80;                  // bf16
+
+template <int kStep>
+using Step = std::integral_constant<int, kStep>;
 
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
@@ -123,15 +129,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const uint32_t chunk = lane % 8;
       const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
-      const uint32_t pitch = static_cast<uint32_t>(k) * 2;
-      const auto copy = [&](uint32_t to, const void* from, const uint4 (&row)[2], uint32_t bytes) {
+      const int64_t pitch = k * 2;
+      // Eight rows of a group at `from`, `step` stages on.
+      const auto copy = [&](uint32_t to, const uint8_t* const (&from)[8], auto step, uint32_t bytes) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {  // fours of rows: even ones go to place[0], odd ones to place[1]
-          const uint32_t half = to + i * 2048;
-          ptx::cp_async_row_16(half + place[0], from, row[i].x, pitch, bytes);
-          ptx::cp_async_row_16(half + place[1], from, row[i].y, pitch, bytes);
-          ptx::cp_async_row_16(half + 1024 + place[0], from, row[i].z, pitch, bytes);
-          ptx::cp_async_row_16(half + 1024 + place[1], from, row[i].w, pitch, bytes);
+        for (int i = 0; i < 8; ++i) {  // fours of rows: even ones go to place[0], odd ones to place[1]
+          ptx::cp_async_16_at<step() * kTileK * 2>(to + i / 2 * 1024 + place[i % 2], from[i], bytes);
         }
       };
       RingOf<kUpStages> ring;
@@ -142,29 +145,45 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
         const int neurons = 2 * (item.last - item.first) - warp;  // groups from this warp's first on
         const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
-        uint4 row[1 + kNeuronGroups][2];  // this thread's rows of each group, kept while k advances
-        row[0][0] = reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own)[0];
-        row[0][1] = reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own)[1];
+        const uint8_t* rows[1 + kNeuronGroups][8];  // this thread's chunk of its rows of each group, as k advances
+        const auto look_up = [&](int group, const void* base, const uint32_t (&row)[8]) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            rows[group][i] = static_cast<const uint8_t*>(base) + row[i] * pitch + chunk * 16;
+          }
+        };
+        {
+          const uint4 four = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own);
+          const uint4 more = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own + 4);
+          look_up(0, a, {four.x, four.y, four.z, four.w, more.x, more.y, more.z, more.w});
+        }
 #pragma unroll
         for (int g = 0; g < kNeuronGroups; ++g) {
           const uint4 eight = *reinterpret_cast<const uint4*>(shared.neurons[round & 1] + own + g * (kGatherWarps * kGroup));
-          row[g + 1][0] = make_uint4(eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16);
-          row[g + 1][1] = make_uint4(eight.z & 0xffff, eight.z >> 16, eight.w & 0xffff, eight.w >> 16);
+          look_up(g + 1, w, {eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16,
+                             eight.z & 0xffff, eight.z >> 16, eight.w & 0xffff, eight.w >> 16});
         }
-        for (int kb = 0; kb < k_blocks; ++kb) {
-          const uint32_t column = kb * kTileK + chunk * 8;
-          const uint32_t bytes = column < k ? 16 : 0;
+        const auto fill = [&](int kb, auto step) {
+          const uint32_t bytes = (kb + step()) * kTileK + chunk * 8 < k ? 16 : 0;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t to = stages + ring.stage * kStageBytes + warp * (kGroup * 128);
-          if (tokens) copy(to, a + column, row[0], bytes);
+          if (tokens) copy(to, rows[0], step, bytes);
 #pragma unroll
           for (int g = 0; g < kNeuronGroups; ++g) {
             if (neurons > g * kGatherWarps) {
-              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), w + column, row[g + 1], bytes);
+              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], step, bytes);
             }
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
           ring.advance();
+        };
+        for (int kb = 0; kb < k_blocks; kb += 1) {
+          fill(kb, Step<0>());
+#pragma unroll
+          for (int g = 0; g < 1 + kNeuronGroups; ++g) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) rows[g][i] += kTileK * 2;
+          }
         }
       }
     }

@@ -21,6 +21,7 @@ constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels o
 constexpr int kBuffers = 3;                         // operand tiles of h that each half has
 constexpr uint32_t kPieceWords = 448;               // of a half's piece of the list that a stage has room for
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
+constexpr uint32_t kPieceLoads = (kPieceWords + 127) / 128;  // of it, for each thread of the half
 constexpr int kSpmmStages = 5;
 constexpr uint32_t kSpmmStageBytes = kBBytes + 2 * kPieceBytes;
 
@@ -112,6 +113,9 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 #pragma unroll
         for (int s = 0; s < kSources; ++s) {
           const uint8_t* source = static_cast<const uint8_t*>(a.weights[s]) + 2 * column;
+          const uint8_t* from[kGatherRows];
+#pragma unroll
+          for (int i = 0; i < kGatherRows; ++i) from[i] = source + static_cast<uint64_t>(slots[i]) * pitch;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t words = pieces + (ring.stage * 2 + consumer) * kPieceBytes;
           const uint32_t* list = a.lists[s];
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
 #pragma unroll
           for (int i = 0; i < kGatherRows; ++i) {
-            ptx::cp_async_row_16(b + i / 8 * 1024 + place[i % 8], source, slots[i], pitch, bytes);
+            ptx::cp_async_16_at<0>(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
           if (warp < 2 && lane == 0) {
@@ -142,19 +146,31 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
-    // The h of this consumer in the block of a full stage, to the zeroed operand tile at `to`.
-    const auto scatter = [&](uint32_t to, uint32_t stage, const uint32_t* list) {
-      const uint2 piece = shared.pieces[stage][consumer];
-      const uint32_t words = pieces + (stage * 2 + consumer) * kPieceBytes, base = piece.x & ~3u;
+    RingOf<kSpmmStages> ring;
+    // This consumer's piece of the list in a stage, as far as that has room.
+    struct Piece {
+      uint2 bounds;
+      uint32_t words[kPieceLoads];
+    };
+    const auto read = [&](Piece& piece) {
+      ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+      piece.bounds = shared.pieces[ring.stage][consumer];
+      const uint32_t from = pieces + (ring.stage * 2 + consumer) * kPieceBytes;
+#pragma unroll
+      for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all: beside the bounds, not after them
+        piece.words[i] = ptx::ld_shared_u32(from + min(128 * i + thread, kPieceWords - 1) * 4);
+      }
+    };
+    // Its h, to the zeroed operand tile at `to`.
+    const auto scatter = [&](uint32_t to, const Piece& piece, const uint32_t* list) {
+      const uint32_t begin = piece.bounds.x, end = piece.bounds.y, base = begin & ~3u;
       const auto put = [&](uint32_t word) { ptx::st_shared_u16(to + (word & 0xffff) * 2, word >> 16); };
 #pragma unroll
-      for (uint32_t i = 0; i < (kPieceWords + 127) / 128; ++i) {
+      for (uint32_t i = 0; i < kPieceLoads; ++i) {
         const uint32_t word = 128 * i + thread;
-        if (word < kPieceWords && base + word >= piece.x && base + word < piece.y) {
-          put(ptx::ld_shared_u32(words + word * 4));
-        }
+        if (word < kPieceWords && base + word >= begin && base + word < end) put(piece.words[i]);
       }
-      for (uint32_t at = base + kPieceWords + thread; at < piece.y; at += 128) put(list[at]);
+      for (uint32_t at = base + kPieceWords + thread; at < end; at += 128) put(list[at]);
       ptx::fence_proxy_async();  // for what was scattered, and for B, which cp.async wrote
       ptx::bar_sync(1 + consumer, 128);
     };
@@ -169,7 +185,6 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     };
     for (int i = 0; i < kBuffers; ++i) zero(i);
     ptx::bar_sync(1 + consumer, 128);
-    RingOf<kSpmmStages> ring;
     int4 next_code = code_in(0);
     uint32_t which = 0;
     int passing = 0;  // stages that this consumer does not need, behind those that it did
@@ -189,10 +204,10 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
       float d[128];
       pass_by(ring, passing + kSources * from, full, release);
       if (needed != 0) {
+        Piece piece;
         const auto multiply_block = [&](bool first, int source) {
-          ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
           const uint32_t h = own + which * kHalfBytes;
-          scatter(h, ring.stage, source == 0 ? a.lists[0] : a.lists[1]);
+          scatter(h, piece, source == 0 ? a.lists[0] : a.lists[1]);
           const uint32_t b = stages + ring.stage * kBBytes;
           ptx::wgmma_fence();
 #pragma unroll
@@ -202,24 +217,33 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           }
           ptx::wgmma_commit_group();
         };
+        // A product that has ended: its stage is let go, its operand tile zeroed.
+        const auto finish = [&](uint32_t stage, uint32_t tile) {
+          release(stage);
+          zero(tile);
+        };
         const auto turn = [](uint32_t which) { return which == kBuffers - 1 ? 0 : which + 1; };
+        read(piece);
         multiply_block(true, 0);
-        uint32_t previous = ring.stage;
-        ring.advance();
-        for (int left = kSources * needed - 1; left > 0; --left) {
-          const uint32_t before = which;
-          which = turn(which);
-          multiply_block(false, kSources == 1 ? 0 : left % 2);
-          ptx::wgmma_wait_group<1>();
-          release(previous);
-          zero(before);
-          previous = ring.stage;
+        uint32_t last = ring.stage, last_but_one = last, before = which;  // products whose end is not known
+        for (int done = 1; done < kSources * needed; ++done) {
           ring.advance();
+          read(piece);
+          if (done > 1) {
+            ptx::wgmma_wait_group<1>();
+            finish(last_but_one, before);
+          }
+          last_but_one = last;
+          before = which;
+          which = turn(which);
+          multiply_block(false, done % kSources);
+          last = ring.stage;
         }
         ptx::wgmma_wait_group<0>();
-        release(previous);
-        zero(which);
+        if (kSources * needed > 1) finish(last_but_one, before);
+        finish(last, which);
         which = turn(which);
+        ring.advance();
       } else {  // nothing is there for this half
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;

@@ -264,19 +264,27 @@ def test_rows_that_fire_every_neuron(m, gated):
         check_exact(*cases.layer_of(gate, gated), 8, f"M {m}, heavy rows {heavy}")
 
 
-RUNS = {  # nonzeros of consecutive rows, which the row engine cuts into runs whatever rows they are in
+# Nonzeros of consecutive rows. The row engine cuts them into runs whatever rows they are in; up to 16 rows it deals to
+# clusters, each row, or pieces of one of very many, to one.
+RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 8,
     "rows that end between": [7, 9, 1, 15] * 32,
     "many rows in a run": [1] * 128,
     "one row over many runs, beside empty ones": [0] * 50 + [5632] + [0] * 77,
     "none but in the last row": [0] * 127 + [3],
     "runs listed in parts": [5632, 0, 1, 511] * 32,
+    "one row, one cluster": [56],
+    "one row in pieces for all clusters": [5632],
+    "rows in pieces, beside others and empty ones": [900, 0, 257, 256, 3, 0, 5632, 80, 81],
+    "rows whose pieces are more than clusters": [300] * 8 + [0] * 8,
+    "long rows, none cut": [2000] * 16,
+    "rows that end beside where chunks do": [1, 8, 9, 64, 65, 79, 80, 0, 160, 161, 255, 7, 0, 0, 320, 33],
 }
 
 
 @GATED
 @pytest.mark.parametrize("counts", RUNS.values(), ids=RUNS)
-def test_rows_of_any_length_in_equal_runs(counts, gated):
+def test_rows_of_any_length_in_runs_or_clusters(counts, gated):
     noise = torch.rand((len(counts), 5632), device=DEVICE, generator=cases.random(0))
     fires = noise.argsort(1).argsort(1) < torch.tensor(counts, device=DEVICE)[:, None]
     x, ws = cases.layer_of(cases.small_integers(fires), gated)

@@ -1,0 +1,325 @@
+// The row engine for the fewest tokens (decoding), where latency is all: a cluster of eight CTAs for each row.
+//
+// A row's nonzeros are dealt eight at a time to the warps of a CTA, and to the same warps of all eight. Of such a chunk
+// each CTA computes one h, from a whole row of W_u, and sends it to the same warp of the others; each then multiplies
+// all eight by its own eighth of the columns of W_d. So nothing but one number per nonzero passes between CTAs, through
+// shared memory, and what is left to add are the sums of a CTA's own warps. Weights go to registers, those of the next
+// chunk while this one is done.
+//
+// A row of very many nonzeros is cut into pieces, each of which a cluster does as if it were a row. They leave float32
+// sums in global memory, and of the CTAs that have the same columns the last to come adds them in order. No cluster
+// waits for another: they need not all be on the device at once.
+#pragma once
+
+#include "row/common.cuh"
+
+namespace sparsellm::row {
+
+constexpr int kCluster = 8;             // CTAs; nonzeros of a chunk
+constexpr int kClusterTokens = 16;      // M and
+constexpr int kClusterMaxWidth = 4096;  // K at most
+constexpr int kMaxClusters = kMaxGrid / kCluster;
+constexpr int kClusterListed = 320;     // nonzeros of a row or piece that are listed at a time
+constexpr uint32_t kWhole = 256;        // a row of no more nonzeros, or no more than a cluster's share, is not cut
+static_assert(kMaxClusters <= 32, "one warp adds the clusters' l1");
+static_assert(kMaxClusters + kClusterTokens * kCluster <= kRowTickets, "each cluster, and each CTA of a row, has one");
+
+// Warps of a CTA where a lane has kVectors vectors of a row of W_u: as many as have registers.
+constexpr int cluster_warps(int vectors) { return vectors <= 8 ? 10 : 8; }
+
+// tickets: [kMaxClusters] l1 of each cluster, its sign set where it is there; then [m, kCluster] pieces done.
+struct ClusterArguments : RowArguments {
+  float* partials;  // [m + clusters, k] the pieces' sums: first the first ones of each row
+};
+
+// Nonzeros first..last - 1 (of the row, columns ascending) to list[0..], as list_nonzeros does, in less time where one
+// warp does it alone: a lane for each tile, a scan for 32.
+__device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
+                                             uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
+  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const uint32_t* row_words = packed.words + row * tiles * words_per_tile;
+  const uint32_t size = last - first;
+  uint32_t seen = 0;  // nonzeros in the tiles before
+  for (int start = 0; start < tiles && seen < last; start += 32) {
+    const uint32_t* words = row_words + (start + lane) * words_per_tile;
+    uint4 v[4];  // no tile has less words
+    v[0].x = 0;
+    if (start + static_cast<int>(lane) < tiles) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<const uint4*>(words)[i];
+    }
+    const uint32_t count = v[0].x;
+    const uint32_t base = seen + exclusive_scan(count, lane);  // rank of the tile's first nonzero
+    seen = __shfl_sync(~0u, base + count, 31);
+    const bool wanted = count != 0 && base < last && base + count > first;
+    const bool fits = count < static_cast<uint32_t>(words_per_tile);
+    if (wanted && fits) {
+      const auto put = [&](uint32_t index, const uint4& four) {  // word 0 is the count, and wraps around
+        const uint32_t of_four[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t at = index + i - 1;
+          if (at < count && base + at - first < size) list[base + at - first] = of_four[i];
+        }
+      };
+      put(0, v[0]), put(4, v[1]);
+      if (count >= 8) put(8, v[2]), put(12, v[3]);
+      for (uint32_t index = 16; index <= count; index += 4) {
+        put(index, *reinterpret_cast<const uint4*>(words + index));
+      }
+    }
+    for (uint32_t rest = __ballot_sync(~0u, wanted && !fits); rest != 0; rest &= rest - 1) {
+      const int source = __ffs(rest) - 1;
+      list_wide(packed, row, n, start + source, __shfl_sync(~0u, base, source), first, size, lane, list);
+    }
+  }
+}
+
+// kFull: k is 256 kVectors, the most there is room for.
+template <int kVectors, bool kFull, bool kGated>
+__global__ void __launch_bounds__(32 * cluster_warps(kVectors), 1) row_cluster_kernel(const ClusterArguments a) {
+  constexpr int kWarps = cluster_warps(kVectors);
+  constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
+  constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
+  static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");
+  __shared__ uint4 x[kGated ? 32 * kVectors : 1];
+  __shared__ float4 sums_of[kWarps][kSlices][2][32];
+  __shared__ alignas(16) uint32_t list[kClusterListed];
+  __shared__ alignas(16) float hidden[2][kWarps][kCluster];
+  __shared__ uint64_t received[2][kWarps], x_full;
+  __shared__ uint32_t counts[kClusterTokens];
+  __shared__ uint32_t cuts[kClusterTokens + 1];  // pieces but the first of the rows before; behind the last row, all
+  __shared__ uint32_t piece;                     // nonzeros of a piece of a row that is cut
+  __shared__ float l1_of[kWarps];
+  __shared__ bool last;
+  const int warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t rank = ptx::cluster_rank();
+  const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+  const int vectors = kFull ? 32 * kVectors : a.k / 8;  // of 16 bytes, in a row
+  const int slice = (vectors + kCluster - 1) / kCluster;  // of those, this CTA's from slice * rank on
+  const auto vector_of = [&](int s) { return slice * static_cast<int>(rank) + 32 * s + static_cast<int>(lane); };
+  const auto is_mine = [&](int s) {
+    return kFull || (32 * s + static_cast<int>(lane) < slice && vector_of(s) < vectors);
+  };
+  const uint32_t x_barrier = ptx::smem_address(&x_full);
+  constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
+
+  if (kGated && lane == 0) {
+    if (warp == 0) ptx::mbarrier_init(x_barrier, 1);
+    for (int b = 0; b < 2; ++b) ptx::mbarrier_init(ptx::smem_address(&received[b][warp]), 1);
+    ptx::fence_mbarrier_init();
+    for (int b = 0; b < 2; ++b) ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&received[b][warp]), kHiddenBytes);
+  }
+  __syncwarp();
+  if constexpr (kGated) ptx::cluster_sync();  // all barriers are there
+  ptx::griddepcontrol_wait();
+
+  const auto list_part = [&](int row, uint32_t first) {  // warp 0
+    list_at_once(a.packed, row, a.n, a.words_per_tile, first, first + kClusterListed, lane, list);
+  };
+  const auto copy_x = [&](int row) {  // warp 2
+    if (!kGated || lane != 0) return;
+    ptx::mbarrier_arrive_expect_tx(x_barrier, 16 * vectors);
+    ptx::bulk_load(ptx::smem_address(x), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, x_barrier);
+  };
+
+  // The first row is begun before it is known which are cut.
+  if (cluster < a.m) {
+    if (warp == 0) list_part(cluster, 0);
+    if (warp == 2) copy_x(cluster);
+  }
+  if (warp == 1) {
+    const uint32_t count = static_cast<int>(lane) < a.m ? a.packed.row_counts[lane] : 0;
+    uint32_t length = 0, before = 0;
+    if (__any_sync(~0u, count > kWhole)) {
+      const uint32_t share = (__reduce_add_sync(~0u, count) + clusters - 1) / clusters;
+      length = max(share, kRound);
+      const uint32_t more = count > max(share, kWhole) ? (count - 1) / length : 0;  // at most `clusters` in all
+      before = exclusive_scan(more, lane);
+    }
+    if (lane < kClusterTokens) counts[lane] = count;
+    if (lane <= kClusterTokens) cuts[lane] = before;
+    if (lane == 0) piece = length;
+  }
+  __syncthreads();
+
+  const int units = a.m + cuts[kClusterTokens];  // first the first pieces of all rows, which mostly are all of them
+  uint32_t exchanges = 0, x_parity = 0;
+  float l1 = 0.0f;  // of this warp's nonzeros
+  for (int unit = cluster; unit < units; unit += clusters) {
+    int row = unit;
+    uint32_t index = 0;  // of the piece
+    if (unit >= a.m) {
+      const uint32_t cut = unit - a.m;
+      for (row = 0; cuts[row + 1] <= cut;) ++row;
+      index = cut - cuts[row] + 1;
+    }
+    const uint32_t pieces = cuts[row + 1] - cuts[row] + 1;
+    const uint32_t begin = index * piece;
+    const uint32_t end = pieces == 1 ? counts[row] : min(begin + piece, counts[row]);
+    const bool begun = unit == cluster && unit < a.m;
+    if (!begun) {
+      __syncthreads();  // the sums have been added
+      if (warp == 2) copy_x(row);
+    }
+
+    float sums[kSlices][8];
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[s][i] = 0.0f;
+    }
+    for (uint32_t from = begin; from < end; from += kClusterListed) {
+      if (!begun || from != begin) {
+        if (from != begin) __syncthreads();  // the list has been read
+        if (warp == 0) list_part(row, from);
+        __syncthreads();
+      }
+      const uint32_t size = min(end - from, static_cast<uint32_t>(kClusterListed));
+
+      uint4 up[kVectors], down[kCluster][kSlices];
+      const auto weights_of = [&](const __nv_bfloat16* weights, uint32_t word) {
+        return reinterpret_cast<const uint4*>(weights) + static_cast<int64_t>(word & 0xffff) * vectors;
+      };
+      const auto load_up = [&](uint32_t at) {  // of the chunk from `at` on, this CTA's nonzero
+        if (at + rank >= size) return;
+        const uint4* weights = weights_of(a.w_up, list[at + rank]);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const int vector = 32 * v + lane;
+          if (vector < vectors) up[v] = __ldg(weights + vector);
+        }
+      };
+      const auto load_down = [&](uint32_t at) {
+        if (at >= size) return;
+        const uint4* eight = reinterpret_cast<const uint4*>(list + at);
+        const uint4 p = eight[0], q = eight[1];
+        const uint32_t words[kCluster] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int j = 0; j < kCluster; ++j) {
+#pragma unroll
+          for (int s = 0; s < kSlices; ++s) {
+            down[j][s] = make_uint4(0, 0, 0, 0);  // where there is none, its h is zero too
+            if (at + j < size && is_mine(s)) down[j][s] = __ldg(weights_of(a.w_down_t, words[j]) + vector_of(s));
+          }
+        }
+      };
+
+      uint32_t at = kCluster * warp;
+      if constexpr (kGated) load_up(at);
+      load_down(at);
+      if constexpr (kGated) ptx::mbarrier_wait(x_barrier, x_parity);
+      for (; at < size; at += kRound) {
+        float h[kCluster];
+        if constexpr (kGated) {
+          float mine = 0.0f;
+          if (at + rank < size) {
+            float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+              const int vector = 32 * v + lane;
+              if (vector >= vectors) break;
+              float x8[8];
+              unpack(x[vector], x8);
+              multiply_add(four, up[v], x8);
+            }
+            mine = hidden_of(list[at + rank], warp_sum((four[0] + four[1]) + (four[2] + four[3])));
+          }
+          // Two places take turns: whoever sends to this one again has what this warp sends after it has read it.
+          const uint32_t b = exchanges % 2;
+          const uint32_t barrier = ptx::smem_address(&received[b][warp]);
+          if (lane < kCluster) ptx::st_async_cluster(ptx::smem_address(&hidden[b][warp][rank]), lane, mine, barrier);
+          load_up(at + kRound);
+          ptx::mbarrier_wait(barrier, exchanges / 2 % 2);
+          const float4* got = reinterpret_cast<const float4*>(hidden[b][warp]);
+          const float4 p = got[0], q = got[1];
+          h[0] = p.x, h[1] = p.y, h[2] = p.z, h[3] = p.w, h[4] = q.x, h[5] = q.y, h[6] = q.z, h[7] = q.w;
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, kHiddenBytes);
+          ++exchanges;
+        } else {
+#pragma unroll
+          for (int j = 0; j < kCluster; ++j) h[j] = at + j < size ? gate_of(list[at + j]) : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kCluster; ++j) {
+          l1 += fabsf(h[j]);
+#pragma unroll
+          for (int s = 0; s < kSlices; ++s) scale_add(sums[s], down[j][s], h[j]);
+        }
+        load_down(at + kRound);
+      }
+    }
+    if constexpr (kGated) {
+      if (begin == end) ptx::mbarrier_wait(x_barrier, x_parity);  // copied all the same
+      x_parity ^= 1;
+    }
+
+    // The warps' sums, in order: half a vector to a thread.
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      sums_of[warp][s][0][lane] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
+      sums_of[warp][s][1][lane] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
+    }
+    if (lane == 0) l1_of[warp] = l1;
+    __syncthreads();
+    constexpr int kAdders = 64 * kSlices;
+    if (threadIdx.x < kAdders) {
+      const int s = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
+      const int vector = vector_of(s);
+      const bool some = is_mine(s);
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const auto add = [&](const float4& p) { sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w; };
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) add(sums_of[w][s][half][lane]);
+      bool done = pieces == 1;
+      if (!done) {
+        const auto place = [&](uint32_t i) {
+          const int64_t at = i == 0 ? row : a.m + cuts[row] + i - 1;
+          return reinterpret_cast<float4*>(a.partials + at * a.k) + 2 * vector + half;
+        };
+        if (some) *place(index) = sum;
+        __threadfence();
+        ptx::bar_sync(1, kAdders);
+        if (threadIdx.x == 0) {
+          int32_t* ticket = a.tickets + kMaxClusters + row * kCluster + rank;
+          last = atomicAdd(ticket, 1) == static_cast<int>(pieces) - 1;
+          if (last) *ticket = 0;
+        }
+        ptx::bar_sync(1, kAdders);
+        done = last;
+        if (done) {
+          __threadfence();
+          sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+          for (uint32_t i = 0; some && i < pieces; ++i) add(__ldcg(place(i)));
+        }
+      }
+      if (done && some) {
+        uint2* y = reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.k);
+        y[2 * vector + half] = make_uint2(ptx::cvt_bf16x2(sum.x, sum.y), ptx::cvt_bf16x2(sum.z, sum.w));
+      }
+    }
+  }
+
+  // l1: each cluster's, and whoever finds all of them there adds them in order. If two do, they write the same.
+  if (rank != 0 || warp != kWarps - 1 || cluster >= units) return;
+  const int used = min(clusters, units);
+  float sum = warp_sum(static_cast<int>(lane) < kWarps ? l1_of[lane] : 0.0f);
+  if (used > 1) {
+    volatile uint32_t* parts = reinterpret_cast<uint32_t*>(a.tickets);
+    constexpr uint32_t kThere = 1u << 31;
+    if (lane == 0) parts[cluster] = __float_as_uint(sum) | kThere;
+    __syncwarp();
+    __threadfence();
+    const uint32_t part = static_cast<int>(lane) < used ? parts[lane] : kThere;
+    if (!__all_sync(~0u, (part & kThere) != 0)) return;
+    sum = warp_sum(__uint_as_float(part & ~kThere));
+    __syncwarp();
+    if (static_cast<int>(lane) < used) parts[lane] = 0;
+  }
+  if (lane == 0) *a.l1 = sum;
+}
+
+}  // namespace sparsellm::row
