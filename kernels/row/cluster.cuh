@@ -24,8 +24,7 @@ constexpr uint32_t kWhole = 256;        // a row of no more nonzeros, or no more
 static_assert(kMaxClusters <= 32, "one warp adds the clusters' l1");
 static_assert(kMaxClusters + kClusterTokens * kCluster <= kRowTickets, "each cluster, and each CTA of a row, has one");
 
-// Warps of a CTA where a lane has kVectors vectors of a row of W_u: as many as have registers.
-constexpr int cluster_warps(int vectors) { return vectors <= 8 ? 10 : 8; }
+constexpr int kClusterWarps = 8;        // of a CTA
 
 // tickets: [kMaxClusters] l1 of each cluster, its sign set where it is there; then [m, kCluster] pieces done.
 struct ClusterArguments : RowArguments {
@@ -75,10 +74,11 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// kFull: k is 256 kVectors, the most there is room for.
+// kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM: of clusters that have theirs alone, 15
+// fit an H100 or H200, and the 16th token would wait for one to end.
 template <int kVectors, bool kFull, bool kGated>
-__global__ void __launch_bounds__(32 * cluster_warps(kVectors), 1) row_cluster_kernel(const ClusterArguments a) {
-  constexpr int kWarps = cluster_warps(kVectors);
+__global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
+  constexpr int kWarps = kClusterWarps;
   constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
   constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
   static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");

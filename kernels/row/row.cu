@@ -83,7 +83,7 @@ template <int kVectors, bool kFull>
 cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
   return launch_early(a.w_up == nullptr ? row_cluster_kernel<kVectors, kFull, false>
                                         : row_cluster_kernel<kVectors, kFull, true>,
-                      clusters * kCluster, 32 * cluster_warps(kVectors), 0, kCluster, stream, a);
+                      clusters * kCluster, 32 * kClusterWarps, 0, kCluster, stream, a);
 }
 
 RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,

@@ -25,6 +25,9 @@ static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens")
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // that a consumer warp looks up
 constexpr int kUpStages = 4;
+constexpr int kSteps = 4;  // stages that are filled from the same addresses, further and further behind them
+constexpr int kGatherRegisters = 136;  // which that takes,
+constexpr int kPickRegisters = 184;    // and what is left for the consumers
 constexpr int kPanels = 2;  // blocks of a product that a half has room for at a time, as bf16 in shared memory
 
 constexpr uint16_t kOne = 0x3f80;                  // bf16
@@ -126,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp < kGatherWarps) {
     if constexpr (kMultiply) {
-      ptx::setmaxnreg_dec<kProducerRegisters>();
+      ptx::setmaxnreg_dec<kGatherRegisters>();
       const uint32_t chunk = lane % 8;
       const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
       const int64_t pitch = k * 2;
@@ -177,18 +180,21 @@ __global__ void __launch_bounds__(kThreads, 1)
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
           ring.advance();
         };
-        for (int kb = 0; kb < k_blocks; kb += 1) {
+        for (int kb = 0; kb < k_blocks; kb += kSteps) {
           fill(kb, Step<0>());
+          if (kb + 1 < k_blocks) fill(kb, Step<1>());
+          if (kb + 2 < k_blocks) fill(kb, Step<2>());
+          if (kb + 3 < k_blocks) fill(kb, Step<3>());
 #pragma unroll
           for (int g = 0; g < 1 + kNeuronGroups; ++g) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) rows[g][i] += kTileK * 2;
+            for (int i = 0; i < 8; ++i) rows[g][i] += kSteps * kTileK * 2;
           }
         }
       }
     }
   } else {
-    if constexpr (kMultiply) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if constexpr (kMultiply) ptx::setmaxnreg_inc<kPickRegisters>();
     const int consumer = warp - 4, half = consumer / 4;
     const uint32_t row = consumer * 16 % kHalf + (lane & 15);
     const uint32_t own = panels + half * (kPanels * kHalfBytes);  // of this half's product, 64 slots each

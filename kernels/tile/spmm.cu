@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 #pragma unroll
         for (int s = 0; s < kSources; ++s) {
           const uint8_t* source = static_cast<const uint8_t*>(a.weights[s]) + 2 * column;
-          const uint8_t* from[kGatherRows];
+          const uint8_t* from[kGatherRows];  // before the stage is free: what follows are copies and nothing else
 #pragma unroll
           for (int i = 0; i < kGatherRows; ++i) from[i] = source + static_cast<uint64_t>(slots[i]) * pitch;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);

@@ -123,15 +123,18 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         } else {
           load(next_range, next_range.first);
         }
-        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
+        const uint8_t* from[kGatherRows];
 #pragma unroll
         for (int q = 0; q < kGatherRows / 4; ++q) {
           const uint32_t rows[4] = {slots.quads[q].x, slots.quads[q].y, slots.quads[q].z, slots.quads[q].w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            ptx::cp_async_row_16(b + q / 2 * 1024 + place[q % 2 * 4 + i], source, rows[i], pitch, bytes);
-          }
+          for (int i = 0; i < 4; ++i) from[4 * q + i] = source + static_cast<uint64_t>(rows[i]) * pitch;
+        }
+        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+        const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
+#pragma unroll
+        for (int i = 0; i < kGatherRows; ++i) {
+          ptx::cp_async_16_at<0>(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
         }
         ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
         ring.advance();
