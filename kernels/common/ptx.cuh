@@ -131,12 +131,9 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       : "memory");
 }
 
-// 16 bytes from global to shared memory, from kOffset bytes behind `source`; zeros where `bytes` is 0 (nothing is read
-// then).
-template <int kOffset>
-__device__ __forceinline__ void cp_async_16_at(uint32_t destination, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1 + %3], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes),
-               "n"(kOffset)
+// The same from an address that is known.
+__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t destination, const void* source, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                : "memory");
 }
 

@@ -9,11 +9,8 @@
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
 // sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
-#include <type_traits>
-
 #include "common/host.h"
 #include "tile/plan.cuh"
-
 
 namespace sparsellm {
 namespace {
@@ -25,15 +22,9 @@ static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens")
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // that a consumer warp looks up
 constexpr int kUpStages = 4;
-constexpr int kSteps = 4;  // stages that are filled from the same addresses, further and further behind them
-constexpr int kGatherRegisters = 136;  // which that takes,
-constexpr int kPickRegisters = 184;    // and what is left for the consumers
 constexpr int kPanels = 2;  // blocks of a product that a half has room for at a time, as bf16 in shared memory
 
 constexpr uint16_t kOne = 0x3f80;                  // bf16
-
-template <int kStep>
-using Step = std::integral_constant<int, kStep>;
 
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
@@ -129,15 +120,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp < kGatherWarps) {
     if constexpr (kMultiply) {
-      ptx::setmaxnreg_dec<kGatherRegisters>();
+      ptx::setmaxnreg_dec<kProducerRegisters>();
       const uint32_t chunk = lane % 8;
       const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
       const int64_t pitch = k * 2;
-      // Eight rows of a group at `from`, `step` stages on.
-      const auto copy = [&](uint32_t to, const uint8_t* const (&from)[8], auto step, uint32_t bytes) {
+      const auto copy = [&](uint32_t to, const uint8_t* const (&from)[8], uint32_t bytes) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {  // fours of rows: even ones go to place[0], odd ones to place[1]
-          ptx::cp_async_16_at<step() * kTileK * 2>(to + i / 2 * 1024 + place[i % 2], from[i], bytes);
+          ptx::cp_async_16_or_zeros(to + i / 2 * 1024 + place[i % 2], from[i], bytes);
         }
       };
       RingOf<kUpStages> ring;
@@ -166,35 +156,31 @@ __global__ void __launch_bounds__(kThreads, 1)
           look_up(g + 1, w, {eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16,
                              eight.z & 0xffff, eight.z >> 16, eight.w & 0xffff, eight.w >> 16});
         }
-        const auto fill = [&](int kb, auto step) {
-          const uint32_t bytes = (kb + step()) * kTileK + chunk * 8 < k ? 16 : 0;
+        for (int kb = 0; kb < k_blocks; ++kb) {
+          const uint32_t bytes = kb * kTileK + chunk * 8 < k ? 16 : 0;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t to = stages + ring.stage * kStageBytes + warp * (kGroup * 128);
-          if (tokens) copy(to, rows[0], step, bytes);
+          if (tokens) copy(to, rows[0], bytes);
 #pragma unroll
           for (int g = 0; g < kNeuronGroups; ++g) {
             if (neurons > g * kGatherWarps) {
-              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], step, bytes);
+              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], bytes);
             }
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
           ring.advance();
-        };
-        for (int kb = 0; kb < k_blocks; kb += kSteps) {
-          fill(kb, Step<0>());
-          if (kb + 1 < k_blocks) fill(kb, Step<1>());
-          if (kb + 2 < k_blocks) fill(kb, Step<2>());
-          if (kb + 3 < k_blocks) fill(kb, Step<3>());
+          // All at once, and not one before its copy: a copy reads its address some time after it is issued, and till
+          // then nothing may be written there.
 #pragma unroll
           for (int g = 0; g < 1 + kNeuronGroups; ++g) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) rows[g][i] += kSteps * kTileK * 2;
+            for (int i = 0; i < 8; ++i) rows[g][i] += kTileK * 2;
           }
         }
       }
     }
   } else {
-    if constexpr (kMultiply) ptx::setmaxnreg_inc<kPickRegisters>();
+    if constexpr (kMultiply) ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int consumer = warp - 4, half = consumer / 4;
     const uint32_t row = consumer * 16 % kHalf + (lane & 15);
     const uint32_t own = panels + half * (kPanels * kHalfBytes);  // of this half's product, 64 slots each

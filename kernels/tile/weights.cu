@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
 #pragma unroll
         for (int i = 0; i < kGatherRows; ++i) {
-          ptx::cp_async_16_at<0>(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
+          ptx::cp_async_16_or_zeros(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
         }
         ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
         ring.advance();
