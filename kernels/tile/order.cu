@@ -547,7 +547,7 @@ __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order 
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {
       const int i = base + 32 * k;
-      count[k] = i < chunk.tokens ? order.row_counts[chunk.first + i] : 0;
+      count[k] = i < chunk.tokens ? __ldcg(order.row_counts + chunk.first + i) : 0;
       sum += count[k];
     }
     sum = __reduce_add_sync(~0u, sum);
