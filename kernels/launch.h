@@ -157,7 +157,7 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
 // zero on entry and on exit.
-constexpr int kRowTickets = 152;
+constexpr int kRowTickets = 288;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,

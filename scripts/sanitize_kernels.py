@@ -21,9 +21,9 @@ from torch import Tensor
 from sparsellm.ops import build, cuda, gated_ffn, nongated_ffn, plan_of
 from sparsellm.ops.cuda import dense_hidden
 
-# Kernels of their own: gate_pack and the row engine up to 16, gate_pack up to 64, the row engine up to 128, the order
+# Kernels of their own: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up to 128, the order
 # of tokens from ORDERED_TOKENS on, here fewer than the operators order.
-CASES = [(300, True), (300, False), (16, True), (16, False), (48, True), (48, False), (1100, True)]
+CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1100, True)]
 ORDERED_TOKENS = 1024
 K, N = 256, 512
 COMPRESSION = 8

@@ -1,10 +1,13 @@
-// The row engine for the fewest tokens (decoding), where latency is all: a cluster of eight CTAs for each row.
+// The row engine for few tokens (decoding), where latency is all: a cluster of eight CTAs for each row.
 //
 // A row's nonzeros are dealt eight at a time to the warps of a CTA, and to the same warps of all eight. Of such a chunk
 // each CTA computes one h, from a whole row of W_u, and sends it to the same warp of the others; each then multiplies
 // all eight by its own eighth of the columns of W_d. So nothing but one number per nonzero passes between CTAs, through
 // shared memory, and what is left to add are the sums of a CTA's own warps. Weights go to registers, those of the next
 // chunk while this one is done.
+//
+// Where there are more rows than clusters, a cluster does several in turn, and fetches the next one's list and x under
+// the one before. The first is the row of its number; the longer it is, the shorter those after it.
 //
 // A row of very many nonzeros is cut into pieces, each of which a cluster does as if it were a row. They leave float32
 // sums in global memory, and of the CTAs that have the same columns the last to come adds them in order. No cluster
@@ -16,17 +19,16 @@
 namespace sparsellm::row {
 
 constexpr int kCluster = 8;             // CTAs; nonzeros of a chunk
-constexpr int kClusterTokens = 16;      // M and
+constexpr int kClusterWarps = 8;        // of a CTA
+constexpr int kClusterTokens = 64;      // M and
 constexpr int kClusterMaxWidth = 4096;  // K at most
-constexpr int kMaxClusters = kMaxGrid / kCluster;
+constexpr int kMaxClusters = 32;        // one warp adds their l1
 constexpr int kClusterListed = 320;     // nonzeros of a row or piece that are listed at a time
 constexpr uint32_t kWhole = 256;        // a row of no more nonzeros, or no more than a cluster's share, is not cut
-static_assert(kMaxClusters <= 32, "one warp adds the clusters' l1");
-static_assert(kMaxClusters + kClusterTokens * kCluster <= kRowTickets, "each cluster, and each CTA of a row, has one");
+static_assert(kMaxClusters + kMaxClusters * kCluster <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
 
-constexpr int kClusterWarps = 8;        // of a CTA
-
-// tickets: [kMaxClusters] l1 of each cluster, its sign set where it is there; then [m, kCluster] pieces done.
+// tickets: [kMaxClusters] l1 of each cluster, its sign set where it is there; then [kMaxClusters, kCluster] pieces done
+// of each row that is cut: its place is that of its second piece among all pieces that are not first.
 struct ClusterArguments : RowArguments {
   float* partials;  // [m + clusters, k] the pieces' sums: first the first ones of each row
 };
@@ -74,22 +76,24 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM: of clusters that have theirs alone, 15
-// fit an H100 or H200, and the 16th token would wait for one to end.
+// kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM: of clusters that have theirs alone,
+// 15 fit an H100 or H200, of such at least 30.
 template <int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
   constexpr int kWarps = kClusterWarps;
   constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
   constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
   static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");
-  __shared__ uint4 x[kGated ? 32 * kVectors : 1];
+  __shared__ uint4 x[2][kGated ? 32 * kVectors : 1];  // two rows take turns, and
   __shared__ float4 sums_of[kWarps][kSlices][2][32];
-  __shared__ alignas(16) uint32_t list[kClusterListed];
+  __shared__ alignas(16) uint32_t list[2][kClusterListed];  // two parts of their lists
   __shared__ alignas(16) float hidden[2][kWarps][kCluster];
-  __shared__ uint64_t received[2][kWarps], x_full;
-  __shared__ uint32_t counts[kClusterTokens];
+  __shared__ uint64_t received[2][kWarps], x_full[2];
+  __shared__ uint32_t counts[kClusterTokens], keys[kClusterTokens];
   __shared__ uint32_t cuts[kClusterTokens + 1];  // pieces but the first of the rows before; behind the last row, all
   __shared__ uint32_t piece;                     // nonzeros of a piece of a row that is cut
+  __shared__ int row_of[kClusterTokens];         // of a unit that is a row or its first piece
+  __shared__ int place_of_next;                  // among the clusters, this one's from its second unit on
   __shared__ float l1_of[kWarps];
   __shared__ bool last;
   const int warp = threadIdx.x / 32;
@@ -102,12 +106,13 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   const auto is_mine = [&](int s) {
     return kFull || (32 * s + static_cast<int>(lane) < slice && vector_of(s) < vectors);
   };
-  const uint32_t x_barrier = ptx::smem_address(&x_full);
   constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
 
   if (kGated && lane == 0) {
-    if (warp == 0) ptx::mbarrier_init(x_barrier, 1);
-    for (int b = 0; b < 2; ++b) ptx::mbarrier_init(ptx::smem_address(&received[b][warp]), 1);
+    for (int b = 0; b < 2; ++b) {
+      if (warp == 0) ptx::mbarrier_init(ptx::smem_address(&x_full[b]), 1);
+      ptx::mbarrier_init(ptx::smem_address(&received[b][warp]), 1);
+    }
     ptx::fence_mbarrier_init();
     for (int b = 0; b < 2; ++b) ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&received[b][warp]), kHiddenBytes);
   }
@@ -115,54 +120,113 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   if constexpr (kGated) ptx::cluster_sync();  // all barriers are there
   ptx::griddepcontrol_wait();
 
-  const auto list_part = [&](int row, uint32_t first) {  // warp 0
-    list_at_once(a.packed, row, a.n, a.words_per_tile, first, first + kClusterListed, lane, list);
+  // The last warps, which have the least to compute, also fetch what comes next.
+  const auto list_part = [&](int row, uint32_t first, uint32_t place) {
+    if (warp != kWarps - 1) return;
+    list_at_once(a.packed, row, a.n, a.words_per_tile, first, first + kClusterListed, lane, list[place]);
   };
-  const auto copy_x = [&](int row) {  // warp 2
-    if (!kGated || lane != 0) return;
-    ptx::mbarrier_arrive_expect_tx(x_barrier, 16 * vectors);
-    ptx::bulk_load(ptx::smem_address(x), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, x_barrier);
+  const auto copy_x = [&](int row, uint32_t place) {
+    if (!kGated || warp != kWarps - 2 || lane != 0) return;
+    const uint32_t barrier = ptx::smem_address(&x_full[place]);
+    ptx::mbarrier_arrive_expect_tx(barrier, 16 * vectors);
+    ptx::bulk_load(ptx::smem_address(x[place]), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, barrier);
   };
 
   // The first row is begun before it is known which are cut.
   if (cluster < a.m) {
-    if (warp == 0) list_part(cluster, 0);
-    if (warp == 2) copy_x(cluster);
+    copy_x(cluster, 0);
+    list_part(cluster, 0, 0);
   }
-  if (warp == 1) {
-    const uint32_t count = static_cast<int>(lane) < a.m ? a.packed.row_counts[lane] : 0;
-    uint32_t length = 0, before = 0;
-    if (__any_sync(~0u, count > kWhole)) {
-      const uint32_t share = (__reduce_add_sync(~0u, count) + clusters - 1) / clusters;
-      length = max(share, kRound);
-      const uint32_t more = count > max(share, kWhole) ? (count - 1) / length : 0;  // at most `clusters` in all
-      before = exclusive_scan(more, lane);
+  if (warp == 0) {
+    constexpr int kRows = kClusterTokens / 32;  // of a lane
+    uint32_t count[kRows], more[kRows] = {}, all = 0, most = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = kRows * lane + i;
+      count[i] = row < a.m ? a.packed.row_counts[row] : 0;
+      counts[row] = count[i];
+      all += count[i];
+      most = max(most, count[i]);
     }
-    if (lane < kClusterTokens) counts[lane] = count;
-    if (lane <= kClusterTokens) cuts[lane] = before;
+    uint32_t length = 0, before = 0;
+    if (__any_sync(~0u, most > kWhole)) {
+      const uint32_t share = (__reduce_add_sync(~0u, all) + clusters - 1) / clusters;
+      length = (share + kRound - 1) / kRound * kRound;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        more[i] = count[i] > max(length, kWhole) ? (count[i] - 1) / length : 0;  // less than `clusters` in all
+        before += more[i];
+      }
+      before = exclusive_scan(before, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      cuts[kRows * lane + i] = before;
+      before += more[i];
+    }
+    if (lane == 31) cuts[kClusterTokens] = before;
     if (lane == 0) piece = length;
+
+    // Rows beyond the first of each cluster: the longest goes where the first is shortest.
+    const bool ranked = a.m > clusters;
+    uint32_t key[kRows];
+    int rank_of[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = kRows * lane + i;
+      key[i] = (row < clusters ? 1u << 31 : 0) + count[i] * kClusterTokens + kClusterTokens - 1 - row;
+      keys[row] = key[i];
+    }
+    __syncwarp();
+    if (ranked) {
+#pragma unroll 8
+      for (int row = 0; row < kClusterTokens; ++row) {  // keys of rows from m on are the least
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) rank_of[i] += keys[row] > key[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = kRows * lane + i;
+      if (row < a.m) row_of[row < clusters ? row : rank_of[i]] = row;
+      if (row == cluster) place_of_next = ranked ? clusters - 1 - rank_of[i] : cluster;
+    }
   }
   __syncthreads();
 
+  struct Unit {  // a row, or a piece of one
+    int row;
+    uint32_t begin, end;
+  };
   const int units = a.m + cuts[kClusterTokens];  // first the first pieces of all rows, which mostly are all of them
-  uint32_t exchanges = 0, x_parity = 0;
-  float l1 = 0.0f;  // of this warp's nonzeros
-  for (int unit = cluster; unit < units; unit += clusters) {
-    int row = unit;
-    uint32_t index = 0;  // of the piece
-    if (unit >= a.m) {
+  const auto pieces_of = [&](int row) { return cuts[row + 1] - cuts[row] + 1; };
+  const auto unit_at = [&](int unit) {
+    Unit u = {};
+    if (unit < a.m) {
+      u.row = row_of[unit];
+    } else {
       const uint32_t cut = unit - a.m;
-      for (row = 0; cuts[row + 1] <= cut;) ++row;
-      index = cut - cuts[row] + 1;
+      while (cuts[u.row + 1] <= cut) ++u.row;
+      u.begin = (cut - cuts[u.row] + 1) * piece;
     }
-    const uint32_t pieces = cuts[row + 1] - cuts[row] + 1;
-    const uint32_t begin = index * piece;
-    const uint32_t end = pieces == 1 ? counts[row] : min(begin + piece, counts[row]);
-    const bool begun = unit == cluster && unit < a.m;
-    if (!begun) {
-      __syncthreads();  // the sums have been added
-      if (warp == 2) copy_x(row);
-    }
+    u.end = pieces_of(u.row) == 1 ? counts[u.row] : min(u.begin + piece, counts[u.row]);
+    return u;
+  };
+  if (cluster >= a.m && cluster < units) {
+    const Unit u = unit_at(cluster);
+    copy_x(u.row, 0);
+    list_part(u.row, u.begin, 0);
+    __syncthreads();
+  }
+
+  uint32_t exchanges = 0, turn = 0;
+  uint32_t listed = 0;  // the list's place
+  float l1 = 0.0f;      // of this warp's nonzeros
+  for (int unit = cluster; unit < units; unit = ++turn * clusters + place_of_next) {
+    const Unit u = unit_at(unit);
+    const uint32_t here = turn % 2;
+    const auto next = [&] { return (turn + 1) * clusters + place_of_next; };
+    if (next() < units) copy_x(unit_at(next()).row, here ^ 1);
 
     float sums[kSlices][8];
 #pragma unroll
@@ -170,13 +234,14 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[s][i] = 0.0f;
     }
-    for (uint32_t from = begin; from < end; from += kClusterListed) {
-      if (!begun || from != begin) {
-        if (from != begin) __syncthreads();  // the list has been read
-        if (warp == 0) list_part(row, from);
-        __syncthreads();
+    for (uint32_t from = u.begin;; from += kClusterListed) {
+      const bool ends = u.end - from <= kClusterListed;
+      if (!ends || next() < units) {
+        const Unit then = ends ? unit_at(next()) : Unit{u.row, from + kClusterListed};
+        list_part(then.row, then.begin, listed ^ 1);
       }
-      const uint32_t size = min(end - from, static_cast<uint32_t>(kClusterListed));
+      const uint32_t* words = list[listed];
+      const uint32_t size = min(u.end - from, static_cast<uint32_t>(kClusterListed));
 
       uint4 up[kVectors], down[kCluster][kSlices];
       const auto weights_of = [&](const __nv_bfloat16* weights, uint32_t word) {
@@ -184,7 +249,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
       };
       const auto load_up = [&](uint32_t at) {  // of the chunk from `at` on, this CTA's nonzero
         if (at + rank >= size) return;
-        const uint4* weights = weights_of(a.w_up, list[at + rank]);
+        const uint4* weights = weights_of(a.w_up, words[at + rank]);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           const int vector = 32 * v + lane;
@@ -193,15 +258,15 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
       };
       const auto load_down = [&](uint32_t at) {
         if (at >= size) return;
-        const uint4* eight = reinterpret_cast<const uint4*>(list + at);
+        const uint4* eight = reinterpret_cast<const uint4*>(words + at);
         const uint4 p = eight[0], q = eight[1];
-        const uint32_t words[kCluster] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
+        const uint32_t word_of[kCluster] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int j = 0; j < kCluster; ++j) {
 #pragma unroll
           for (int s = 0; s < kSlices; ++s) {
             down[j][s] = make_uint4(0, 0, 0, 0);  // where there is none, its h is zero too
-            if (at + j < size && is_mine(s)) down[j][s] = __ldg(weights_of(a.w_down_t, words[j]) + vector_of(s));
+            if (at + j < size && is_mine(s)) down[j][s] = __ldg(weights_of(a.w_down_t, word_of[j]) + vector_of(s));
           }
         }
       };
@@ -209,7 +274,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
       uint32_t at = kCluster * warp;
       if constexpr (kGated) load_up(at);
       load_down(at);
-      if constexpr (kGated) ptx::mbarrier_wait(x_barrier, x_parity);
+      if constexpr (kGated) ptx::mbarrier_wait(ptx::smem_address(&x_full[here]), turn / 2 % 2);
       for (; at < size; at += kRound) {
         float h[kCluster];
         if constexpr (kGated) {
@@ -221,10 +286,10 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
               const int vector = 32 * v + lane;
               if (vector >= vectors) break;
               float x8[8];
-              unpack(x[vector], x8);
+              unpack(x[here][vector], x8);
               multiply_add(four, up[v], x8);
             }
-            mine = hidden_of(list[at + rank], warp_sum((four[0] + four[1]) + (four[2] + four[3])));
+            mine = hidden_of(words[at + rank], warp_sum((four[0] + four[1]) + (four[2] + four[3])));
           }
           // Two places take turns: whoever sends to this one again has what this warp sends after it has read it.
           const uint32_t b = exchanges % 2;
@@ -240,7 +305,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
           ++exchanges;
         } else {
 #pragma unroll
-          for (int j = 0; j < kCluster; ++j) h[j] = at + j < size ? gate_of(list[at + j]) : 0.0f;
+          for (int j = 0; j < kCluster; ++j) h[j] = at + j < size ? gate_of(words[at + j]) : 0.0f;
         }
 #pragma unroll
         for (int j = 0; j < kCluster; ++j) {
@@ -250,20 +315,20 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
         }
         load_down(at + kRound);
       }
-    }
-    if constexpr (kGated) {
-      if (begin == end) ptx::mbarrier_wait(x_barrier, x_parity);  // copied all the same
-      x_parity ^= 1;
+      listed ^= 1;
+      if (ends) break;
+      __syncthreads();  // this list has been read, the next is there
     }
 
     // The warps' sums, in order: half a vector to a thread.
+    if (turn > 0) __syncthreads();  // those of the unit before have been added
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       sums_of[warp][s][0][lane] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
       sums_of[warp][s][1][lane] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
     }
     if (lane == 0) l1_of[warp] = l1;
-    __syncthreads();
+    __syncthreads();  // and x and the list have been read, the next list is there
     constexpr int kAdders = 64 * kSlices;
     if (threadIdx.x < kAdders) {
       const int s = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
@@ -273,17 +338,17 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
       const auto add = [&](const float4& p) { sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w; };
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) add(sums_of[w][s][half][lane]);
+      const uint32_t pieces = pieces_of(u.row);
       bool done = pieces == 1;
       if (!done) {
-        const auto place = [&](uint32_t i) {
-          const int64_t at = i == 0 ? row : a.m + cuts[row] + i - 1;
+        const auto place = [&](int64_t at) {
           return reinterpret_cast<float4*>(a.partials + at * a.k) + 2 * vector + half;
         };
-        if (some) *place(index) = sum;
+        if (some) *place(unit < a.m ? u.row : unit) = sum;
         __threadfence();
         ptx::bar_sync(1, kAdders);
         if (threadIdx.x == 0) {
-          int32_t* ticket = a.tickets + kMaxClusters + row * kCluster + rank;
+          int32_t* ticket = a.tickets + kMaxClusters + cuts[u.row] * kCluster + rank;
           last = atomicAdd(ticket, 1) == static_cast<int>(pieces) - 1;
           if (last) *ticket = 0;
         }
@@ -293,11 +358,11 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
           __threadfence();
           sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-          for (uint32_t i = 0; some && i < pieces; ++i) add(__ldcg(place(i)));
+          for (uint32_t i = 0; some && i < pieces; ++i) add(__ldcg(place(i == 0 ? u.row : a.m + cuts[u.row] + i - 1)));
         }
       }
       if (done && some) {
-        uint2* y = reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(row) * a.k);
+        uint2* y = reinterpret_cast<uint2*>(a.y + static_cast<int64_t>(u.row) * a.k);
         y[2 * vector + half] = make_uint2(ptx::cvt_bf16x2(sum.x, sum.y), ptx::cvt_bf16x2(sum.z, sum.w));
       }
     }

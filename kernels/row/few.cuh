@@ -1,4 +1,4 @@
-// The row engine for few tokens (decoding), but more than a cluster each is for: one launch, and every CTA has the same
+// The row engine for few tokens, but more than clusters are for: one launch, and every CTA has the same
 // share of the nonzeros, whatever rows they are in.
 //
 // The nonzeros of the whole batch, row after row, are cut into equal runs, one for each CTA; a run is cut at the ends

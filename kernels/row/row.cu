@@ -6,8 +6,8 @@
 // accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
 // and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
 // chunks are added in order, whether one worker does them or many. (For the fewest tokens a chunk is what one warp has
-// of a row or piece: every tenth eight, or every eighth where K is above 2048.) l1, the float32 sum of |h|, is in a
-// fixed order too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
+// of a row or piece: every eighth eight.) l1, the float32 sum of |h|, is in a fixed order too. Same bits in every run
+// on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/few.cuh"
@@ -100,8 +100,13 @@ cudaError_t run_fewest(const RowArguments& common, void* workspace, cudaStream_t
   int grid = 0;
   const cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
-  const int clusters = grid < kCluster ? 1 : grid / kCluster;
-  if (a.k == 2048) return launch_cluster<8, true>(a, clusters, stream);
+  // For more rows, clusters that are all on the device at once: its SMs are in groups, so that of 132 it has room for
+  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many.
+  const bool full = a.k == 2048;
+  int clusters = grid / kCluster;
+  if (a.m > clusters) clusters = (full ? 2 : 1) * (clusters - 1);
+  clusters = clusters < 1 ? 1 : clusters > kMaxClusters ? kMaxClusters : clusters;
+  if (full) return launch_cluster<8, true>(a, clusters, stream);
   return a.k < 2048 ? launch_cluster<8, false>(a, clusters, stream) : launch_cluster<16, false>(a, clusters, stream);
 }
 

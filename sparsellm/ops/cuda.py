@@ -30,7 +30,7 @@ ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row wi
 # Of the tile engine's lists and rows, 4 bytes a word.
 ALL_FIT = 1 << 22  # activations up to which the lists hold them all, whatever the plan's room
 MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of up to 4,096
-ROW_TICKETS = 152  # int32 (launch.h: kRowTickets)
+ROW_TICKETS = 288  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 

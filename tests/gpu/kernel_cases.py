@@ -74,18 +74,19 @@ def normal(m: int, k: int, n: int, gated: bool = True, rate: float = 0.1, seed: 
     return x.bfloat16(), [w.bfloat16() for w in ws]
 
 
-def one_hot(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(x, w) with relu(x w^T) = relu(gate), for any finite bfloat16 gate [M, N]: K is M rounded up."""
+def one_hot(gate: Tensor, k: int = 0) -> tuple[Tensor, Tensor]:
+    """(x, w) with relu(x w^T) = relu(gate), for any finite bfloat16 gate [M, N]: K is M rounded up, or k if more."""
     m, n = gate.shape
-    x = torch.eye(m, round_up(m), device=DEVICE, dtype=torch.bfloat16)
-    w = gate.new_zeros((n, round_up(m)))
+    k = max(round_up(m), k)
+    x = torch.eye(m, k, device=DEVICE, dtype=torch.bfloat16)
+    w = gate.new_zeros((n, k))
     w[:, :m] = gate.T
     return x, w
 
 
-def layer_of(gate: Tensor, gated: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+def layer_of(gate: Tensor, gated: bool, seed: int = 0, k: int = 0) -> tuple[Tensor, list[Tensor]]:
     """A layer with that gate, bit for bit; with small integers in `gate`, a layer of integers."""
-    x, first = one_hot(gate)
+    x, first = one_hot(gate, k)
     _, ws = integers(1, x.shape[1], len(first), gated, seed)
     return x, [first, *ws[1:]]
 

@@ -252,7 +252,7 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
 
 
 @GATED
-@pytest.mark.parametrize("m", [1, 2, 4, 16, 64, 200])
+@pytest.mark.parametrize("m", [1, 2, 4, 16, 64, 100, 200])
 def test_rows_that_fire_every_neuron(m, gated):
     """Alone, among sparse rows, and nothing but such rows."""
     n = 5632
@@ -264,10 +264,10 @@ def test_rows_that_fire_every_neuron(m, gated):
         check_exact(*cases.layer_of(gate, gated), 8, f"M {m}, heavy rows {heavy}")
 
 
-# Nonzeros of consecutive rows. The row engine cuts them into runs whatever rows they are in; up to 16 rows it deals to
-# clusters, each row, or pieces of one of very many, to one.
+# Nonzeros of consecutive rows. The row engine deals up to 64 rows to clusters, each row, or pieces of one of very many,
+# to one, and several to each where they are more; from 65 rows on it cuts them into runs whatever rows they are in.
 RUNS = {
-    "rows that end where runs do": [8, 16, 8, 24] * 8,
+    "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,
     "many rows in a run": [1] * 128,
     "one row over many runs, beside empty ones": [0] * 50 + [5632] + [0] * 77,
@@ -278,16 +278,23 @@ RUNS = {
     "rows in pieces, beside others and empty ones": [900, 0, 257, 256, 3, 0, 5632, 80, 81],
     "rows whose pieces are more than clusters": [300] * 8 + [0] * 8,
     "long rows, none cut": [2000] * 16,
-    "rows that end beside where chunks do": [1, 8, 9, 64, 65, 79, 80, 0, 160, 161, 255, 7, 0, 0, 320, 33],
+    "rows that end beside where chunks do": [1, 8, 9, 63, 64, 65, 128, 0, 129, 161, 255, 7, 0, 0, 320, 33],
+    "one row more than clusters have at first": [30] * 30 + [200],
+    "two or three rows to a cluster": [180, 5, 38, 60] * 16,
+    "several rows to a cluster, some cut or listed in parts": [40, 0, 321, 17, 1200, 9, 64] * 9,
+    "a row in pieces behind more rows than clusters": [20] * 62 + [5632],
+    "64 rows, all empty": [0] * 64,
+    "64 long rows, none cut": [700] * 64,
 }
 
 
 @GATED
+@pytest.mark.parametrize("k", [8, 2048])  # at 2048 CTAs of two clusters share an SM
 @pytest.mark.parametrize("counts", RUNS.values(), ids=RUNS)
-def test_rows_of_any_length_in_runs_or_clusters(counts, gated):
+def test_rows_of_any_length_in_runs_or_clusters(counts, k, gated):
     noise = torch.rand((len(counts), 5632), device=DEVICE, generator=cases.random(0))
     fires = noise.argsort(1).argsort(1) < torch.tensor(counts, device=DEVICE)[:, None]
-    x, ws = cases.layer_of(cases.small_integers(fires), gated)
+    x, ws = cases.layer_of(cases.small_integers(fires), gated, k=k)
     check_exact(x, ws, 8, "the operator", ("row",))
     _, h, expected = cases.stepwise(x, ws)
     gate, up = cuda.pack_gate(x, ws[0], 8), (x, ws[1]) if gated else (None, None)

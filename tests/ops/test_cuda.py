@@ -42,7 +42,7 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
     expect(row_counts, torch.int32, m)
     expect(fired, torch.uint8, n)
-    expect(counters, torch.int64, 4 + 80)
+    expect(counters, torch.int64, 4 + 148)
 
 
 def rows_length(m, n):
@@ -276,7 +276,7 @@ def row_rest(x, w_up, w_down_t, *args):
     expect_packed(*packed)
     expect(totals, torch.int32, 8)
     expect(workspace, torch.uint8, sum(y.shape))
-    expect(tickets, torch.int32, 152)
+    expect(tickets, torch.int32, 288)
     assert not tickets.any()
     RESTS.append("row_rest")
     if totals[REST]:
@@ -294,7 +294,7 @@ def row_ffn(x, w_up, w_down_t, *args):
     m, n = packed[1].shape
     expect_packed(*packed)
     expect(workspace, torch.uint8, m + y.shape[1] + n)
-    expect(tickets, torch.int32, 152)
+    expect(tickets, torch.int32, 288)
     assert not tickets.any()
     h = hidden(x, w_up, packed)
     l1.copy_(h.abs().sum(dtype=torch.float32))
