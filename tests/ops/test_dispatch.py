@@ -30,14 +30,14 @@ def test_real_patterns_take_the_tile_engine(pattern, tokens):
     assert choose(tokens, *PATTERNS[pattern]) == TILE
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
-def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens):
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 0.7 / 8), (16, 0.7 / 16), (64, 0.7 / 64)])
+def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, share):
     assert choose(tokens, 0, 0) == ROW
-    assert choose(tokens, 0.15 * N, N) == ROW
-    assert choose(tokens, 0.16 * N, N) == DENSE
+    assert choose(tokens, 0.99 * share * N, N) == ROW
+    assert choose(tokens, 1.01 * share * N, N) == DENSE
 
 
-@pytest.mark.parametrize("tokens", [17, 64, 2047])
+@pytest.mark.parametrize("tokens", [65, 128, 2047])
 def test_neither_few_nor_many_tokens_take_the_dense_engine(tokens):
     assert choose(tokens, 0, 0) == choose(tokens, 20, 500) == DENSE
 
