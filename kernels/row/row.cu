@@ -1,13 +1,13 @@
 // row_ffn: the row engine. For each token y = sum over its nonzeros of h_n w_down_t[n], with h_n = g_n (x . w_up[n]),
-// from the packed gate; h is never in global memory. One kernel for the fewest tokens (row/cluster.cuh), one for few
-// (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
+// from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one for up to
+// 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
 // accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
 // and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
-// chunks are added in order, whether one worker does them or many. (For the fewest tokens a chunk is what one warp has
-// of a row or piece: every eighth eight.) l1, the float32 sum of |h|, is in a fixed order too. Same bits in every run
-// on the same kind of device. Rows without nonzeros give zeros.
+// chunks are added in order, whether one worker does them or many. (With clusters a chunk is what one warp has of a row
+// or piece: every eighth eight.) l1, the float32 sum of |h|, is in a fixed order too. Same bits in every run on the
+// same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/few.cuh"
@@ -23,7 +23,7 @@ constexpr int64_t kMaxSlots = 8192;        // of which there are no more than th
 constexpr int64_t kMinSlots = 64;          // nor less
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
-bool is_fewest(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
+bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 int many_warps(int64_t k) {
@@ -37,7 +37,7 @@ struct Layout {
 
   // planned: by the plan and the kernel for many tokens, or one for few; else by the one for many alone.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
-    if (planned && is_fewest(m, k)) {
+    if (planned && for_clusters(m, k)) {
       partials = take((m + kMaxClusters) * k * 4);
       return;
     }
@@ -93,7 +93,7 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
           words_per_tile, tickets, l1, static_cast<__nv_bfloat16*>(y)};
 }
 
-cudaError_t run_fewest(const RowArguments& common, void* workspace, cudaStream_t stream) {
+cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream_t stream) {
   const Layout layout(common.m, common.k, common.n, true);
   ClusterArguments a = {common};
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
@@ -169,7 +169,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
                     cudaStream_t stream) {
   const auto common = arguments(x, w_up, w_down_t, m, k, n, words_per_tile, packed, tickets, l1, y);
-  if (is_fewest(m, k)) return run_fewest(common, workspace, stream);
+  if (for_clusters(m, k)) return run_clusters(common, workspace, stream);
   return is_few(m, k) ? run_few(common, workspace, stream) : run_many(common, nullptr, workspace, stream);
 }
 
