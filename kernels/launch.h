@@ -34,7 +34,7 @@ struct Packed {
 };
 
 // totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two
-enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5 };
+enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6 };
 
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {

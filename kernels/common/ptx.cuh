@@ -263,6 +263,12 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ uint2 ld_shared_v2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -277,6 +283,13 @@ __device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
 
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
+}
+
+// The same where index < limit, without a branch.
+__device__ __forceinline__ void st_shared_u16_below(uint32_t index, uint32_t limit, uint32_t address, uint16_t v) {
+  asm volatile("{\n .reg .pred p;\n setp.lt.u32 p, %0, %1;\n @p st.shared.u16 [%2], %3;\n}" ::"r"(index), "r"(limit),
+               "r"(address), "h"(v)
+               : "memory");
 }
 
 // --- conversion: two floats to bf16 pairs, `low` in the low half; round to nearest even ---

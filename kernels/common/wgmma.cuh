@@ -27,6 +27,11 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
          ((address & 0x3ffff) >> 4);
 }
 
+// The descriptor of what lies `bytes` (a multiple of 16) behind, in the same shared memory.
+__device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & ~0xffffffffull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 #define SPARSELLM_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])

@@ -71,7 +71,12 @@ __device__ __forceinline__ Piece piece_of(int4 code) {
 struct Item {
   int index, first, last;
   Tile tile;
+
+  __device__ __forceinline__ bool exists() const { return tile.index >= 0; }
 };
+
+// The code of what comes after the last item.
+__device__ __forceinline__ int4 no_item() { return {-1, 0, 0, 0}; }
 
 __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
   const int items = items_of(tile.blocks);

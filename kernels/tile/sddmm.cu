@@ -41,7 +41,8 @@ struct Shared {
   // thread reads its own ones side by side.
   alignas(16) uint32_t tokens[2][kTileM];
   alignas(16) uint16_t neurons[2][kTileN];
-  int4 items[2];
+  int4 items[2];  // of this round and the next; later, of the one after
+  uint64_t drawn[2];
   uint64_t rows_ready[2];
   uint64_t full[kUpStages];
   uint64_t empty[kUpStages];
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const uint32_t rows_ready = ptx::smem_address(shared.rows_ready);
+  const uint32_t drawn = ptx::smem_address(shared.drawn);
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
   const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
@@ -104,7 +106,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
     }
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(rows_ready + 8 * i, kConsumerWarps);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(drawn + 8 * i, 1);
+      ptx::mbarrier_init(rows_ready + 8 * i, kConsumerWarps);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -112,11 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_wait();
 
   const int items = plan.totals[kItems];
-  // The item of a round; one that does not exist repeats the first.
-  const auto item_in = [&](int round) {
-    const int position = deal(round, blockIdx.x, gridDim.x);
-    return plan.items[position < items ? position : 0];
-  };
+  const auto item_at = [&](int position) { return position < items ? plan.items[position] : no_item(); };
 
   if (warp < kGatherWarps) {
     if constexpr (kMultiply) {
@@ -131,9 +132,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       RingOf<kUpStages> ring;
-      for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
+      for (int round = 0;; ++round) {
         ptx::mbarrier_wait(rows_ready + 8 * (round & 1), round >> 1 & 1);
         const Item item = item_of(shared.items[round & 1]);
+        if (!item.exists()) break;
         int unused;
         const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
         const int neurons = 2 * (item.last - item.first) - warp;  // groups from this warp's first on
@@ -190,6 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // This lane's rows of an item: asked for before the item before it is multiplied, handed over afterwards.
     uint32_t rows[2] = {};
     const auto ask = [&](const Item& item) {
+      if (!item.exists()) return;
       const uint16_t* slots = plan.slots + static_cast<int64_t>(item.tile.index) * column_tiles * kColumnTile +
                               item.first * kBlockColumns;
       const int of_item = kTileM + (item.last - item.first) * kBlockColumns;
@@ -206,8 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    const auto hand_over = [&](int round, int4 code) {
-      if (threadIdx.x == 128) shared.items[round & 1] = code;
+    const auto hand_over = [&](int round) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int r = consumer * kWarpRows + 32 * i + lane;
@@ -223,7 +225,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) ptx::mbarrier_arrive(rows_ready + 8 * (round & 1));
     };
     RingOf<kUpStages> ring;
-    int4 code = item_in(0), next = item_in(1);
+    // The first two rounds are dealt, what follows goes to whoever is there: SMs are not equally near to L2. One thread
+    // draws, two rounds ahead. It hands the item on once it has the last stage of a round: till then the others may read
+    // the item of that round, whose place this one takes.
+    const bool draws = threadIdx.x == 128;
+    int4 code = item_at(deal(0, blockIdx.x, gridDim.x)), next = item_at(deal(1, blockIdx.x, gridDim.x));
     // Where the nonzeros lie that this half has in an item: block by block, side by side.
     uint32_t bounds_ahead[kItemBlocks + 1];
     const auto ask_bounds = [&](const Item& item) {
@@ -233,19 +239,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int b = 0; b <= kItemBlocks; ++b) bounds_ahead[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
     };
-    if (items != 0) {
-      if constexpr (kMultiply) {
-        ask(item_of(code));
-        hand_over(0, code);
-        ask(item_of(next));
-      }
-      ask_bounds(item_of(code));
+    if constexpr (kMultiply) {
+      if (draws) shared.items[0] = code, shared.items[1] = next;
+      ask(item_of(code));
+      hand_over(0);
+      ask(item_of(next));
     }
-    for (int round = 0; deal(round, blockIdx.x, gridDim.x) < items; ++round) {
+    ask_bounds(item_of(code));
+    for (int round = 0; item_of(code).exists(); ++round) {
       const Item item = item_of(code);
       code = next;
-      next = item_in(round + 2);
-      if constexpr (kMultiply) hand_over(round + 1, code);
+      if constexpr (kMultiply) hand_over(round + 1);
+      int ticket = 0;
+      if (kMultiply && draws) ticket = atomicAdd(plan.totals + kNextItem, 1);
       int from;
       const int blocks = item.tile.needed(half, item.first, item.last, from);
       uint32_t bounds[kItemBlocks + 1];
@@ -300,7 +306,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       Known known[kWords];
+      const auto hand_on = [&] {
+        if (!draws) return;
+        shared.items[round & 1] = item_at(2 * static_cast<int>(gridDim.x) + ticket);
+        ptx::mbarrier_arrive(drawn + 8 * (round & 1));
+      };
       const auto ahead = [&] {
+        hand_on();
         if constexpr (kEpilogue == kGradient) {
 #pragma unroll
           for (int i = 0; i < kWords; ++i) {
@@ -309,7 +321,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       const auto ask_ahead = [&] {
-        if constexpr (kMultiply) ask(item_of(next));
+        if constexpr (kMultiply) {
+          ptx::mbarrier_wait(drawn + 8 * (round & 1), round >> 1 & 1);
+          next = shared.items[round & 1];
+          ask(item_of(next));
+        } else {
+          next = item_at(deal(round + 2, blockIdx.x, gridDim.x));
+        }
         ask_bounds(item_of(code));
       };
       const auto pick = [&](int from_block, int end_block) {
@@ -331,6 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         switch (blocks) {
           case 0:
             pass_by(ring, k_blocks, full, release);
+            hand_on();
             ask_ahead();
             break;
           case 1:
@@ -357,15 +376,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     __threadfence();
   }
 
-  if constexpr (kEpilogue == kGradient) return;
-  // l1: the last CTA adds what all have written, always in the same order.
+  // The last CTA sets the counters back; forward it adds what all have written to l1, always in the same order.
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     shared.last = atomicAdd(plan.totals + kUpTickets, 1) == static_cast<int>(gridDim.x) - 1;
+    if (shared.last) plan.totals[kUpTickets] = plan.totals[kNextItem] = 0;
   }
   __syncthreads();
-  if (!shared.last) return;
+  if (kEpilogue == kGradient || !shared.last) return;
   __threadfence();
   float sum = 0.0f;
   const int64_t tiles = (m + kTileM - 1) / kTileM;
@@ -384,7 +403,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     float all = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) all += shared.l1_warps[w];
     *out.l1 = all;
-    plan.totals[kUpTickets] = 0;
   }
 }
 

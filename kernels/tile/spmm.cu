@@ -11,17 +11,16 @@
 // Numerics: float32 over a tile's slots, block by block in that order, of two lists first one, then the other; rounded
 // to bf16 once. Deterministic.
 #include "common/host.h"
+#include "tile/gather.cuh"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kGatherRows = kTileK / kGatherWarps;  // of a stage, for each warp
-constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels of 64 columns
-constexpr int kBuffers = 3;                         // operand tiles of h that each half has
-constexpr uint32_t kPieceWords = 448;               // of a half's piece of the list that a stage has room for
+constexpr int kBuffers = 3;            // operand tiles of h that each half has
+constexpr uint32_t kPieceWords = 448;  // of a half's piece of the list that a stage has room for
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
-constexpr uint32_t kPieceLoads = (kPieceWords + 127) / 128;  // of it, for each thread of the half
+constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // of it, two words each, for each thread of the half
 constexpr int kSpmmStages = 5;
 constexpr uint32_t kSpmmStageBytes = kBBytes + 2 * kPieceBytes;
 
@@ -33,17 +32,6 @@ struct Shared {
 
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, the list's pieces and the barriers share one CTA's memory");
-
-// 16 slots of a block, as a thread holds them.
-struct Sixteen {
-  uint4 quads[2];
-
-  __device__ __forceinline__ void load(const uint16_t* from) {
-    quads[0] = reinterpret_cast<const uint4*>(from)[0];
-    quads[1] = reinterpret_cast<const uint4*>(from)[1];
-  }
-  __device__ __forceinline__ uint32_t operator[](int i) const { return half_of(quads[i / 8], i % 8); }
-};
 
 template <int kSources>
 __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
@@ -79,59 +67,57 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 
   if (warp < kGatherWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    uint32_t place[8];  // of this thread's chunk in rows 0..7
-#pragma unroll
-    for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
-    const uint32_t pitch = static_cast<uint32_t>(a.k) * 2;
+    const Gather gather(warp, lane);
     RingOf<kSpmmStages> ring;
     const int consumer = warp % 2;  // two warps to a consumer's piece of the list, 128 words in turn
-    Tile next_tile = tile_of(code_in(0));
     const uint32_t first_word = warp / 2 * 128 + lane * 4;
-    // This warp's slots of a block, and its consumer's piece of the list: one block ahead.
-    Sixteen next;
-    uint2 next_piece;
+    // This thread's slots of two blocks, and where its consumer's pieces of the list lie: asked for while two blocks are
+    // copied, that they are there in time. A tile's slots and starts have room for an even number of blocks.
+    struct Known {
+      uint2 slots[2];
+      uint32_t starts[3];
+    };
+    Tile next_tile = tile_of(code_in(0));
+    Known next;
     const auto load = [&](const Tile& of, int block) {
       if (of.blocks == 0) return;  // nothing is there, not even to look at
-      next.load(a.slots + of.index * a.slots_per_tile + block * kTileK + warp * kGatherRows);
+      const uint16_t* slots = a.slots + of.index * a.slots_per_tile + block * kTileK + gather.first_row;
       const uint32_t* starts = a.starts + (static_cast<int64_t>(of.index) * 2 + consumer) * a.starts_per_half + block;
-      next_piece = make_uint2(starts[0], starts[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) next.slots[i] = *reinterpret_cast<const uint2*>(slots + i * kTileK);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) next.starts[i] = starts[i];
     };
     load(next_tile, 0);
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
       const Tile of = next_tile;
       next_tile = tile_of(code_in(round + 1));
-      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
-      const uint32_t bytes = column < a.k ? 16 : 0;
-      for (int block = 0; block < of.blocks; ++block) {
-        const Sixteen slots = next;
-        const uint2 piece = next_piece;
-        if (block + 1 < of.blocks) {
-          load(of, block + 1);
+      const int64_t column = Gather::column_of(unit % column_tiles, lane);
+      for (int block = 0; block < of.blocks; block += 2) {
+        const Known known = next;
+        if (block + 2 < of.blocks) {
+          load(of, block + 2);
         } else {
           load(next_tile, 0);
         }
 #pragma unroll
-        for (int s = 0; s < kSources; ++s) {
-          const uint8_t* source = static_cast<const uint8_t*>(a.weights[s]) + 2 * column;
-          const uint8_t* from[kGatherRows];  // before the stage is free: what follows are copies and nothing else
-#pragma unroll
-          for (int i = 0; i < kGatherRows; ++i) from[i] = source + static_cast<uint64_t>(slots[i]) * pitch;
+        for (int i = 0; i < 2 * kSources; ++i) {
+          const int which = i / kSources, s = i % kSources;
+          if (block + which == of.blocks) break;
+          const uint2 four = known.slots[which];
+          const uint32_t slots[kThreadRows] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
+          const uint32_t begin = known.starts[which], end = known.starts[which + 1];
+          const uint32_t first = (begin & ~3u) + first_word, left = end - min(end, first);
+          const uint32_t words = pieces + (ring.stage * 2 + consumer) * kPieceBytes + first_word * 4;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          const uint32_t words = pieces + (ring.stage * 2 + consumer) * kPieceBytes;
-          const uint32_t* list = a.lists[s];
+          gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint32_t word = first_word + 256 * i, at = (piece.x & ~3u) + word;
-            if (word < kPieceWords && at < piece.y) ptx::cp_async_16(words + word * 4, list + at);
-          }
-          const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
-#pragma unroll
-          for (int i = 0; i < kGatherRows; ++i) {
-            ptx::cp_async_16_or_zeros(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
+          for (uint32_t w = 0; w < 512; w += 256) {
+            if (first_word + w < kPieceWords && w < left) ptx::cp_async_16(words + 4 * w, a.lists[s] + first + w);
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
           if (warp < 2 && lane == 0) {
-            shared.pieces[ring.stage][consumer] = piece;
+            shared.pieces[ring.stage][consumer] = make_uint2(begin, end);
             ptx::mbarrier_arrive(full + 8 * ring.stage);
           }
           ring.advance();
@@ -147,30 +133,43 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
     };
     RingOf<kSpmmStages> ring;
-    // This consumer's piece of the list in a stage, as far as that has room.
+    // This consumer's piece of the list in a stage, as far as that has room: pairs of words, 256 apart.
     struct Piece {
       uint2 bounds;
-      uint32_t words[kPieceLoads];
+      uint2 words[kPieceLoads];
     };
+    const uint32_t piece_bounds = ptx::smem_address(&shared.pieces[0][consumer]);
+    uint32_t piece_words[kPieceLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kPieceLoads; ++i) {
+      piece_words[i] = pieces + consumer * kPieceBytes + min(8 * thread + 1024 * i, kPieceBytes - 8);
+    }
     const auto read = [&](Piece& piece) {
       ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-      piece.bounds = shared.pieces[ring.stage][consumer];
-      const uint32_t from = pieces + (ring.stage * 2 + consumer) * kPieceBytes;
+      piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * sizeof(shared.pieces[0]));
 #pragma unroll
-      for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all: beside the bounds, not after them
-        piece.words[i] = ptx::ld_shared_u32(from + min(128 * i + thread, kPieceWords - 1) * 4);
+      for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all, whatever the bounds: beside them, not after them
+        piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
       }
     };
-    // Its h, to the zeroed operand tile at `to`.
+    // Its h, to the zeroed operand tile at `to`. Without branches: they would take as long as the stores.
     const auto scatter = [&](uint32_t to, const Piece& piece, const uint32_t* list) {
-      const uint32_t begin = piece.bounds.x, end = piece.bounds.y, base = begin & ~3u;
-      const auto put = [&](uint32_t word) { ptx::st_shared_u16(to + (word & 0xffff) * 2, word >> 16); };
+      const uint32_t skipped = piece.bounds.x & 3, count = piece.bounds.y - piece.bounds.x;
+      const uint32_t here = min(count, kPieceWords - skipped), first = 2 * thread - skipped;
+      const auto address = [&](uint32_t word) { return to + (word & 0xffff) * 2; };
 #pragma unroll
       for (uint32_t i = 0; i < kPieceLoads; ++i) {
-        const uint32_t word = 128 * i + thread;
-        if (word < kPieceWords && base + word >= begin && base + word < end) put(piece.words[i]);
+        const uint32_t low = piece.words[i].x, high = piece.words[i].y;
+        ptx::st_shared_u16_below(first + 256 * i, here, address(low), low >> 16);
+        ptx::st_shared_u16_below(first + 256 * i + 1, here, address(high), high >> 16);
       }
-      for (uint32_t at = base + kPieceWords + thread; at < end; at += 128) put(list[at]);
+      if (here != count) {
+#pragma unroll 1
+        for (uint32_t at = piece.bounds.x + here + thread; at < piece.bounds.y; at += 128) {
+          const uint32_t word = list[at];
+          ptx::st_shared_u16(address(word), word >> 16);
+        }
+      }
       ptx::fence_proxy_async();  // for what was scattered, and for B, which cp.async wrote
       ptx::bar_sync(1 + consumer, 128);
     };
@@ -185,6 +184,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     };
     for (int i = 0; i < kBuffers; ++i) zero(i);
     ptx::bar_sync(1 + consumer, 128);
+    const uint64_t first_h = ptx::wgmma_descriptor(own, 16, 1024);
+    const uint64_t first_b = ptx::wgmma_descriptor(stages, kPanelBytes, 1024);
     int4 next_code = code_in(0);
     uint32_t which = 0;
     int passing = 0;  // stages that this consumer does not need, behind those that it did
@@ -206,14 +207,12 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
       if (needed != 0) {
         Piece piece;
         const auto multiply_block = [&](bool first, int source) {
-          const uint32_t h = own + which * kHalfBytes;
-          scatter(h, piece, source == 0 ? a.lists[0] : a.lists[1]);
-          const uint32_t b = stages + ring.stage * kBBytes;
+          scatter(own + which * kHalfBytes, piece, source == 0 ? a.lists[0] : a.lists[1]);
+          const uint64_t h = ptx::advanced(first_h, which * kHalfBytes), b = ptx::advanced(first_b, ring.stage * kBBytes);
           ptx::wgmma_fence();
 #pragma unroll
           for (int step = 0; step < kTileK / 16; ++step) {
-            ptx::wgmma<4, 1>(d, ptx::wgmma_descriptor(h + step * 32, 16, 1024),
-                             ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
+            ptx::wgmma<4, 1>(d, ptx::advanced(h, step * 32), ptx::advanced(b, step * 16 * 128), !first || step != 0);
           }
           ptx::wgmma_commit_group();
         };

@@ -18,13 +18,12 @@
 // Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
 // dW is float32, not. Deterministic.
 #include "common/host.h"
+#include "tile/gather.cuh"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kGatherRows = kTileK / kGatherWarps;  // of a stage, for each warp
-constexpr uint32_t kPanelBytes = kTileK * 128;      // B: 64 rows of k, panels of 64 columns
 constexpr uint32_t kWarpBytes = kHalfBytes / 4;     // of an operand tile, 16 rows
 constexpr int kOperands = 4;                        // operand tiles of a consumer in flight
 constexpr int kRowStages = 5;                       // of B
@@ -39,6 +38,23 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
 
+// The units of dW, the columns of a piece side by side. Each role counts them for itself: what both had would stay in
+// registers, of which the consumers have none left.
+template <bool kPaired>
+struct Units {
+  const int4* order;
+  int columns, of_piece, count;
+
+  __device__ __forceinline__ explicit Units(const WeightGradient& a)
+      : order(a.plan.order), columns(static_cast<int>((a.k + kTileN - 1) / kTileN)),
+        of_piece(columns * (kPaired ? 2 : 1)), count(a.plan.totals[kPieces] * of_piece) {}
+
+  __device__ __forceinline__ int in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
+  // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
+  __device__ __forceinline__ int4 code_in(int round) const { return order[in(round) < count ? in(round) / of_piece : 0]; }
+  __device__ __forceinline__ int half_of(int unit) const { return unit / columns % 2; }  // kPaired
+};
+
 // kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and
 // a dW of its own.
 template <bool kPaired, class Out>
@@ -51,7 +67,6 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
   const uint32_t empty = ptx::smem_address(shared.empty);
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
-  const int column_tiles = static_cast<int>((a.k + kTileN - 1) / kTileN);  // of dW
 
   if (threadIdx.x == 0) {
     if (operands % 1024 != 0) __trap();  // what the swizzle is counted from
@@ -70,72 +85,44 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
 
   const NeuronPlan& plan = a.plan;
   const int64_t slots_per_tile = (a.m + kTileM - 1) / kTileM * kTileM;
-  const int units_of_piece = column_tiles * (kPaired ? 2 : 1), units = plan.totals[kPieces] * units_of_piece;
-  const auto half_of_unit = [&](int unit) { return unit / column_tiles % 2; };  // kPaired
-  // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
-  const auto code_in = [&](int round) {
-    const int unit = deal(round, blockIdx.x, gridDim.x);
-    return plan.order[unit < units ? unit / units_of_piece : 0];
-  };
-
   if (warp < kGatherWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    uint32_t place[8];  // of this thread's chunk in rows 0..7
-#pragma unroll
-    for (int i = 0; i < 8; ++i) place[i] = swizzle_128(i, lane % 8);
-    const uint32_t pitch = static_cast<uint32_t>(a.k) * 2;
+    const Units<kPaired> units(a);
+    const Gather gather(warp, lane);
     RingOf<kRowStages> ring;
     struct Range {
       int tile, first, last;
     };
     const auto range_in = [&](int round) {
-      const Piece piece = piece_of(code_in(round));
+      const Piece piece = piece_of(units.code_in(round));
       Range range = {piece.tile.index, piece.first, piece.last};
       if constexpr (kPaired) {
-        const int half = half_of_unit(deal(round, blockIdx.x, gridDim.x));
+        const int half = units.half_of(units.in(round));
         range.last = piece.tile.needed(half, piece.first, piece.last, range.first);
         range.last += range.first;
       }
       return range;
     };
     Range next_range = range_in(0);
-    struct Sixteen {
-      uint4 quads[kGatherRows / 4];
-    };
-    Sixteen next;  // this warp's slots of a block, one block ahead
+    uint4 next;  // this thread's slots of a block, one block ahead
     const auto load = [&](const Range& of, int block) {
       if (of.first == of.last) return;  // nothing is there, not even to look at
-      const int32_t* from = plan.slots + of.tile * slots_per_tile + block * kTileK + warp * kGatherRows;
-#pragma unroll
-      for (int q = 0; q < kGatherRows / 4; ++q) next.quads[q] = reinterpret_cast<const uint4*>(from)[q];
+      next = *reinterpret_cast<const uint4*>(plan.slots + of.tile * slots_per_tile + block * kTileK + gather.first_row);
     };
     load(next_range, next_range.first);
-    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+    for (int round = 0, unit; (unit = units.in(round)) < units.count; ++round) {
       const Range of = next_range;
       next_range = range_in(round + 1);
-      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane * 8;
-      const uint32_t bytes = column < a.k ? 16 : 0;
-      const uint8_t* source = static_cast<const uint8_t*>(a.rows) + 2 * column;
+      const int64_t column = Gather::column_of(unit % units.columns, lane);
       for (int block = of.first; block < of.last; ++block) {
-        const Sixteen slots = next;
+        const uint32_t slots[kThreadRows] = {next.x, next.y, next.z, next.w};
         if (block + 1 < of.last) {
           load(of, block + 1);
         } else {
           load(next_range, next_range.first);
         }
-        const uint8_t* from[kGatherRows];
-#pragma unroll
-        for (int q = 0; q < kGatherRows / 4; ++q) {
-          const uint32_t rows[4] = {slots.quads[q].x, slots.quads[q].y, slots.quads[q].z, slots.quads[q].w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) from[4 * q + i] = source + static_cast<uint64_t>(rows[i]) * pitch;
-        }
         ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        const uint32_t b = stages + ring.stage * kBBytes + (lane / 8) * kPanelBytes + warp * kGatherRows * 128;
-#pragma unroll
-        for (int i = 0; i < kGatherRows; ++i) {
-          ptx::cp_async_16_or_zeros(b + i / 8 * 1024 + place[i % 8], from[i], bytes);
-        }
+        gather.copy(stages + ring.stage * kBBytes, a.rows, slots, column, a.k);
         ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
         ring.advance();
       }
@@ -143,6 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
+    const Units<kPaired> units(a);
     const int consumer = warp / 4 - 1;          // the half of a tile that this one multiplies, or, paired, the operand
     const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
     const auto dw = static_cast<Out*>(kPaired && consumer != 0 ? a.dw[1] : a.dw[0]);
@@ -155,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       int half, from, steps;
     };
     const auto work_of = [&](int4 code, int round) {
-      const int half = kPaired ? half_of_unit(deal(round, blockIdx.x, gridDim.x)) : consumer;
+      const int half = kPaired ? units.half_of(units.in(round)) : consumer;
       Work work = {piece_of(code), half, 0, 0};
       work.steps = work.piece.tile.needed(half, work.piece.first, work.piece.last, work.from);
       if (work.steps == 0) work.from = work.piece.first;
@@ -178,11 +166,11 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
     };
     RingOf<kRowStages> ring;
-    Work next = work_of(code_in(0), 0);
-    int4 next_code = code_in(1);
+    Work next = work_of(units.code_in(0), 0);
+    int4 next_code = units.code_in(1);
     int passing = 0;  // stages that this consumer does not need, behind those that it did
-    if (deal(0, blockIdx.x, gridDim.x) < units) fetch_first(next);
-    for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
+    if (units.in(0) < units.count) fetch_first(next);
+    for (int round = 0, unit; (unit = units.in(round)) < units.count; ++round) {
       const Work work = next;
       const Piece& of = work.piece;
       const int half = work.half;
@@ -231,13 +219,13 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       // Once dW is stored: until then the other consumer has stages to multiply.
       passing = of.last - work.from - work.steps;
       next = work_of(next_code, round + 1);
-      next_code = code_in(round + 2);
-      if (deal(round + 1, blockIdx.x, gridDim.x) < units) fetch_first(next);
-      if (const Piece piece = piece_of(plan.order[unit / units_of_piece]); piece.parts > 1) {
-        const int place = unit % column_tiles + piece.base * column_tiles;
+      next_code = units.code_in(round + 2);
+      if (units.in(round + 1) < units.count) fetch_first(next);
+      if (const Piece piece = piece_of(plan.order[unit / units.of_piece]); piece.parts > 1) {
+        const int place = unit % units.columns + piece.base * units.columns;
         // The sums of a piece, as its threads hold them: [register / 4][thread][4].
         const auto partials_of = [&](int part) {
-          const int64_t sums = static_cast<int64_t>(place + part * column_tiles) * 4 + half * 2 + kPaired * consumer;
+          const int64_t sums = static_cast<int64_t>(place + part * units.columns) * 4 + half * 2 + kPaired * consumer;
           const int64_t at = sums * (kHalf * kTileN);
           return reinterpret_cast<float4*>(a.partials + at) + thread;
         };
@@ -272,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         }
       }
       if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
-        const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN;
+        const int64_t column = static_cast<int64_t>(unit % units.columns) * kTileN;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           Out* to = dw + out[i] * a.k + column + lane % 4 * 2;
@@ -286,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         continue;
       }
       // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
-      const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
+      const int64_t column = static_cast<int64_t>(unit % units.columns) * kTileN + lane % 4 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Out* to = dw + out[i] * a.k + column;

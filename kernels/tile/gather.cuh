@@ -1,0 +1,46 @@
+// How tile_spmm and tile_weights fill the B of a stage: 64 gathered rows of a matrix, 256 of their columns, MN-major in
+// panels of 64 columns.
+#pragma once
+
+#include "common/tile.cuh"
+#include "tile/plan.cuh"
+
+namespace sparsellm {
+
+constexpr uint32_t kPanelBytes = kTileK * 128;
+constexpr int kThreadRows = 4;  // side by side, of which a thread copies one 16-byte chunk in each panel
+
+// What a thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one instruction; a
+// thread needs few addresses, for a row's panels are constants apart in both memories. Each costs instructions, which is
+// what these warps have least of.
+struct Gather {
+  int first_row;
+  uint32_t place[kThreadRows];
+
+  __device__ __forceinline__ Gather(int warp, uint32_t lane)
+      : first_row(warp * (kTileK / kGatherWarps) + static_cast<int>(lane) / 8 * kThreadRows) {
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) place[r] = swizzle_128(first_row + r, lane % 8);
+  }
+
+  // This thread's first column of a unit's 256.
+  static __device__ __forceinline__ int64_t column_of(int column_tile, uint32_t lane) {
+    return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
+  }
+
+  // To the stage at `to`: rows `rows` of a bf16 matrix of k columns, from `column` on.
+  __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
+                                       int64_t column, int64_t k) const {
+    const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      const uint8_t* from = source + static_cast<uint64_t>(rows[r]) * (static_cast<uint32_t>(k) * 2);
+#pragma unroll
+      for (int p = 0; p < kTileN / 64; ++p) {
+        ptx::cp_async_16_or_zeros(to + place[r] + p * kPanelBytes, from + p * 128, column + 64 * p < k ? 16 : 0);
+      }
+    }
+  }
+};
+
+}  // namespace sparsellm
