@@ -73,7 +73,7 @@ __device__ __forceinline__ T block_scan(T value, void* scratch, T& total) {
 }
 
 template <int kPlanThreads>
-__global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
+__global__ void __launch_bounds__(kPlanThreads, 1536 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   constexpr int kPlanWarps = kPlanThreads / 32;
   constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1024 / kPlanThreads)
   // Calls use(r, valid, word) with the nonzeros of the warp's rows, up to 32 of one row at a time, all lanes together
   // and always in the same order.
   const auto for_each_nonzero = [&](auto use) {
-    constexpr int kBatch = 8;  // loads in flight in each lane
+    constexpr int kBatch = 6;  // loads in flight in each lane
     for (int r = 0, first = 0; r < kRows;) {
       uint32_t word[kBatch];
       int of[kBatch], left[kBatch];

@@ -14,10 +14,10 @@ DENSE, ROW, TILE = 0, 1, 2  # plan[0]: the engine
 ENGINES = ("dense", "row", "tile")  # their names
 
 PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
-TILE_FLOPS = 750e12  # per second, gathered products of the tile engine
-TILE_SECONDS = 50e-6  # lists, order and plan of any batch
-TILE_SECONDS_PER_TOKEN = 3.9e-9
-TILE_SECONDS_PER_NONZERO = 0.065e-9
+TILE_FLOPS = 760e12  # per second, gathered products of the tile engine
+TILE_SECONDS = 35e-6  # lists, order and plan of any batch
+TILE_SECONDS_PER_TOKEN = 2.3e-9
+TILE_SECONDS_PER_NONZERO = 0.036e-9
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
 DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
@@ -33,10 +33,10 @@ TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it i
 DENSE_TRAINING_FLOPS = 740e12  # per second, cuBLAS and both elementwise halves
 DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
 TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
-TILE_TRAINING_FLOPS = 635e12  # per second, these
-TRAINING_SECONDS = 220e-6  # lists, order and plans of any micro-batch, and the transposes
-TRAINING_SECONDS_PER_TOKEN = 12e-9
-TRAINING_SECONDS_PER_NONZERO = 0.63e-9  # at ROW_WIDTH
+TILE_TRAINING_FLOPS = 560e12  # per second, these
+TRAINING_SECONDS = 180e-6  # lists, order and plans of any micro-batch, and the transposes
+TRAINING_SECONDS_PER_TOKEN = 16e-9
+TRAINING_SECONDS_PER_NONZERO = 0.32e-9  # at ROW_WIDTH
 
 
 def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:

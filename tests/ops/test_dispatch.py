@@ -96,15 +96,16 @@ def choose_training(tokens, per_token, per_tile, **current):
 @pytest.mark.parametrize(
     ("tokens", "per_token", "per_tile", "microseconds"),
     [
-        (4096, 20.3, 581, 328), (4096, 35.7, 1628, 509), (4096, 114.1, 3080, 929),
-        (16_384, 20.5, 438, 875), (16_384, 36, 940, 1277), (16_384, 76, 2228, 2305), (16_384, 116, 2610, 2903),
-        (65_536, 20.5, 438, 2541), (65_536, 36, 940, 4601), (65_536, 76, 2228, 9319), (65_536, 116, 2610, 11_316),
+        (4096, 20.3, 581, 406), (4096, 35.7, 1628, 538), (4096, 62.8, 2508, 695), (4096, 114.1, 3080, 853),
+        (16_384, 20.5, 438, 875), (16_384, 29.1, 926, 1088), (16_384, 36, 940, 1236), (16_384, 76, 2228, 2095),
+        (16_384, 116.1, 2610, 2446),
+        (65_536, 20.5, 438, 2551), (65_536, 36, 940, 4665), (65_536, 76, 2228, 8676), (65_536, 116.1, 2610, 10_256),
     ],
 )  # fmt: skip
 def test_training_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
-    """Measured without the operator's casts and transposes, for which the estimate has 60 microseconds more."""
+    """Measured through the operator and autograd, less cuBLAS's gate product of the same run."""
     seconds = training_estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
-    assert seconds[TILE] == pytest.approx((microseconds + 60) * 1e-6, rel=0.1)
+    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.1)
     assert seconds[DENSE] == pytest.approx(tokens / 16_384 * 4070e-6, rel=0.02)
 
 
