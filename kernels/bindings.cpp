@@ -305,8 +305,8 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor(n!) neuron_totals) -> ()");
   library.def(
       "tile_gradient(Tensor dy, Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor totals, Tensor? ups, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor at, Tensor places, "
-      "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron) -> ()");
+      "Tensor(a!) totals, Tensor? ups, Tensor dl1, Tensor(b!) dz, Tensor(c!)? du, Tensor at, Tensor places, "
+      "Tensor(d!) dz_by_neuron, Tensor(e!)? du_by_neuron, Tensor(f!) h_by_neuron) -> ()");
   library.def(
       "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
       "Tensor order, Tensor? tokens, Tensor(a!) y) -> ()");

@@ -5,7 +5,7 @@
 // An item is one token tile times up to 256 of its slots. Four warps gather rows with cp.async: tokens, less a half
 // that needs none of the slots, and the slots' rows of w. A consumer warpgroup multiplies the blocks that its 64
 // tokens need, leaves the product in shared memory, two blocks at a time, and picks up what the list names. The
-// consumers also look the next items up, and their rows.
+// consumers also draw the items, from the third on, and look up their rows.
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
 // sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
