@@ -33,7 +33,8 @@ struct Packed {
   int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
 
-// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two
+// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel counts there
+// while it runs, tile_gradient too: no two may work on the same plan at once.
 enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6 };
 
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.

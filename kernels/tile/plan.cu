@@ -73,7 +73,7 @@ __device__ __forceinline__ T block_scan(T value, void* scratch, T& total) {
 }
 
 template <int kPlanThreads>
-__global__ void __launch_bounds__(kPlanThreads, 1536 / kPlanThreads)
+__global__ void __launch_bounds__(kPlanThreads, kPlanThreads == 512 ? 3 : 1)  // CTAs of an SM
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   constexpr int kPlanWarps = kPlanThreads / 32;
   constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half

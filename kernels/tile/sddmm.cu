@@ -5,7 +5,7 @@
 // An item is one token tile times up to 256 of its slots. Four warps gather rows with cp.async: tokens, less a half
 // that needs none of the slots, and the slots' rows of w. A consumer warpgroup multiplies the blocks that its 64
 // tokens need, leaves the product in shared memory, two blocks at a time, and picks up what the list names. The
-// consumers also draw the items, from the third on, and look up their rows.
+// consumers also look up the next items and their rows; one of their threads draws them, from the third round on.
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
 // sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
@@ -225,9 +225,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) ptx::mbarrier_arrive(rows_ready + 8 * (round & 1));
     };
     RingOf<kUpStages> ring;
-    // The first two rounds are dealt, what follows goes to whoever is there: SMs are not equally near to L2. One thread
-    // draws, two rounds ahead. It hands the item on once it has the last stage of a round: till then the others may read
-    // the item of that round, whose place this one takes.
+    // The first two rounds (without a product all) are dealt, what follows goes to whoever is there: SMs are not
+    // equally near to L2. One thread draws, two rounds ahead. It publishes the item once it has the last stage of a
+    // round: till then the others may read the item of that round, whose place this one takes.
     const bool draws = threadIdx.x == 128;
     int4 code = item_at(deal(0, blockIdx.x, gridDim.x)), next = item_at(deal(1, blockIdx.x, gridDim.x));
     // Where the nonzeros lie that this half has in an item: block by block, side by side.
@@ -306,13 +306,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       Known known[kWords];
-      const auto hand_on = [&] {
+      const auto publish = [&] {
         if (!draws) return;
         shared.items[round & 1] = item_at(2 * static_cast<int>(gridDim.x) + ticket);
         ptx::mbarrier_arrive(drawn + 8 * (round & 1));
       };
       const auto ahead = [&] {
-        hand_on();
+        publish();
         if constexpr (kEpilogue == kGradient) {
 #pragma unroll
           for (int i = 0; i < kWords; ++i) {
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         switch (blocks) {
           case 0:
             pass_by(ring, k_blocks, full, release);
-            hand_on();
+            publish();
             ask_ahead();
             break;
           case 1:

@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     RingOf<kSpmmStages> ring;
     const int consumer = warp % 2;  // two warps to a consumer's piece of the list, 128 words in turn
     const uint32_t first_word = warp / 2 * 128 + lane * 4;
-    // This thread's slots of two blocks, and where its consumer's pieces of the list lie: asked for while two blocks are
-    // copied, that they are there in time. A tile's slots and starts have room for an even number of blocks.
+    // This thread's slots of two blocks, and where its consumer's pieces of the list lie: asked for while the two before
+    // are copied, to be there in time. A tile's slots and starts have room for an even number of blocks.
     struct Known {
       uint2 slots[2];
       uint32_t starts[3];
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
           gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k);
 #pragma unroll
-          for (uint32_t w = 0; w < 512; w += 256) {
+          for (uint32_t w = 0; w < kPieceWords; w += 256) {
             if (first_word + w < kPieceWords && w < left) ptx::cp_async_16(words + 4 * w, a.lists[s] + first + w);
           }
           ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
       uint2 bounds;
       uint2 words[kPieceLoads];
     };
+    constexpr uint32_t kBoundsBytes = sizeof(shared.pieces[0]);
     const uint32_t piece_bounds = ptx::smem_address(&shared.pieces[0][consumer]);
     uint32_t piece_words[kPieceLoads];
 #pragma unroll
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     }
     const auto read = [&](Piece& piece) {
       ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-      piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * sizeof(shared.pieces[0]));
+      piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * kBoundsBytes);
 #pragma unroll
       for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all, whatever the bounds: beside them, not after them
         piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
@@ -208,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         Piece piece;
         const auto multiply_block = [&](bool first, int source) {
           scatter(own + which * kHalfBytes, piece, source == 0 ? a.lists[0] : a.lists[1]);
-          const uint64_t h = ptx::advanced(first_h, which * kHalfBytes), b = ptx::advanced(first_b, ring.stage * kBBytes);
+          const uint64_t h = ptx::advanced(first_h, which * kHalfBytes);
+          const uint64_t b = ptx::advanced(first_b, ring.stage * kBBytes);
           ptx::wgmma_fence();
 #pragma unroll
           for (int step = 0; step < kTileK / 16; ++step) {

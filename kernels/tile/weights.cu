@@ -51,7 +51,10 @@ struct Units {
 
   __device__ __forceinline__ int in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
   // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
-  __device__ __forceinline__ int4 code_in(int round) const { return order[in(round) < count ? in(round) / of_piece : 0]; }
+  __device__ __forceinline__ int4 code_in(int round) const {
+    const int unit = in(round);
+    return order[unit < count ? unit / of_piece : 0];
+  }
   __device__ __forceinline__ int half_of(int unit) const { return unit / columns % 2; }  // kPaired
 };
 

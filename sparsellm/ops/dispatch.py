@@ -15,9 +15,10 @@ ENGINES = ("dense", "row", "tile")  # their names
 
 PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
 TILE_FLOPS = 760e12  # per second, gathered products of the tile engine
-TILE_SECONDS = 35e-6  # lists, order and plan of any batch
+TILE_SECONDS = 50e-6  # lists, order and plan of any batch
 TILE_SECONDS_PER_TOKEN = 2.3e-9
 TILE_SECONDS_PER_NONZERO = 0.036e-9
+ROW_SECONDS = 20e-6  # of any batch
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
 DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
@@ -63,7 +64,7 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
     gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
     return {
         DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
-        ROW: PACKING_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
+        ROW: PACKING_SECONDS + ROW_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
         TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }
 

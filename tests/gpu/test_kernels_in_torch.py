@@ -26,7 +26,7 @@ def assert_same(found, expected, what):
 
 @GATED
 @ENGINE
-@pytest.mark.parametrize("m", [1, 64, 129, 2048, 9001])
+@pytest.mark.parametrize("m", [1, 64, 129, 2048, 9001, 65_536])
 def test_two_runs_give_the_same_bits(m, engine, gated):
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
     w_down_t = neuron_major(ws[-1])

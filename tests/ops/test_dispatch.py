@@ -89,6 +89,29 @@ def test_no_tokens_and_no_nonzeros_are_cases_too():
     assert choose_engine(16_384, K, N, 0, 0) == ROW
 
 
+@pytest.mark.parametrize(
+    ("tokens", "per_token", "per_tile", "microseconds"),
+    [
+        (4096, 35.7, 1628, 136), (4096, 62.8, 2508, 180), (4096, 114.1, 3080, 247),
+        (16_384, 20.5, 438, 196), (16_384, 29.1, 926, 315), (16_384, 36, 940, 309), (16_384, 76, 2228, 511),
+        (16_384, 116.1, 2610, 629),
+        (65_536, 20.5, 438, 526), (65_536, 36, 940, 898), (65_536, 76, 2228, 1798), (65_536, 116.1, 2610, 2255),
+    ],
+)  # fmt: skip
+def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
+    """Measured through the operator, less cuBLAS's gate product of the same run."""
+    seconds = estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
+    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.12)
+    assert seconds[DENSE] == pytest.approx(tokens / 16_384 * 1060e-6, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("per_token", "per_tile", "engine"), [(19.9, 572, ROW), (42.6, 1800, TILE), (114.1, 3080, DENSE)]
+)
+def test_2048_tokens_take_the_engine_that_was_fastest(per_token, per_tile, engine):
+    assert choose(2048, per_token, per_tile) == engine
+
+
 def choose_training(tokens, per_token, per_tile, **current):
     return choose_training_engine(tokens, K, N, per_token * tokens, per_tile * -(-tokens // 128), **current)
 
