@@ -40,6 +40,7 @@ enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {
   uint32_t* rows;         // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows
+                          // and room for three more: they are read by four
   int64_t long_capacity;
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
   uint16_t* slots;        // [MT, NT * 256] the neurons of each tile

@@ -110,6 +110,19 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// One bit for each lane up to this one.
+__device__ __forceinline__ uint32_t lanes_up_to() {
+  uint32_t lanes;
+  asm("mov.u32 %0, %%lanemask_le;" : "=r"(lanes));
+  return lanes;
+}
+
+// Adds to a word of global memory; who finds the sum there, and then passes a fence, sees what this thread wrote
+// before, and what others wrote before it met them at a barrier. Unlike a fence here it leaves L1 as it is.
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // A word of global memory that another CTA writes; what that one wrote before a fence before it, one sees after this.
 __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
   uint32_t v;

@@ -1,11 +1,17 @@
-// tile_plan: for each token tile the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh); then, by
-// the last CTA to finish, the order of the tiles (fullest first) and the items of the up product.
+// tile_plan: for each token tile the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh); then the
+// order of the tiles (fullest first) and the items of the up product, by the first CTA to finish when all know their
+// neurons.
 //
 // A tile's list is one piece of `lists`, taken when its size is known. Where all nonzeros together have no room there,
 // no tile gets any blocks, and all is left to row_rest: no decision depends on which CTA comes first.
 //
-// Values are only moved. A block's nonzeros are sorted by warp, then by row: the same always. Where a list lies, and
-// the order of equally full tiles, may differ between runs; no result depends on it.
+// A CTA looks at its tile's rows three times: which neurons fire; how many nonzeros each warp has in each block; where
+// they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 at a time, so that no lane
+// waits for the longest row.
+//
+// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), by row, and
+// by column: the same always. Where a list lies, and the order of equally full tiles, may differ between runs; no
+// result depends on it.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -14,264 +20,107 @@ namespace {
 
 constexpr int kFewTiles = 256;
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
+constexpr int kStaticBytes = 4096;  // no more shared memory than this beside the tables
 
 static_assert(kMaxBlocks < 0x8000, "blocks fit half of an item's word");
 
 // What depends on n: everything that is per neuron or per block.
 struct Tables {
-  int words, blocks;
-  uint32_t* masks;    // [2][words] neurons that the tile's first, second half fires
-  uint32_t* starts;   // [2][blocks] where each half's blocks start within the tile's list
-  uint16_t* slot_of;  // [neurons]
-  uint16_t* before;   // [3][words] slots before each word: first half's own, both halves', second half's own neurons
-  uint16_t* counts;   // [warps][blocks] nonzeros of each warp in each block; then those of the warps before it
+  int blocks;
+  uint16_t* slot_of;  // [neurons] at first a byte for each half, whether it fires the neuron; then the neuron's slot
+  uint32_t* counts;   // [warps][blocks] nonzeros of each warp in each block
+  uint32_t* next;     // [warps][blocks + 1] where in `lists` each warp's next nonzero of each block goes
 
   __host__ __device__ static int bytes(int column_tiles, int warps) {
-    const int words = column_tiles * 8, blocks = column_tiles * 4;
-    const int first = words * 14, then = warps * blocks * 2;
-    return 2 * blocks * 4 + column_tiles * 512 + (first > then ? first : then);
+    return column_tiles * kColumnTile * 2 + warps * (2 * column_tiles * 4 + 1) * 4;
   }
 
-  __device__ Tables(void* memory, int column_tiles) : words(column_tiles * 8), blocks(column_tiles * 4) {
-    starts = static_cast<uint32_t*>(memory);
-    slot_of = reinterpret_cast<uint16_t*>(starts + 2 * blocks);
-    masks = reinterpret_cast<uint32_t*>(slot_of + column_tiles * kColumnTile);
-    before = reinterpret_cast<uint16_t*>(masks + 2 * words);
-    counts = reinterpret_cast<uint16_t*>(masks);  // once there are slots, masks and before are not needed
+  __device__ Tables(void* memory, int column_tiles, int warps) : blocks(column_tiles * 4) {
+    slot_of = static_cast<uint16_t*>(memory);
+    counts = reinterpret_cast<uint32_t*>(slot_of + column_tiles * kColumnTile);
+    next = counts + warps * blocks;
   }
 
-  // The neurons of word w that are the first half's own (0), both halves' (1), the second half's own (2).
-  __device__ uint32_t group(int w, int which) const {
-    const uint32_t first = masks[w], second = masks[words + w];
-    return which == 0 ? first & ~second : which == 1 ? first & second : second & ~first;
+  // Those of neurons 32 w .. 32 w + 31 that each half fires, while slot_of tells.
+  __device__ __forceinline__ void fired(int w, uint32_t& first, uint32_t& second) const {
+    const uint4* flags = reinterpret_cast<const uint4*>(slot_of + 32 * w);
+    first = second = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = flags[i];  // two neurons to a word: bits 0, 8 and 16, 24
+      const uint32_t spread = v.x | v.y << 2 | v.z << 4 | v.w << 6;
+      first |= ((spread | spread >> 15) & 0xff) << 8 * i;
+      second |= ((spread >> 8 | spread >> 23) & 0xff) << 8 * i;
+    }
   }
 };
 
-template <class T>
-__device__ __forceinline__ T warp_scan(T value, uint32_t lane) {
+// A row as its warp reads it: what is at position p of the warp's sequence (four to a quad) is the row's nonzero
+// p + offset, if that (modulo 2 ** 32) is less than `count`.
+struct alignas(16) Row {
+  uint32_t offset, start, count;
+  uint32_t place;  // of the row's value in slot 0
+};
+
+__device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const T other = __shfl_up_sync(~0u, value, offset);
-    if (lane >= offset) value += other;
+    const uint32_t other = __shfl_up_sync(~0u, value, offset);
+    if (threadIdx.x % 32 >= offset) value += other;
   }
   return value;
 }
 
 // Sum over the threads before this one; `total` over all.
-template <class T>
-__device__ __forceinline__ T block_scan(T value, void* scratch, T& total) {
-  T* warp_sums = static_cast<T*>(scratch);
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const T sum = warp_scan(value, lane);
+template <int kPlanThreads>
+__device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = warp_scan(value);
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
-  const T of_warp = lane < blockDim.x / 32 ? warp_sums[lane] : 0, sums = warp_scan(of_warp, lane);
-  total = __shfl_sync(~0u, sums, 31);
-  const T before = __shfl_sync(~0u, sums - of_warp, warp);
+  const uint32_t of_warp = lane < kPlanThreads / 32 ? warp_sums[lane] : 0;
+  total = __reduce_add_sync(~0u, of_warp);
+  const uint32_t before = __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
   __syncthreads();
   return before + sum - value;
 }
 
+// The order of the tiles and the items, by one CTA. memory: of 2 (blocks + 1) words.
 template <int kPlanThreads>
-__global__ void __launch_bounds__(kPlanThreads, kPlanThreads == 512 ? 3 : 1)  // CTAs of an SM
-    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
-  constexpr int kPlanWarps = kPlanThreads / 32;
-  constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
-  constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
-  extern __shared__ uint32_t dynamic[];
-  __shared__ unsigned long long warp_sums[kPlanWarps];
-  __shared__ uint32_t cursor[kMaxBlocks + 1];  // how many tiles have this many blocks; then the first's position
-  __shared__ uint32_t items_before[kMaxBlocks + 1];
-  __shared__ uint32_t nonzeros, list;  // of this tile: how many, and where its list starts
-  __shared__ bool last;
-  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const Tables tables(dynamic, column_tiles);
-  const int tile = blockIdx.x;
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, below = (1u << lane) - 1;
-
-  ptx::griddepcontrol_launch_dependents();
-  for (int w = threadIdx.x; w < 2 * tables.words; w += kPlanThreads) tables.masks[w] = 0;
-  if (threadIdx.x == 0) nonzeros = 0;
-  __syncthreads();
-  ptx::griddepcontrol_wait();
-
-  // A warp has every eighth row of a half. Lane r keeps how many nonzeros its r-th row has, and where they are.
-  const int half_of_warp = warp / kHalfWarps;
-  const auto row_of = [&](int r) { return r * kHalfWarps + warp % kHalfWarps; };
-  const int64_t all_nonzeros = packed.counters[kNonzeros];
-  const uint32_t long_words = plan.totals[kLongWords];
-  uint32_t my_start = 0;
-  int my_count = 0;
-  if (lane < kRows) {
-    const int64_t position = static_cast<int64_t>(tile) * kTokenTile + half_of_warp * kHalf + row_of(lane);
-    if (position < m) {
-      const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
-      my_count = packed.row_counts[token];
-      my_start = token * kRowCapacity;
-      if (my_count > kRowCapacity) my_start = plan.rows[my_start + kRowCapacity - 1];
-    }
-  }
-  const bool fits = all_nonzeros <= plan.capacity && long_words <= plan.long_capacity;
-  if (!fits) my_count = 0;
-  const uint32_t of_warp = __reduce_add_sync(~0u, my_count);
-  if (lane == 0) atomicAdd(&nonzeros, of_warp);
-
-  // Calls use(r, valid, word) with the nonzeros of the warp's rows, up to 32 of one row at a time, all lanes together
-  // and always in the same order.
-  const auto for_each_nonzero = [&](auto use) {
-    constexpr int kBatch = 6;  // loads in flight in each lane
-    for (int r = 0, first = 0; r < kRows;) {
-      uint32_t word[kBatch];
-      int of[kBatch], left[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        left[b] = 0;
-        while (r < kRows && (left[b] = __shfl_sync(~0u, my_count, r) - first) <= 0) {
-          ++r;
-          first = 0;
-        }
-        of[b] = r;
-        const uint32_t at = __shfl_sync(~0u, my_start, r) + first + lane;
-        word[b] = static_cast<int>(lane) < left[b] ? plan.rows[at] : 0;
-        first += 32;
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (left[b] > 0) use(of[b], static_cast<int>(lane) < left[b], word[b]);
-      }
-    }
-  };
-
-  uint32_t* half_mask = tables.masks + half_of_warp * tables.words;
-  for_each_nonzero([&](int, bool valid, uint32_t word) {
-    const uint32_t column = word & 0xffff, bit = 1u << column % 32;
-    if (valid && (half_mask[column / 32] & bit) == 0) atomicOr(&half_mask[column / 32], bit);
-  });
-  __syncthreads();
-  if (threadIdx.x == 0) list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), nonzeros);
-
-  // Slots.
-  constexpr int kBits = 21;  // three counts in one word
-  const auto three = [&](int word) {
-    return static_cast<unsigned long long>(__popc(tables.group(word, 2))) << 2 * kBits |
-           static_cast<unsigned long long>(__popc(tables.group(word, 1))) << kBits | __popc(tables.group(word, 0));
-  };
-  const int per_thread = (tables.words + kPlanThreads - 1) / kPlanThreads;
-  const int begin = threadIdx.x * per_thread;
-  const int end = min(begin + per_thread, tables.words);
-  unsigned long long mine = 0, all;
-#pragma unroll 1
-  for (int w = begin; w < end; ++w) mine += three(w);
-  unsigned long long before = block_scan(mine, warp_sums, all);
-  constexpr uint32_t kCount = (1u << kBits) - 1;
-  const int own = all & kCount, shared = all >> kBits & kCount;
-  const int size = own + shared + static_cast<int>(all >> 2 * kBits);
-#pragma unroll 1
-  for (int w = begin; w < end; ++w) {
-    tables.before[w] = before & kCount;
-    tables.before[tables.words + w] = own + (before >> kBits & kCount);
-    tables.before[2 * tables.words + w] = own + shared + (before >> 2 * kBits);
-    before += three(w);
-  }
-  __syncthreads();
-  uint16_t* slots = plan.slots + static_cast<int64_t>(tile) * column_tiles * kColumnTile;
-  for (uint32_t column = threadIdx.x; column < tables.words * 32; column += kPlanThreads) {
-    const int w = column / 32;
-    const int which = (tables.masks[w] >> lane & 1) == 0 ? 2 : tables.masks[tables.words + w] >> lane & 1;
-    const uint32_t members = tables.group(w, which);
-    if ((members >> lane & 1) == 0) continue;
-    const uint32_t slot = tables.before[which * tables.words + w] + __popc(members & below);
-    tables.slot_of[column] = slot;
-    slots[slot] = column;
-    // The last block is filled up with its last neuron: no token's gate is there, so nothing comes of it.
-    if (slot == size - 1) {
-      for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = column;
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kPlanWarps * tables.blocks; i += kPlanThreads) tables.counts[i] = 0;
-  __syncthreads();
-
-  // How many nonzeros each warp has in each block, where each block starts, and the nonzeros. Lanes with nonzeros in
-  // one block are peers: the lowest counts for all.
-  const int blocks = blocks_of(size);
-  uint16_t* warp_counts = tables.counts + warp * tables.blocks;
-  const auto for_each_place = [&](auto use) {
-    for_each_nonzero([&](int r, bool valid, uint32_t word) {
-      const uint32_t slot = valid ? tables.slot_of[word & 0xffff] : 0;
-      const uint32_t block = valid ? slot / kBlockColumns : kMaxBlocks;
-      const uint32_t peers = __match_any_sync(~0u, block);
-      uint32_t nth = 0;
-      if (valid && (peers & below) == 0) {
-        nth = warp_counts[block];
-        warp_counts[block] = nth + __popc(peers);
-      }
-      use(r, valid, word, slot, block, peers, nth);
-      __syncwarp();
-    });
-  };
-  for_each_place([](int, bool, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t) {});
-  __syncthreads();
-  uint32_t listed = 0;
-  for (int half = 0; half < 2; ++half) {
-    for (int first = 0; first < blocks; first += kPlanThreads) {
-      const int b = first + threadIdx.x;
-      uint32_t of_block = 0;
-      if (b < blocks) {
-        for (int w = half * kHalfWarps; w < (half + 1) * kHalfWarps; ++w) {
-          const uint32_t count = tables.counts[w * tables.blocks + b];
-          tables.counts[w * tables.blocks + b] = of_block;
-          of_block += count;
-        }
-      }
-      uint32_t of_all;
-      const uint32_t start = listed + block_scan(of_block, warp_sums, of_all);
-      if (b < blocks) tables.starts[half * tables.blocks + b] = start;
-      listed += of_all;
-    }
-  }
-  if (threadIdx.x == 0) {
-    plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + shared), own == size ? blocks : own / kBlockColumns);
-  }
-  __syncthreads();
-  uint32_t* starts = plan.starts + static_cast<int64_t>(tile) * 2 * (tables.blocks + 1);
-  for (int b = threadIdx.x; b <= blocks; b += kPlanThreads) {
-    starts[b] = list + (b < blocks ? tables.starts[b] : blocks == 0 ? 0 : tables.starts[tables.blocks]);
-    starts[tables.blocks + 1 + b] = list + (b < blocks ? tables.starts[tables.blocks + b] : listed);
-  }
-  const uint32_t* warp_starts = tables.starts + half_of_warp * tables.blocks;
-  for_each_place([&](int r, bool valid, uint32_t word, uint32_t slot, uint32_t block, uint32_t peers, uint32_t nth) {
-    nth = __shfl_sync(~0u, nth, __ffs(peers) - 1) + __popc(peers & below);
-    if (!valid) return;
-    plan.lists[list + warp_starts[block] + nth] =
-        (word & 0xffff0000) | place_of(row_of(r), slot % kBlockColumns);
-  });
-
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(plan.totals + kPlanTickets, 1) == static_cast<int>(gridDim.x) - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-
+__device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, const TilePlan& plan, int blocks,
+                                            uint32_t* memory, uint32_t* warp_sums) {
+  __shared__ unsigned long long in_union;
+  uint32_t* cursor = memory;  // how many tiles have this many blocks; then the first's position
+  uint32_t* items_before = memory + blocks + 1;
   const int tiles = gridDim.x;
-  for (int b = threadIdx.x; b <= tables.blocks; b += kPlanThreads) cursor[b] = 0;
+  for (int b = threadIdx.x; b <= blocks; b += kPlanThreads) cursor[b] = 0;
+  if (threadIdx.x == 0) in_union = 0;
   __syncthreads();
-  unsigned long long in_union = 0, of_union;
+  uint32_t neurons = 0;  // of one warp, less than 2 ** 32
+#pragma unroll 4
   for (int t = threadIdx.x; t < tiles; t += kPlanThreads) {
     const int4 of = __ldcg(plan.tiles + t);
-    in_union += of.x;
+    neurons += of.x;
     atomicAdd(&cursor[of.y], 1);
   }
-  block_scan(in_union, warp_sums, of_union);
+  neurons = __reduce_add_sync(~0u, neurons);
+  if (threadIdx.x % 32 == 0) atomicAdd(&in_union, static_cast<unsigned long long>(neurons));
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
+                      static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+    plan.totals[kRest] = fits ? 0 : 1;
+    plan.totals[kListWords] = plan.totals[kLongWords] = 0;
+    if (fits) packed.counters[kUnion] = in_union;  // else that of the tiles of 128 tokens in a row stays
+    if (!fits) packed.counters[kOverflow] += m;
+  }
   uint32_t tiles_so_far = 0, items_so_far = 0;
 #pragma unroll 1
-  for (int from = tables.blocks; from >= 0; from -= kPlanThreads) {  // fullest first
+  for (int from = blocks; from >= 0; from -= kPlanThreads) {  // fullest first
     const int b = from - static_cast<int>(threadIdx.x);
     const uint32_t count = b >= 0 ? cursor[b] : 0;
     uint32_t all_tiles, all_items;
-    const auto tiles_here = block_scan(count, warp_sums, all_tiles);
-    const auto items_here = block_scan<uint32_t>(b >= 0 ? count * items_of(b) : 0, warp_sums, all_items);
+    const uint32_t tiles_here = block_scan<kPlanThreads>(count, warp_sums, all_tiles);
+    const uint32_t items_here = block_scan<kPlanThreads>(b >= 0 ? count * items_of(b) : 0u, warp_sums, all_items);
     if (b >= 0) {
       cursor[b] = tiles_so_far + tiles_here;
       items_before[b] = items_so_far + items_here - (tiles_so_far + tiles_here) * items_of(b);
@@ -290,27 +139,237 @@ __global__ void __launch_bounds__(kPlanThreads, kPlanThreads == 512 ? 3 : 1)  //
       plan.items[items_before[of.y] + position * items + i] = item_code({t, of.y, of.z, of.w}, i);
     }
   }
-  if (threadIdx.x == 0) {
-    const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
-                    static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
-    plan.totals[kItems] = items_so_far;
-    plan.totals[kRest] = fits ? 0 : 1;
-    plan.totals[kPlanTickets] = plan.totals[kListWords] = plan.totals[kLongWords] = 0;
-    if (fits) packed.counters[kUnion] = of_union;  // else that of the tiles of 128 tokens in a row stays
-    if (!fits) packed.counters[kOverflow] += m;
+  if (threadIdx.x == 0) plan.totals[kItems] = items_so_far;
+}
+
+template <int kPlanThreads>
+__global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
+    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
+  constexpr int kPlanWarps = kPlanThreads / 32;
+  constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
+  constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
+  constexpr int kSets = kHalfWarps < 8 ? 8 : kHalfWarps, kRowsOfSet = kHalf / kSets;
+  extern __shared__ uint32_t dynamic[];
+  __shared__ Row rows_of[kPlanWarps][kRows];
+  __shared__ uint32_t warp_sums[kPlanWarps];
+  __shared__ uint2 slots_of[kPlanWarps];
+  __shared__ uint32_t of_half[2], list;  // this tile's nonzeros, and where its list starts
+  __shared__ bool takes_all;
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const Tables tables(dynamic, column_tiles, kPlanWarps);
+  const int tile = blockIdx.x;
+  const uint32_t lane = threadIdx.x % 32, upto = ptx::lanes_up_to();
+  const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // kept; a quotient would be computed again and again
+  const int half = warp / kHalfWarps;
+
+  ptx::griddepcontrol_launch_dependents();
+  for (uint4* at = reinterpret_cast<uint4*>(dynamic) + threadIdx.x; at < reinterpret_cast<uint4*>(tables.next);
+       at += kPlanThreads) {
+    *at = make_uint4(0, 0, 0, 0);
   }
+  if (threadIdx.x < 2) of_half[threadIdx.x] = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  // A warp has every eighth row of a half, or every sixteenth, or, where there are less than eight warps, first every
+  // eighth and then the next set of those. Lane r looks its r-th row up.
+  uint32_t quads, before;  // of all its rows; of those before row `lane`
+  Row* rows = rows_of[warp];  // that are not empty
+  {
+    uint32_t start = 0, count = 0;
+    const uint32_t row = lane % kRowsOfSet * kSets + warp % kHalfWarps * (kRows / kRowsOfSet) + lane / kRowsOfSet;
+    const int64_t position = static_cast<int64_t>(tile) * kTokenTile + half * kHalf + row;
+    if (lane < kRows && position < m) {
+      const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
+      count = packed.row_counts[token];
+      start = token * kRowCapacity;
+      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];
+    }
+    const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
+                      static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+    if (!fits) count = 0;
+    const uint32_t of_warp = __reduce_add_sync(~0u, count);
+    if (lane == 0) atomicAdd(&of_half[half], of_warp);
+    const uint32_t lead = start % 4, mine = count == 0 ? 0 : (lead + count + 3) / 4;  // long rows start anywhere
+    const uint32_t sums = warp_scan(mine);
+    before = sums - mine;
+    quads = __shfl_sync(~0u, sums, 31);
+    const uint32_t some = __ballot_sync(~0u, count != 0);
+    if (count != 0) rows[__popc(some & upto) - 1] = {0 - 4 * before - lead, start, count, place_of(row, 0)};
+    else before = ~0u;
+    __syncwarp();
+  }
+
+  // Bit i: a row that is not empty starts with quad first + i.
+  const auto starts_among = [&](uint32_t first) {
+    return __reduce_or_sync(~0u, __funnelshift_lc(0u, 1u, before - first));
+  };
+
+  // Calls use(word) with the nonzeros of the warp's rows.
+  const auto for_each_nonzero = [&](auto use) {
+    constexpr int kBatch = 2;  // loads in flight in each lane
+    const Row* row = rows - 1;  // the last that has started before
+#pragma unroll 1
+    for (uint32_t first = 0; first < quads; first += 32 * kBatch) {
+      uint4 words[kBatch];
+      uint32_t nth[kBatch], count[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t quad = first + 32 * b + lane, starts = starts_among(first + 32 * b);
+        const Row of = row[__popc(starts & upto)];
+        row += __popc(starts);
+        nth[b] = 4 * quad + of.offset;
+        count[b] = of.count;
+        if (quad < quads) words[b] = *reinterpret_cast<const uint4*>(plan.rows + (of.start + nth[b]));
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (nth[b] < count[b]) use(words[b].x);
+        if (nth[b] + 1 < count[b]) use(words[b].y);
+        if (nth[b] + 2 < count[b]) use(words[b].z);
+        if (nth[b] + 3 < count[b]) use(words[b].w);
+      }
+    }
+  };
+
+  uint8_t* flags = reinterpret_cast<uint8_t*>(tables.slot_of) + half;
+  for_each_nonzero([&](uint32_t word) { flags[2 * (word & 0xffff)] = 1; });
+  __syncthreads();
+
+  // Slots.
+  const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
+  const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);
+  uint2 mine = {0, 0};  // neurons: first half's own | both halves' << 16, second half's own
+  uint32_t first, second;
+#pragma unroll 1
+  for (int w = begin; w < end; ++w) {
+    tables.fired(w, first, second);
+    mine.x += __popc(first & ~second) | __popc(first & second) << 16;
+    mine.y += __popc(second & ~first);
+  }
+  const uint2 sum = {warp_scan(mine.x), warp_scan(mine.y)};
+  if (lane == 31) slots_of[warp] = sum;
+  __syncthreads();
+  const uint2 of_warp = lane < kPlanWarps ? slots_of[lane] : uint2{0, 0};
+  const auto over_all = [&](uint32_t value) { return __reduce_add_sync(~0u, value); };
+  const auto over_before = [&](uint32_t value) { return __reduce_add_sync(~0u, lane < warp ? value : 0); };
+  const uint32_t own = over_all(of_warp.x & 0xffff), shared = over_all(of_warp.x >> 16);
+  const uint32_t size = own + shared + over_all(of_warp.y);
+  uint32_t next_own = over_before(of_warp.x & 0xffff) + ((sum.x - mine.x) & 0xffff);
+  uint32_t next_shared = own + over_before(of_warp.x >> 16) + ((sum.x - mine.x) >> 16);
+  uint32_t next_second = own + shared + over_before(of_warp.y) + sum.y - mine.y;
+  uint16_t* slots = plan.slots + static_cast<int64_t>(tile) * column_tiles * kColumnTile;
+#pragma unroll 1
+  for (int w = begin; w < end; ++w) {
+    tables.fired(w, first, second);
+#pragma unroll 1
+    for (uint32_t rest = first | second; rest != 0; rest &= rest - 1) {
+      const uint32_t bit = rest & -rest, column = 32 * w + __ffs(rest) - 1;
+      const uint32_t slot = (first & bit) == 0 ? next_second++ : (second & bit) != 0 ? next_shared++ : next_own++;
+      tables.slot_of[column] = slot;
+      slots[slot] = column;
+    }
+  }
+  if (threadIdx.x == kPlanThreads - 1) {  // rather than one that has neurons
+    list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), of_half[0] + of_half[1]);
+  }
+  __syncthreads();
+  const int blocks = blocks_of(size);
+  if (threadIdx.x == 0) {
+    plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + shared), own == size ? blocks : own / kBlockColumns);
+    ptx::add_release(plan.totals + kPlanTickets, 1);
+  }
+  // The last block is filled up with its last neuron: no token's gate is there, so nothing comes of it.
+  if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
+    const uint16_t neuron = slots[size - 1];
+#pragma unroll 1
+    for (uint32_t s = size + lane; s < blocks * kBlockColumns; s += 32) slots[s] = neuron;
+  }
+
+  // How many nonzeros each warp has in each block, and where each block starts.
+  uint32_t* counts = tables.counts + warp * tables.blocks;
+  for_each_nonzero([&](uint32_t word) { atomicAdd(&counts[tables.slot_of[word & 0xffff] / kBlockColumns], 1u); });
+  __syncthreads();
+  uint32_t* next = tables.next + warp * (tables.blocks + 1);
+  {
+    uint32_t* starts = plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (tables.blocks + 1);
+    const bool writes = warp % kHalfWarps == 0;
+    uint32_t so_far = list + (half == 0 ? 0 : of_half[0]);
+#pragma unroll 1
+    for (int from = 0; from < blocks; from += 32) {
+      const int b = from + lane;
+      uint32_t of_block = 0, of_before = 0;
+      if (b < blocks) {
+#pragma unroll 4
+        for (int w = half * kHalfWarps; w < (half + 1) * kHalfWarps; ++w) {
+          const uint32_t count = tables.counts[w * tables.blocks + b];
+          if (w < static_cast<int>(warp)) of_before += count;
+          of_block += count;
+        }
+      }
+      const uint32_t sums = warp_scan(of_block), start = so_far + sums - of_block;
+      if (b < blocks) {
+        next[b] = start + of_before;
+        if (writes) starts[b] = start;
+      }
+      so_far += __shfl_sync(~0u, sums, 31);
+    }
+    if (writes && lane == 0) starts[blocks] = so_far;
+    __syncwarp();
+  }
+
+  // The nonzeros. Lanes with nonzeros of one block are peers; those that have none are, too.
+  const Row* row_before = rows - 1;
+#pragma unroll 1
+  for (uint32_t quad = 0; quad < quads; quad += 32) {
+    const uint32_t starts = starts_among(quad);
+    uint32_t word[4], place[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {  // eight quads
+      const Row of = row_before[__popc(starts << (24 - 8 * j) << (7 - lane / 4))];
+      const uint32_t nth = 4 * quad + 32 * j + lane + of.offset;
+      place[j] = of.place;
+      word[j] = nth < of.count ? plan.rows[of.start + nth] : 0;  // no nonzero's word is 0
+    }
+    row_before += __popc(starts);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (quad + 8 * j >= quads) break;
+      const uint32_t slot = tables.slot_of[word[j] & 0xffff];
+      const uint32_t block = word[j] != 0 ? slot / kBlockColumns : tables.blocks;
+      const uint32_t peers = __match_any_sync(~0u, block), end = next[block] + __popc(peers & upto);
+      __syncwarp();
+      if (peers <= upto) next[block] = end;
+      if (word[j] != 0) plan.lists[end - 1] = (word[j] & 0xffff0000) | (place[j] ^ slot % kBlockColumns);
+      __syncwarp();
+    }
+  }
+
+  // Whoever finds all tickets takes them: nobody else waits for what follows.
+  if (threadIdx.x == 0) {
+    const int tiles = gridDim.x;
+    takes_all = atomicCAS(plan.totals + kPlanTickets, tiles, 0) == tiles;
+  }
+  __syncthreads();
+  if (!takes_all) return;
+  __threadfence();
+  order_tiles<kPlanThreads>(packed, m, plan, tables.blocks, tables.counts, warp_sums);
 }
 
 }  // namespace
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
-  // With a tile for each multiprocessor or less, the fullest one is what takes time; else they fill one another's gaps.
+  // With about a tile for each multiprocessor or less, the fullest one is what takes time; else they fill one another's
+  // gaps. The widest tables leave room for fewer warps.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
-  const int threads = tiles > kFewTiles ? 512 : 1024;
-  const auto kernel = threads == 512 ? tile_plan_kernel<512> : tile_plan_kernel<1024>;
-  return launch_early(kernel, tiles, threads, Tables::bytes(column_tiles, threads / 32), 1, stream, packed, m, n,
-                      plan);
+  const auto bytes = [&](int threads) { return Tables::bytes(column_tiles, threads / 32); };
+  int threads = tiles > kFewTiles ? 512 : 1024;
+  while (bytes(threads) + kStaticBytes > kMaxSharedBytes) threads /= 2;
+  const auto kernel = threads == 256   ? tile_plan_kernel<256>
+                      : threads == 512 ? tile_plan_kernel<512>
+                                       : tile_plan_kernel<1024>;
+  return launch_early(kernel, tiles, threads, bytes(threads), 1, stream, packed, m, n, plan);
 }
 
 }  // namespace sparsellm
