@@ -79,12 +79,12 @@ sparsellm::TilePlan plan_of(const Call& call, int64_t m, const Tensor& rows, con
 }
 
 void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired,
-               Tensor counters) {
+               Tensor counters, bool for_row) {
   const Call call("gate_pack", x);
   call.check(sparsellm::gate_pack(call.data(x), call.data(w), x.size(0), x.size(1), w.size(0),
                                   static_cast<int>(words.size(2)),
                                   packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                  counters.numel(), call.stream()));
+                                  counters.numel(), for_row, call.stream()));
 }
 
 #define SPARSELLM_PACKED_TENSORS \
@@ -283,7 +283,7 @@ void pointwise_gradient(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1, Tenso
 STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
       "gate_pack(Tensor x, Tensor w, Tensor(a!) words, Tensor(b!) wide, Tensor(c!) mask, Tensor(d!) row_counts, "
-      "Tensor(e!) fired, Tensor(f!) counters) -> ()");
+      "Tensor(e!) fired, Tensor(f!) counters, bool for_row) -> ()");
   library.def(
       "pack_rows(" SPARSELLM_PACKED
       "Tensor counters, Tensor(a!) rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, Tensor tiles, "
@@ -321,7 +321,7 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def("row_rest_workspace(int m, int k) -> int");
   library.def(
       "row_ffn(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
-      "Tensor counters, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
+      "Tensor(a!) counters, Tensor(b!) workspace, Tensor(c!) tickets, Tensor(d!) l1, Tensor(e!) y) -> ()");
   library.def(
       "row_rest(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
       "Tensor counters, Tensor totals, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");

@@ -18,6 +18,8 @@ namespace sparsellm {
 constexpr int kTokenTile = 128;   // tokens of a token tile
 constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
 
+constexpr int kFewestTokens = 16;  // up to so many, row_ffn may count the nonzeros itself
+
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
 // counters: int64 [kCounters]
@@ -28,7 +30,7 @@ struct Packed {
   uint32_t* words;      // [M, NT, W] word 0 the count, then bf16 value << 16 | uint16 column, columns ascending
   void* wide;           // bf16 [M, N]: row segments of tiles with more than W - 1 nonzeros; undefined elsewhere
   uint32_t* mask;       // [MT, NT * 8] bit n: neuron n fires for some token of the tile
-  int32_t* row_counts;  // [M]
+  int32_t* row_counts;  // [M]; up to kFewestTokens, room for (1 + NT / 2) kFewestTokens (twell.cuh: tile_counts)
   uint8_t* fired;       // [N], 8-byte aligned: 1 where the neuron fires for some token, else 0
   int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
@@ -64,9 +66,11 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
                         int32_t* tokens, cudaStream_t stream);
 
 // relu(x w^T), packed: x [M, K], w [N, K]; contents of `out` undefined before. Zeroes what lies behind the counters
-// too, up to `zeroed` int64 in all: the scratch of the engines to come.
+// too, up to `zeroed` int64 in all: the scratch of the engines to come. for_row: row_ffn comes next, with the same M
+// and K; where row_ffn_counts, row_counts is undefined then, and the counters are left to it.
+constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kFewestTokens && k <= 4096; }
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, cudaStream_t stream);
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream);
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
 // tiles; where the lists have no room, adds M to counters[kOverflow].
@@ -158,8 +162,8 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. w_up == null: non-gated, and x is
 // not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32 [kRowTickets],
-// zero on entry and on exit.
-constexpr int kRowTickets = 288;
+// zero on entry and on exit. Where row_ffn_counts, it does not read row_counts, and writes the counters.
+constexpr int kRowTickets = 320;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,

@@ -68,6 +68,17 @@ __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank
       : "memory");
 }
 
+// The same of 16 bytes.
+__device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
+  asm volatile(
+      "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
+      " mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%3, %4, %5, %6},"
+      " [remote_barrier];\n}" ::"r"(address),
+      "r"(barrier), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
 // --- fences, barriers of a CTA or a cluster, registers ---
 
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -85,6 +96,10 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// The same where it hands over nothing but barriers, behind fence_mbarrier_init: it waits for no access before it.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -167,12 +182,27 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// `bytes` of global memory to L2, address and size multiples of 16.
+__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes));
+}
+
 // `bytes` from global to shared memory, all three multiples of 16; completes them on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    destination),
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// The same to every CTA of the cluster named by a bit of `ctas`, at the same shared addresses.
+__device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
+                                                    uint32_t barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "h"(ctas)
+      : "memory");
 }
 
 // bulk_load where `some`, and an arrival at the barrier that expects it: no branch, which a pipeline of WGMMA would not

@@ -1,53 +1,59 @@
 // gate_pack for the fewest tokens (decoding): the product is a stream of w, which all SMs should pull on from the first
 // moment to the last, and latency is the rest.
 //
-// The eight CTAs of a cluster share a column tile, 32 neurons each, and two CTAs an SM. The warps of a CTA share K, and
-// each multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies it copies itself, through shared
-// memory of its own, so that no warp waits for anything but its own copies before all have their sums. These are added
-// in order, warp by warp, and meet as bf16 in the first CTA's shared memory, which packs them. Same numerics as the
-// kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA an SM: with more and smaller ones, some SMs
+// would have one and some two, and those that have two be the last. The warps of a CTA share K, and
+// each multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through
+// shared memory of its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round
+// of K at a time. No warp waits for another's w before all have their sums. These are added in order, warp by warp, and
+// meet as bf16 in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
 #pragma once
 
 #include "gate_pack/small.cuh"
 
 namespace sparsellm {
 
-constexpr int kFewestTokens = 16;
-
 namespace fewest {
 
 using small::kPitch;
 
-constexpr int kWarps = 8;
-constexpr int kCluster = 8;
+constexpr int kWarps = 8;  // that multiply; one more feeds x
+constexpr int kThreads = 32 * (kWarps + 1);
+constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kResident = 2;  // CTAs of an SM
-constexpr int kDepth = 4;     // pieces of a warp in flight: 32 columns of k of all rows
+constexpr int kResident = 1;  // CTAs of an SM
+constexpr int kDepth = 4;     // pieces of a warp in flight: 32 columns of k of its neurons
 constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 a lane
-constexpr int kNeuronCopies = kNeurons / 8, kTokenCopies = kFewestTokens / 8;
-constexpr uint32_t kPiece = (kNeuronCopies + kTokenCopies) * kCopied;
+constexpr int kNeuronCopies = kNeurons / 8;
+constexpr uint32_t kPiece = kNeuronCopies * kCopied;
 constexpr uint32_t kOfWarp = kDepth * kPiece;
-constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens lie in all banks
-constexpr uint32_t kBytes = kWarps * kOfWarp + kFewestTokens * kPitch + sizeof(small::Sums);
-static_assert(kResident * (kBytes + 1024) <= kMaxSharedBytes + 1024, "the system takes 1 KB of each CTA");
+constexpr int kRound = 64 * kWarps;  // columns of k: two pieces of each warp
+constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 64 of two rows lie in all banks
+constexpr int kTokenRows = 3 * kFewestTokens;      // there is room for: three rounds, or more of fewer tokens,
+constexpr int kSlots = 8;                          // up to this many
+constexpr uint32_t kSumPitch = kNeurons + 8;       // floats of a token's sums: eight tokens lie in all banks
+
+struct Shared {
+  uint4 pieces[kWarps * kOfWarp / 16];
+  uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows
+  uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns, rank 0's
+  uint64_t full[kSlots], empty[kSlots], finished;
+  small::Sums totals;
+};
+static_assert(kResident * (sizeof(Shared) + 1024) <= kMaxSharedBytes + 1024, "the system takes 1 KB of each CTA");
+static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
 
-// To the shared address `address` of CTA `rank`.
-__device__ __forceinline__ void st_cluster_u32(uint32_t address, uint32_t rank, uint32_t v) {
-  asm volatile(
-      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-      " st.shared::cluster.u32 [remote], %2;\n}" ::"r"(address),
-      "r"(rank), "r"(v)
-      : "memory");
-}
-
-__global__ void __launch_bounds__(32 * kWarps, kResident)
-    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int words_per_tile,
-                            const Packed out) {
-  extern __shared__ uint4 pieces[];
-  const uint32_t tile = ptx::smem_address(pieces) + kWarps * kOfWarp;  // [tokens, 256 columns], rank 0's
-  auto& totals = *reinterpret_cast<small::Sums*>(reinterpret_cast<uint8_t*>(pieces) + kWarps * kOfWarp +
-                                                 kFewestTokens * kPitch);
+__global__ void __launch_bounds__(kThreads, kResident)
+    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
+                            int words_per_tile, const Packed out, int zeroed) {
+  extern __shared__ uint4 raw[];
+  auto& shared = *reinterpret_cast<Shared*>(raw);
+  float* sums = reinterpret_cast<float*>(shared.pieces);  // [tokens, kSumPitch] of each warp, at last
+  const uint32_t tokens = ptx::smem_address(shared.tokens);
+  const uint32_t full = ptx::smem_address(shared.full);
+  const uint32_t empty = ptx::smem_address(shared.empty);
+  const uint32_t finished = ptx::smem_address(&shared.finished);  // the tile, rank 0's
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t rank = ptx::cluster_rank();
@@ -56,97 +62,150 @@ __global__ void __launch_bounds__(32 * kWarps, kResident)
   const uint32_t column = column_tile * kColumnTile;
   const uint32_t neuron = column + rank * kNeurons;  // this CTA's first
   const uint32_t row_bytes = 2 * k;
+  const int rounds = (k + kRound - 1) / kRound;
 
-  if (warp == 0) totals.clear(lane);
-  __syncwarp();
-  ptx::cluster_arrive();
-  ptx::griddepcontrol_wait();  // for clear_kernel, and all before it
+  if (warp == kWarps) {  // meanwhile the others begin to fetch w
+    shared.totals.clear(lane);
+    if (lane == 0) {
+      for (int s = 0; s < kSlots; ++s) {
+        ptx::mbarrier_init(full + 8 * s, 1);
+        ptx::mbarrier_init(empty + 8 * s, kCluster * kWarps);
+      }
+      ptx::mbarrier_init(finished, 1);
+      ptx::fence_mbarrier_init();
+      ptx::mbarrier_arrive_expect_tx(finished, m * kColumnTile * 2);
+    }
+    __syncwarp();
+  }
+  ptx::cluster_arrive_relaxed();
+  ptx::griddepcontrol_wait();  // for all before
   ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
 
-  // Lane l has 16 bytes, l % 4 of 64, of row l / 4 of eight: of a token or a neuron. As operands of mma.sync these are
-  // other columns of k than the instruction's, but for both operands the same. Two pieces side by side are one warp's.
-  const uint32_t mine = ptx::smem_address(pieces) + warp * kOfWarp + 16 * lane;
-  const int piece_count = 2 * ((k + 64 * kWarps - 1) / (64 * kWarps));
-  const auto fetch = [&](int piece, uint32_t to) {
-    if (piece < piece_count) {
-      const int from = (piece / 2 * kWarps + warp) * 64 + piece % 2 * 32 + lane % 4 * 8;  // column of k
-#pragma unroll
-      for (int j = 0; j < kNeuronCopies; ++j) {
-        ptx::cp_async_row_16(to + j * kCopied, w + from, neuron + 8 * j + lane / 4, row_bytes,
-                             from < k && neuron + 8 * j < n ? 16 : 0);
-      }
-#pragma unroll
-      for (int j = 0; j < kTokenCopies; ++j) {
-        const int token = 8 * j + lane / 4;
-        ptx::cp_async_row_16(to + (kNeuronCopies + j) * kCopied, x + from, token, row_bytes,
-                             from < k && token < m ? 16 : 0);
+  int slot = 0;
+  uint32_t parity = 0;
+  const auto advance = [&] {
+    if (++slot == slots) slot = 0, parity ^= 1;
+  };
+  if (warp == kWarps) {
+    for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
+    ptx::cluster_wait();  // all barriers are there
+    if (lane == 0) {
+      for (int round = 0; round < rounds; ++round, advance()) {
+        const uint32_t barrier = full + 8 * slot;
+        const uint32_t bytes = min(kRound * 2, static_cast<int>(row_bytes) - round * kRound * 2);
+        ptx::mbarrier_wait(empty + 8 * slot, parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(barrier, m * bytes);
+        for (int token = rank; token < m; token += kCluster) {
+          ptx::bulk_load_multicast(tokens + (slot * m + token) * kTokenPitch,
+                                   x + static_cast<int64_t>(token) * k + round * kRound, bytes, barrier,
+                                   (1 << kCluster) - 1);
+        }
       }
     }
-    ptx::cp_async_commit_group();  // empty behind the last piece: groups are counted
-  };
+    __syncwarp();
+  } else {
+    // Lane l has 16 bytes, l % 4 of 64, of row l / 4 of eight: of a token or a neuron. As operands of mma.sync these
+    // are other columns of k than the instruction's, but for both operands the same. Two pieces side by side are one
+    // warp's.
+    const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
+    const auto column_of = [&](int round, int half) { return round * kRound + warp * 64 + half * 32 + lane % 4 * 8; };
+    const auto fetch = [&](int round, int half, uint32_t to) {
+      if (round < rounds) {
+        const int from = column_of(round, half);
 #pragma unroll
-  for (int i = 0; i < kDepth; ++i) fetch(i, mine + i * kPiece);
+        for (int j = 0; j < kNeuronCopies; ++j) {
+          ptx::cp_async_row_16(to + j * kCopied, w + from, neuron + 8 * j + lane / 4, row_bytes,
+                               from < k && neuron + 8 * j < n ? 16 : 0);
+        }
+      }
+      ptx::cp_async_commit_group();  // empty behind the last piece: groups are counted
+    };
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
+    ptx::cluster_wait();  // as for x
 
-  float d[kNeuronCopies][4] = {};
-  uint32_t stage = mine;
-  for (int piece = 0; piece < piece_count; ++piece) {
-    ptx::cp_async_wait_group<kDepth - 1>();
-    uint4 b[kNeuronCopies], a[kTokenCopies];
+    const auto row_of = [&](int token) {  // of a token that is not there, some other: nothing reads its sums
+      return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
+    };
+    const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
+    float d[kNeuronCopies][4] = {};
+    uint32_t stage = mine;
+    for (int round = 0; round < rounds; ++round, advance()) {
+      ptx::mbarrier_wait(full + 8 * slot, parity);
 #pragma unroll
-    for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
+      for (int half = 0; half < 2; ++half) {
+        ptx::cp_async_wait_group<kDepth - 1>();
+        uint4 b[kNeuronCopies], low = {}, high = {};  // tokens 0..7, 8..15: zeros behind column k
 #pragma unroll
-    for (int j = 0; j < kTokenCopies; ++j) a[j] = ptx::ld_shared_v4(stage + (kNeuronCopies + j) * kCopied);
-    const uint4 &low = a[0], &high = a[1];  // tokens 0..7, 8..15
+        for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
+        if (column_of(round, half) < k) {
+          const uint32_t at = slot * m * kTokenPitch + half * 64;
+          low = ptx::ld_shared_v4(low_row + at);
+          high = ptx::ld_shared_v4(high_row + at);
+        }
 #pragma unroll
-    for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.x, high.x, low.y, high.y}, b[j].x, b[j].y);
+        for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.x, high.x, low.y, high.y}, b[j].x, b[j].y);
 #pragma unroll
-    for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.z, high.z, low.w, high.w}, b[j].z, b[j].w);
-    fetch(piece + kDepth, stage);
-    stage += kPiece;
-    if (stage == mine + kOfWarp) stage = mine;
-  }
+        for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.z, high.z, low.w, high.w}, b[j].z, b[j].w);
+        fetch(round + kDepth / 2, half, stage);
+        stage += kPiece;
+        if (stage == mine + kOfWarp) stage = mine;
+      }
+      if (round + slots < rounds) {  // whoever copies x waits for all warps that read it
+        __syncwarp();
+        if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * slot, lane);
+      }
+    }
 
-  float* sums = reinterpret_cast<float*>(pieces);  // [tokens, kSumPitch] of each warp
-  __syncwarp();                                    // all lanes have read their last pieces
+    float* to = sums + warp * (kOfWarp / 4) + lane / 4 * kSumPitch + lane % 4 * 2;
+    __syncwarp();  // all lanes have read their last pieces
 #pragma unroll
-  for (int j = 0; j < kNeuronCopies; ++j) {
-    float* to = sums + warp * (kOfWarp / 4) + lane / 4 * kSumPitch + 8 * j + lane % 4 * 2;
-    *reinterpret_cast<float2*>(to) = make_float2(d[j][0], d[j][1]);
-    *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(d[j][2], d[j][3]);
+    for (int j = 0; j < kNeuronCopies; ++j) {
+      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[j][0], d[j][1]);
+      *reinterpret_cast<float2*>(to + 8 * j + 8 * kSumPitch) = make_float2(d[j][2], d[j][3]);
+    }
   }
   __syncthreads();
-  ptx::cluster_wait();  // the first CTA has begun: its memory may be written
-  for (int i = threadIdx.x; i < m * (kNeurons / 2); i += 32 * kWarps) {
-    const int token = i / (kNeurons / 2), pair = i % (kNeurons / 2);
-    const float2* parts = reinterpret_cast<const float2*>(sums + token * kSumPitch) + pair;
-    float2 sum = parts[0];
+
+  const uint32_t tile = ptx::smem_address(shared.tile);
+  for (int i = threadIdx.x; i < m * (kNeurons / 8); i += kThreads) {
+    const int token = i / (kNeurons / 8), octet = i % (kNeurons / 8);
+    const float4* parts = reinterpret_cast<const float4*>(sums + token * kSumPitch) + 2 * octet;
+    float4 low = parts[0], high = parts[1];
+    const auto add = [](float4& sum, const float4& part) {
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    };
 #pragma unroll
     for (int p = 1; p < kWarps; ++p) {
-      const float2 part = parts[p * (kOfWarp / sizeof(float2))];
-      sum.x += part.x;
-      sum.y += part.y;
+      add(low, parts[p * (kOfWarp / sizeof(float4))]);
+      add(high, parts[p * (kOfWarp / sizeof(float4)) + 1]);
     }
-    st_cluster_u32(tile + token * kPitch + rank * (kNeurons * 2) + pair * 4, 0, ptx::cvt_relu_bf16x2(sum.x, sum.y));
+    const uint4 eight = {ptx::cvt_relu_bf16x2(low.x, low.y), ptx::cvt_relu_bf16x2(low.z, low.w),
+                         ptx::cvt_relu_bf16x2(high.x, high.y), ptx::cvt_relu_bf16x2(high.z, high.w)};
+    ptx::st_async_cluster(tile + token * kPitch + rank * (kNeurons * 2) + octet * 16, 0, eight, finished);
   }
-  __syncwarp();
-  ptx::cluster_sync();
   if (rank != 0) return;
 
-  small::pack_tile<kWarps>(tile, m, n, column_tile, column_tiles, words_per_tile, out, totals);
+  ptx::mbarrier_wait(finished, 0);
+  small::pack_tile<kThreads / 32, true>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.totals,
+                                        zeroed == 0);
 }
 
 }  // namespace fewest
 
+// zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                    const Packed& out, cudaStream_t stream) {
+                                    const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
   const cudaError_t error =  // so that kResident CTAs have room
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  return launch_early(gate_pack_fewest_kernel, ceil_div(n, kColumnTile) * kCluster, 32 * kWarps, kBytes, kCluster,
-                      stream, static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(w),
-                      static_cast<int>(m), n, static_cast<int>(k), words_per_tile, out);
+  const int slots = m * kSlots < kTokenRows ? kSlots : kTokenRows / static_cast<int>(m);
+  return launch_early(gate_pack_fewest_kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads,
+                      sizeof(fewest::Shared), kCluster, stream, static_cast<const __nv_bfloat16*>(x),
+                      static_cast<const __nv_bfloat16*>(w), static_cast<int>(m), n, static_cast<int>(k), slots,
+                      words_per_tile, out, static_cast<int>(zeroed));
 }
 
 }  // namespace sparsellm

@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Zeroes what the next kernel adds to, and lets that one start meanwhile. This one starts as any kernel does, when all
 // before it is done: x and w are complete, and only what writes to global memory waits for this one. With the fewest
-// tokens it starts early itself: the next one reads and writes only when this one, and so all before it, is done.
+// tokens it starts early itself, if there is need of it: the next one reads and writes only when whatever precedes it,
+// this one or another, and so all before that, is done.
 __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octets, int64_t counters) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -203,14 +204,15 @@ __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octet
 }  // namespace
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, cudaStream_t stream) {
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream) {
   const bool are_fewest = m <= kFewestTokens, are_few = m <= kSmallTokens;
   const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
+  if (for_row && row_ffn_counts(m, k)) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, zeroed, stream);
   const int64_t words = std::max({m, fired_octets, zeroed});
   cudaError_t error =
       launch_with(are_fewest, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
   if (error != cudaSuccess) return error;
-  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, stream);
+  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, 0, stream);
   if (are_few) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
   int count = 0;
   if ((error = multiprocessors(&count)) != cudaSuccess) return error;

@@ -62,10 +62,11 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t rank, u
 // The lowest four bits, a byte each.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
-// Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together.
-template <int kWarps>
+// Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together. counts: adds to
+// row_counts and counters.
+template <int kWarps, bool kFewest>
 __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int column_tile, int column_tiles,
-                                          int words_per_tile, const Packed& out, Sums& sums) {
+                                          int words_per_tile, const Packed& out, Sums& sums, bool counts) {
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32, column = column_tile * kColumnTile;
   for (int first = 4 * warp; first < m; first += 4 * kWarps) {
@@ -79,13 +80,16 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
     const bool tells = some && lane % 8 == 0;
     if (tells) {
       words[0] = count;
-      if (count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
+      if (kFewest) tile_counts(out)[column_tile * kFewestTokens + token] = count;
+      if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
     }
-    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
-    if (lane == 0) {
-      atomicAdd(sums.counts + kNonzeros, nonzeros);
-      atomicAdd(sums.counts + kOverflow, overflow);
+    if (counts) {
+      const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
+      const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+      if (lane == 0) {
+        atomicAdd(sums.counts + kNonzeros, nonzeros);
+        atomicAdd(sums.counts + kOverflow, overflow);
+      }
     }
     add_fired(sums.fired, seen, lane);
   }
@@ -97,6 +101,7 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
       *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
     }
     if (lane % 4 == 0) out.mask[column_tile * 8 + lane / 4] = word;
+    if (!counts) return;
     const uint32_t in_union = __reduce_add_sync(~0u, lane % 4 == 0 ? __popc(word) : 0);
     const uint32_t more = lane == kUnion ? in_union : lane < kCounters ? sums.counts[lane] : 0;
     if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
@@ -191,7 +196,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   if (rank != 0) return;
 
   ptx::griddepcontrol_wait();  // for clear_kernel
-  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums);
+  pack_tile<small::kThreads / 32, false>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, true);
 }
 
 }  // namespace small

@@ -1,10 +1,12 @@
-// The row engine for few tokens (decoding), where latency is all: a cluster of eight CTAs for each row.
+// The row engine for few tokens (decoding), where latency is all: a cluster of eight CTAs for each row; of four, where
+// rows are too many for all to have eight at once.
 //
 // A row's nonzeros are dealt eight at a time to the warps of a CTA, and to the same warps of all eight. Of such a chunk
 // each CTA computes one h, from a whole row of W_u, and sends it to the same warp of the others; each then multiplies
 // all eight by its own eighth of the columns of W_d. So nothing but one number per nonzero passes between CTAs, through
-// shared memory, and what is left to add are the sums of a CTA's own warps. Weights go to registers, those of the next
-// chunk while this one is done.
+// shared memory, and what is left to add are the sums of a CTA's own warps. Weights go to registers, W_u of the next
+// chunk and W_d of this one while h is exchanged; all are fetched to L2 beforehand, a chunk ahead of that. With four CTAs
+// a chunk is four nonzeros, and a CTA's columns a quarter.
 //
 // Where there are more rows than clusters, a cluster does several in turn, and fetches the next one's list and x under
 // the one before. The first is the row of its number; the longer it is, the shorter those after it.
@@ -18,17 +20,18 @@
 
 namespace sparsellm::row {
 
-constexpr int kCluster = 8;             // CTAs; nonzeros of a chunk
 constexpr int kClusterWarps = 8;        // of a CTA
 constexpr int kClusterTokens = 64;      // M and
 constexpr int kClusterMaxWidth = 4096;  // K at most
-constexpr int kMaxClusters = 32;        // one warp adds their l1
 constexpr int kClusterListed = 320;     // nonzeros of a row or piece that are listed at a time
-constexpr uint32_t kWhole = 256;        // a row of no more nonzeros, or no more than a cluster's share, is not cut
-static_assert(kMaxClusters + kMaxClusters * kCluster <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
 
-// tickets: [kMaxClusters] l1 of each cluster, its sign set where it is there; then [kMaxClusters, kCluster] pieces done
-// of each row that is cut: its place is that of its second piece among all pieces that are not first.
+// Clusters of so many CTAs, at most: one warp adds their l1.
+constexpr int max_clusters(int cluster) { return 256 / cluster; }
+constexpr int kMaxClusters = max_clusters(4);
+static_assert(kMaxClusters + 256 <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
+
+// tickets: [clusters at most] l1 of each, its sign set where it is there; then [clusters at most, CTAs of each] pieces
+// done of each row that is cut: its place is that of its second piece among all pieces that are not first.
 struct ClusterArguments : RowArguments {
   float* partials;  // [m + clusters, k] the pieces' sums: first the first ones of each row
 };
@@ -76,13 +79,55 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM: of clusters that have theirs alone,
-// 15 fit an H100 or H200, of such at least 30.
-template <int kVectors, bool kFull, bool kGated>
+// How many nonzeros each of up to kFewestTokens rows has, from the tiles' counts: lane l gets those of rows 2 l and
+// 2 l + 1, where there are such. writes: also the counters.
+__device__ __forceinline__ void count_rows(const Packed& packed, int m, int tiles, uint32_t words_per_tile, bool writes,
+                                           uint32_t lane, uint32_t (&count)[2]) {
+  constexpr int kPairs = kFewestTokens / 2;
+  uint32_t pairs[kPairs] = {}, overflow = 0, in_union = 0;  // a lane's tiles, eight at most, carry nothing over
+  for (int tile = lane; tile < tiles; tile += 32) {
+    const uint4* counts = reinterpret_cast<const uint4*>(tile_counts(packed)) + 2 * tile;
+    const uint4 low = counts[0], high = counts[1];
+    const uint32_t of_tile[kPairs] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pairs[i] += of_tile[i];
+    if (writes) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        overflow += 2 * i < m && (of_tile[i] & 0xffff) >= words_per_tile;
+        overflow += 2 * i + 1 < m && of_tile[i] >> 16 >= words_per_tile;
+      }
+      const uint4* mask = reinterpret_cast<const uint4*>(packed.mask) + 2 * tile;
+      const uint4 p = mask[0], q = mask[1];
+      in_union += __popc(p.x) + __popc(p.y) + __popc(p.z) + __popc(p.w);
+      in_union += __popc(q.x) + __popc(q.y) + __popc(q.z) + __popc(q.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    if (2 * i >= m) break;
+    const uint32_t even = __reduce_add_sync(~0u, pairs[i] & 0xffff), odd = __reduce_add_sync(~0u, pairs[i] >> 16);
+    if (static_cast<int>(lane) == i) count[0] = even, count[1] = 2 * i + 1 < m ? odd : 0;
+  }
+  if (!writes) return;
+  const uint32_t nonzeros = __reduce_add_sync(~0u, count[0] + count[1]);
+  overflow = __reduce_add_sync(~0u, overflow);
+  in_union = __reduce_add_sync(~0u, in_union);
+  if (lane == 0) {
+    packed.counters[kNonzeros] = nonzeros;
+    packed.counters[kOverflow] = overflow;
+    packed.counters[kUnion] = in_union;
+  }
+}
+
+// kCluster: CTAs; nonzeros of a chunk. kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM:
+// of clusters of eight that have theirs alone, 15 fit an H100 or H200, of such at least 30.
+template <int kCluster, int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
   constexpr int kWarps = kClusterWarps;
   constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
   constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
+  constexpr uint32_t kWhole = 4 * kRound;  // a row of no more nonzeros, or no more than a cluster's share, is not cut
   static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");
   __shared__ uint4 x[2][kGated ? 32 * kVectors : 1];  // two rows take turns, and
   __shared__ float4 sums_of[kWarps][kSlices][2][32];
@@ -139,11 +184,17 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   }
   if (warp == 0) {
     constexpr int kRows = kClusterTokens / 32;  // of a lane
-    uint32_t count[kRows], more[kRows] = {}, all = 0, most = 0;
+    uint32_t count[kRows] = {}, more[kRows] = {}, all = 0, most = 0;
+    const bool counted = a.m > kFewestTokens;
+    if (!counted) {
+      const int tiles = static_cast<int>((a.n + kColumnTile - 1) / kColumnTile);
+      const bool writes = blockIdx.x == gridDim.x - 1;  // a CTA of the cluster that mostly has nothing else to do
+      count_rows(a.packed, a.m, tiles, a.words_per_tile, writes, lane, count);
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = kRows * lane + i;
-      count[i] = row < a.m ? a.packed.row_counts[row] : 0;
+      if (counted && row < a.m) count[i] = a.packed.row_counts[row];
       counts[row] = count[i];
       all += count[i];
       most = max(most, count[i]);
@@ -168,7 +219,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
     if (lane == 0) piece = length;
 
     // Rows beyond the first of each cluster: the longest goes where the first is shortest.
-    const bool ranked = a.m > clusters;
+    const bool ranked = a.m > clusters || (a.m == clusters && length != 0);
     uint32_t key[kRows];
     int rank_of[kRows] = {};
 #pragma unroll
@@ -244,36 +295,53 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
       const uint32_t size = min(u.end - from, static_cast<uint32_t>(kClusterListed));
 
       uint4 up[kVectors], down[kCluster][kSlices];
-      const auto weights_of = [&](const __nv_bfloat16* weights, uint32_t word) {
-        return reinterpret_cast<const uint4*>(weights) + static_cast<int64_t>(word & 0xffff) * vectors;
+      const auto weights_of = [&](const __nv_bfloat16* weights, uint32_t word, uint32_t vector) {
+        const uint32_t at = (word & 0xffff) * (16 * vectors) + 16 * vector;  // bytes, less than 2^30
+        return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(weights) + at);
       };
       const auto load_up = [&](uint32_t at) {  // of the chunk from `at` on, this CTA's nonzero
         if (at + rank >= size) return;
-        const uint4* weights = weights_of(a.w_up, words[at + rank]);
+        const uint4* weights = weights_of(a.w_up, words[at + rank], lane);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          const int vector = 32 * v + lane;
-          if (vector < vectors) up[v] = __ldg(weights + vector);
+          if (kFull || 32 * v + static_cast<int>(lane) < vectors) up[v] = __ldg(weights + 32 * v);
         }
       };
       const auto load_down = [&](uint32_t at) {
         if (at >= size) return;
-        const uint4* eight = reinterpret_cast<const uint4*>(words + at);
-        const uint4 p = eight[0], q = eight[1];
-        const uint32_t word_of[kCluster] = {p.x, p.y, p.z, p.w, q.x, q.y, q.z, q.w};
+        uint32_t word_of[kCluster];
+#pragma unroll
+        for (int j = 0; j < kCluster; j += 4) {
+          const uint4 p = *reinterpret_cast<const uint4*>(words + at + j);
+          word_of[j] = p.x, word_of[j + 1] = p.y, word_of[j + 2] = p.z, word_of[j + 3] = p.w;
+        }
 #pragma unroll
         for (int j = 0; j < kCluster; ++j) {
+          const uint4* weights = weights_of(a.w_down_t, word_of[j], vector_of(0));
 #pragma unroll
           for (int s = 0; s < kSlices; ++s) {
             down[j][s] = make_uint4(0, 0, 0, 0);  // where there is none, its h is zero too
-            if (at + j < size && is_mine(s)) down[j][s] = __ldg(weights_of(a.w_down_t, word_of[j]) + vector_of(s));
+            if (at + j < size && is_mine(s)) down[j][s] = __ldg(weights + 32 * s);
           }
         }
       };
 
+      const auto prefetch = [&](uint32_t at, bool with_up) {  // what the two will load, to L2: a lane for each nonzero
+        if (lane >= kCluster || at + lane >= size) return;
+        const uint32_t word = words[at + lane];
+        if (with_up && lane == rank) ptx::bulk_prefetch(weights_of(a.w_up, word, 0), 16 * vectors);
+        const int first = slice * static_cast<int>(rank), own = min(slice, vectors - first);
+        if (own > 0) ptx::bulk_prefetch(weights_of(a.w_down_t, word, first), 16 * own);
+      };
+
       uint32_t at = kCluster * warp;
-      if constexpr (kGated) load_up(at);
-      load_down(at);
+      if constexpr (kGated) {
+        load_up(at);
+        prefetch(at, false);
+      } else {
+        load_down(at);
+      }
+      prefetch(at + kRound, kGated);
       if constexpr (kGated) ptx::mbarrier_wait(ptx::smem_address(&x_full[here]), turn / 2 % 2);
       for (; at < size; at += kRound) {
         float h[kCluster];
@@ -289,17 +357,23 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
               unpack(x[here][vector], x8);
               multiply_add(four, up[v], x8);
             }
-            mine = hidden_of(words[at + rank], warp_sum((four[0] + four[1]) + (four[2] + four[3])));
+            mine = (four[0] + four[1]) + (four[2] + four[3]);
           }
+          load_down(at);
+          mine = warp_sum(mine);
+          if (at + rank < size) mine = hidden_of(words[at + rank], mine);
           // Two places take turns: whoever sends to this one again has what this warp sends after it has read it.
           const uint32_t b = exchanges % 2;
           const uint32_t barrier = ptx::smem_address(&received[b][warp]);
           if (lane < kCluster) ptx::st_async_cluster(ptx::smem_address(&hidden[b][warp][rank]), lane, mine, barrier);
           load_up(at + kRound);
+          prefetch(at + 2 * kRound, true);
           ptx::mbarrier_wait(barrier, exchanges / 2 % 2);
-          const float4* got = reinterpret_cast<const float4*>(hidden[b][warp]);
-          const float4 p = got[0], q = got[1];
-          h[0] = p.x, h[1] = p.y, h[2] = p.z, h[3] = p.w, h[4] = q.x, h[5] = q.y, h[6] = q.z, h[7] = q.w;
+#pragma unroll
+          for (int j = 0; j < kCluster; j += 4) {
+            const float4 p = *reinterpret_cast<const float4*>(hidden[b][warp] + j);
+            h[j] = p.x, h[j + 1] = p.y, h[j + 2] = p.z, h[j + 3] = p.w;
+          }
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, kHiddenBytes);
           ++exchanges;
@@ -313,7 +387,10 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
 #pragma unroll
           for (int s = 0; s < kSlices; ++s) scale_add(sums[s], down[j][s], h[j]);
         }
-        load_down(at + kRound);
+        if constexpr (!kGated) {
+          load_down(at + kRound);
+          prefetch(at + 2 * kRound, false);
+        }
       }
       listed ^= 1;
       if (ends) break;
@@ -348,7 +425,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
         __threadfence();
         ptx::bar_sync(1, kAdders);
         if (threadIdx.x == 0) {
-          int32_t* ticket = a.tickets + kMaxClusters + cuts[u.row] * kCluster + rank;
+          int32_t* ticket = a.tickets + max_clusters(kCluster) + cuts[u.row] * kCluster + rank;
           last = atomicAdd(ticket, 1) == static_cast<int>(pieces) - 1;
           if (last) *ticket = 0;
         }
@@ -378,11 +455,18 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
     if (lane == 0) parts[cluster] = __float_as_uint(sum) | kThere;
     __syncwarp();
     __threadfence();
-    const uint32_t part = static_cast<int>(lane) < used ? parts[lane] : kThere;
-    if (!__all_sync(~0u, (part & kThere) != 0)) return;
-    sum = warp_sum(__uint_as_float(part & ~kThere));
+    uint32_t all = kThere;
+    sum = 0.0f;
+#pragma unroll
+    for (int i = lane; i < max_clusters(kCluster); i += 32) {
+      const uint32_t part = i < used ? parts[i] : kThere;
+      all &= part;
+      sum += __uint_as_float(part & ~kThere);
+    }
+    if (!__all_sync(~0u, all != 0)) return;
+    sum = warp_sum(sum);
     __syncwarp();
-    if (static_cast<int>(lane) < used) parts[lane] = 0;
+    for (int i = lane; i < used; i += 32) parts[i] = 0;
   }
   if (lane == 0) *a.l1 = sum;
 }

@@ -2,12 +2,12 @@
 // from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one for up to
 // 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
 //
-// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
-// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
-// and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
-// chunks are added in order, whether one worker does them or many. (With clusters a chunk is what one warp has of a row
-// or piece: every eighth eight.) l1, the float32 sum of |h|, is in a fixed order too. Same bits in every run on the
-// same kind of device. Rows without nonzeros give zeros.
+// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16
+// once (not gated: h = g), y accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into
+// chunks: where depends on M and on how many each row has, for few tokens on the number of SMs too. A chunk is summed
+// in order from zero, and chunks are added in order, whether one worker does them or many. (With clusters a chunk is
+// what one warp has of a row or piece: every eighth eight, or four where a cluster has four CTAs.) l1, the float32 sum
+// of |h|, is in a fixed order too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/few.cuh"
@@ -24,6 +24,7 @@ constexpr int64_t kMinSlots = 64;          // nor less
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
+static_assert(kFewestTokens <= kClusterTokens && !row_ffn_counts(1, kClusterMaxWidth + 1), "clusters count, if any");
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 int many_warps(int64_t k) {
@@ -79,10 +80,10 @@ cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
                       grid, 32 * many_warps(a.k), 0, 1, stream, a);
 }
 
-template <int kVectors, bool kFull>
+template <int kCluster, int kVectors, bool kFull>
 cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
-  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kVectors, kFull, false>
-                                        : row_cluster_kernel<kVectors, kFull, true>,
+  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kVectors, kFull, false>
+                                        : row_cluster_kernel<kCluster, kVectors, kFull, true>,
                       clusters * kCluster, 32 * kClusterWarps, 0, kCluster, stream, a);
 }
 
@@ -103,11 +104,14 @@ cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream
   // For more rows, clusters that are all on the device at once: its SMs are in groups, so that of 132 it has room for
   // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many.
   const bool full = a.k == 2048;
-  int clusters = grid / kCluster;
+  const int cluster = full && a.m > max_clusters(8) ? 4 : 8;
+  int clusters = grid / cluster;
   if (a.m > clusters) clusters = (full ? 2 : 1) * (clusters - 1);
-  clusters = clusters < 1 ? 1 : clusters > kMaxClusters ? kMaxClusters : clusters;
-  if (full) return launch_cluster<8, true>(a, clusters, stream);
-  return a.k < 2048 ? launch_cluster<8, false>(a, clusters, stream) : launch_cluster<16, false>(a, clusters, stream);
+  clusters = clusters < 1 ? 1 : clusters > max_clusters(cluster) ? max_clusters(cluster) : clusters;
+  if (cluster == 4) return launch_cluster<4, 8, true>(a, clusters, stream);
+  if (full) return launch_cluster<8, 8, true>(a, clusters, stream);
+  if (a.k < 2048) return launch_cluster<8, 8, false>(a, clusters, stream);
+  return launch_cluster<8, 16, false>(a, clusters, stream);
 }
 
 cudaError_t run_few(const RowArguments& common, void* workspace, cudaStream_t stream) {

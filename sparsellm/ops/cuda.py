@@ -30,7 +30,8 @@ ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row wi
 # Of the tile engine's lists and rows, 4 bytes a word.
 ALL_FIT = 1 << 22  # activations up to which the lists hold them all, whatever the plan's room
 MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of up to 4,096
-ROW_TICKETS = 288  # int32 (launch.h: kRowTickets)
+FEWEST_TOKENS = 16  # up to which row_ffn may count the nonzeros itself (launch.h: kFewestTokens)
+ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 
@@ -87,7 +88,7 @@ def forward(
         if saving:
             saved = saved._replace(first=z.view(-1), second=saved.second if u is None else u.view(-1))
         return *dense_engine(z, u, w_down.to(x.dtype), keep=saving), saved
-    gate = pack_gate(x, w_gate, compression)
+    gate = pack_gate(x, w_gate, compression, for_row=engine == ROW)
     up = (None, None) if w_up is None else (x, w_up)
     if engine == ROW:
         return *row_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype)), *gate.statistics(), saved
@@ -126,18 +127,20 @@ def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
     return PackedGate(gate.words, gate.wide, gate.mask, gate.row_counts, fired, *counts)
 
 
-def pack_gate(x: Tensor, w: Tensor, compression: int) -> Gate:
+def pack_gate(x: Tensor, w: Tensor, compression: int, for_row: bool = False) -> Gate:
+    """for_row: `row_engine` comes next, to which the counters may be left; row_counts may be undefined."""
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
+    room = FEWEST_TOKENS * (2 + column_tiles) // 2  # of the row counts of few tokens (launch.h)
     gate = Gate(
         words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
         wide=x.new_empty((m, n)),
         mask=x.new_empty((tiles(m, TOKEN_TILE), column_tiles * COLUMN_TILE // WORD_BITS), dtype=torch.int32),
-        row_counts=x.new_empty(m, dtype=torch.int32),
+        row_counts=x.new_empty(max(m, room), dtype=torch.int32)[:m],
         fired=x.new_empty(n, dtype=torch.uint8),
         counters=x.new_empty(COUNTERS + SCRATCH, dtype=torch.int64),
     )
-    torch.ops.sparsellm_cuda.gate_pack(x, w, *gate)
+    torch.ops.sparsellm_cuda.gate_pack(x, w, *gate, for_row)
     return gate
 
 

@@ -42,7 +42,7 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
     expect(row_counts, torch.int32, m)
     expect(fired, torch.uint8, n)
-    expect(counters, torch.int64, 4 + 148)
+    expect(counters, torch.int64, 4 + 164)
 
 
 def rows_length(m, n):
@@ -73,13 +73,17 @@ def hidden(x, w_up, packed):
     return g if x is None else g * (x @ w_up.T)
 
 
-def gate_pack(x, w, *packed):
+def gate_pack(x, w, *args):
+    packed, for_row = args[:6], args[6]
     expect_packed(*packed)
     made = twell.pack(torch.relu(x @ w.T), 256 // packed[0].shape[2])
     packed[5].zero_()
     for tensor, value in zip(packed[:5], made[:5], strict=True):
         tensor.copy_(value)
     packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
+    if for_row:  # what may be left to it
+        packed[3].fill_(-1)
+        packed[5][:3] = -1
 
 
 def pack_rows(*args):
@@ -276,7 +280,7 @@ def row_rest(x, w_up, w_down_t, *args):
     expect_packed(*packed)
     expect(totals, torch.int32, 8)
     expect(workspace, torch.uint8, sum(y.shape))
-    expect(tickets, torch.int32, 288)
+    expect(tickets, torch.int32, 320)
     assert not tickets.any()
     RESTS.append("row_rest")
     if totals[REST]:
@@ -294,8 +298,11 @@ def row_ffn(x, w_up, w_down_t, *args):
     m, n = packed[1].shape
     expect_packed(*packed)
     expect(workspace, torch.uint8, m + y.shape[1] + n)
-    expect(tickets, torch.int32, 288)
+    expect(tickets, torch.int32, 320)
     assert not tickets.any()
+    g = unpacked(packed)
+    made = twell.pack(g, 256 // packed[0].shape[2])
+    packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
     h = hidden(x, w_up, packed)
     l1.copy_(h.abs().sum(dtype=torch.float32))
     y.copy_(h @ w_down_t)
