@@ -204,16 +204,18 @@ __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octet
 }  // namespace
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream) {
+                      const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
   const bool are_fewest = m <= kFewestTokens, are_few = m <= kSmallTokens;
   const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
-  if (for_row && row_ffn_counts(m, k)) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, zeroed, stream);
+  if (next.w_down_t != nullptr && row_ffn_counts(m, k)) {
+    return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, zeroed, next, stream);
+  }
   const int64_t words = std::max({m, fired_octets, zeroed});
   cudaError_t error =
       launch_with(are_fewest, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
   if (error != cudaSuccess) return error;
-  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, 0, stream);
-  if (are_few) return gate_pack_small(x, w, m, k, n, words_per_tile, out, stream);
+  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, 0, next, stream);
+  if (are_few) return gate_pack_small(x, w, m, k, n, words_per_tile, out, next, stream);
   int count = 0;
   if ((error = multiprocessors(&count)) != cudaSuccess) return error;
   CUtensorMap x_map, w_map;
