@@ -141,7 +141,7 @@ void neuron_plan(int64_t m, int64_t k, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSE
 
 void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalTensor ups, Tensor dl1, Tensor dz,
                    OptionalTensor du, Tensor at, Tensor places, Tensor dz_by_neuron, OptionalTensor du_by_neuron,
-                   Tensor h_by_neuron) {
+                   Tensor h_by_neuron, Tensor tickets) {
   const Call call("tile_gradient", dy);
   const sparsellm::Gradient gradient = {call.data(ups),
                                         call.data<float>(dl1),
@@ -151,7 +151,8 @@ void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalT
                                         call.data<uint16_t>(places),
                                         call.data<uint32_t>(dz_by_neuron),
                                         call.data<uint32_t>(du_by_neuron),
-                                        call.data<uint32_t>(h_by_neuron)};
+                                        call.data<uint32_t>(h_by_neuron),
+                                        call.data<int32_t>(tickets)};
   call.check(sparsellm::tile_gradient(
       call.data(dy), call.data(w_down_t), dy.size(0), dy.size(1), w_down_t.size(0),
       plan_of(call, dy.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), gradient,
@@ -306,8 +307,8 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor(n!) neuron_totals) -> ()");
   library.def(
       "tile_gradient(Tensor dy, Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor(a!) totals, Tensor? ups, Tensor dl1, Tensor(b!) dz, Tensor(c!)? du, Tensor at, Tensor places, "
-      "Tensor(d!) dz_by_neuron, Tensor(e!)? du_by_neuron, Tensor(f!) h_by_neuron) -> ()");
+      "Tensor totals, Tensor? ups, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor at, Tensor places, "
+      "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron, Tensor(f!) tickets) -> ()");
   library.def(
       "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
       "Tensor order, Tensor? tokens, Tensor(a!) y) -> ()");

@@ -35,8 +35,8 @@ struct Packed {
   int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
 
-// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel counts there
-// while it runs, tile_gradient too: no two may work on the same plan at once.
+// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel of the forward
+// pass counts there while it runs.
 enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6 };
 
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
@@ -98,6 +98,7 @@ struct Gradient {
   const uint32_t* at;      // [capacity] each nonzero's index in the lists by neuron,
   const uint16_t* places;  // and its place there
   uint32_t *dz_by_neuron, *du_by_neuron, *h_by_neuron;
+  int32_t* tickets;  // [2] CTAs that are done, items drawn; zero on entry and on exit
 };
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream);

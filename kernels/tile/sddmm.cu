@@ -33,8 +33,10 @@ struct Outputs {
   uint16_t* ups;
   float* l1_partials;
   float* l1;
+  int32_t* tickets;  // [2] CTAs that are done, items drawn
   Gradient gradient;
 };
+static_assert(kNextItem == kUpTickets + 1, "tile_up has its tickets side by side among the totals");
 
 struct Shared {
   // The rows of this item's and the next one's stages, in groups of 32; within a group [row % 4][row / 4], so that a
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       code = next;
       if constexpr (kMultiply) hand_over(round + 1);
       int ticket = 0;
-      if (kMultiply && draws) ticket = atomicAdd(plan.totals + kNextItem, 1);
+      if (kMultiply && draws) ticket = atomicAdd(out.tickets + 1, 1);
       int from;
       const int blocks = item.tile.needed(half, item.first, item.last, from);
       uint32_t bounds[kItemBlocks + 1];
@@ -380,8 +382,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    shared.last = atomicAdd(plan.totals + kUpTickets, 1) == static_cast<int>(gridDim.x) - 1;
-    if (shared.last) plan.totals[kUpTickets] = plan.totals[kNextItem] = 0;
+    shared.last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
+    if (shared.last) out.tickets[0] = out.tickets[1] = 0;
   }
   __syncthreads();
   if (kEpilogue == kGradient || !shared.last) return;
@@ -420,14 +422,14 @@ cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64
 
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                     uint32_t* hidden, void* ups, float* l1_partials, float* l1, cudaStream_t stream) {
-  const Outputs out = {hidden, static_cast<uint16_t*>(ups), l1_partials, l1, {}};
+  const Outputs out = {hidden, static_cast<uint16_t*>(ups), l1_partials, l1, plan.totals + kUpTickets, {}};
   return run(w_up != nullptr ? tile_sddmm_kernel<kUp> : tile_sddmm_kernel<kL1>, x, w_up, m, k, n, plan, out, stream);
 }
 
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream) {
-  return run(tile_sddmm_kernel<kGradient>, dy, w_down_t, m, k, n, plan, {nullptr, nullptr, nullptr, nullptr, gradient},
-             stream);
+  return run(tile_sddmm_kernel<kGradient>, dy, w_down_t, m, k, n, plan,
+             {nullptr, nullptr, nullptr, nullptr, gradient.tickets, gradient}, stream);
 }
 
 }  // namespace sparsellm

@@ -319,8 +319,10 @@ def tile_backward(
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return saved.lists.new_empty(shape, dtype=dtype)
 
-    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, SPLIT_UNITS * 4, 2)
-    frequencies, counts, totals, tickets, arrivals = _zeros(x.device, *((length, torch.int32) for length in zeroed))
+    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, 2, SPLIT_UNITS * 4, 2)
+    frequencies, counts, totals, drawn, tickets, arrivals = _zeros(
+        x.device, *((length, torch.int32) for length in zeroed)
+    )
     by_neuron = NeuronPlan(
         frequencies=frequencies,
         ranks=integers(n),
@@ -343,8 +345,9 @@ def tile_backward(
     du, du_by_neuron = (integers(capacity) for _ in range(2)) if gated else (None, None)
     ops.neuron_plan(m, x.shape[1], n, *plan, *by_neuron)
     ops.tile_gradient(
-        dy, w_down_t, *plan, ups, dl1, dz, du, by_neuron.at, by_neuron.places, dz_by_neuron, du_by_neuron, h_by_neuron
-    )
+        dy, w_down_t, *plan, ups, dl1, dz, du, by_neuron.at, by_neuron.places, dz_by_neuron, du_by_neuron, h_by_neuron,
+        drawn,
+    )  # fmt: skip
     dx, dw_gate, dw_down_t = torch.empty_like(x), *(torch.empty_like(w_gate, dtype=dtype) for _ in range(2))
     dw_up = torch.empty_like(dw_gate) if gated else None
     ops.tile_spmm(dz, w_gate, du, w_up, plan.slots, plan.starts, plan.order, plan.tokens, dx)

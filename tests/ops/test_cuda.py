@@ -172,7 +172,9 @@ def neuron_plan(m, k, n, *args):
 
 
 def tile_gradient(dy, w_down_t, *args):
-    plan, (ups, dl1, dz, du, at, places, dz_by_neuron, du_by_neuron, h_by_neuron) = args[:9], args[9:]
+    plan, (ups, dl1, dz, du, at, places, dz_by_neuron, du_by_neuron, h_by_neuron, tickets) = args[:9], args[9:]
+    expect(tickets, torch.int32, 2)
+    assert not tickets.any()
     expect(at, torch.int32, len(plan[4]))
     expect(places, torch.int16, len(plan[4]))
     (m, _), n = dy.shape, len(w_down_t)
