@@ -1,7 +1,7 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
-// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack for more than 16 tokens, pointwise,
+// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack for more than 64 tokens, pointwise,
 // pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
 // (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
@@ -18,7 +18,7 @@ namespace sparsellm {
 constexpr int kTokenTile = 128;   // tokens of a token tile
 constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
 
-constexpr int kFewestTokens = 16;  // up to so many, row_ffn may count the nonzeros itself
+constexpr int kCountedTokens = 64;  // up to so many, row_ffn may count the nonzeros itself
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
@@ -30,7 +30,7 @@ struct Packed {
   uint32_t* words;      // [M, NT, W] word 0 the count, then bf16 value << 16 | uint16 column, columns ascending
   void* wide;           // bf16 [M, N]: row segments of tiles with more than W - 1 nonzeros; undefined elsewhere
   uint32_t* mask;       // [MT, NT * 8] bit n: neuron n fires for some token of the tile
-  int32_t* row_counts;  // [M]; up to kFewestTokens, room for (1 + NT / 2) kFewestTokens (twell.cuh: tile_counts)
+  int32_t* row_counts;  // [M]; up to kCountedTokens, room for (1 + NT / 2) kCountedTokens (twell.cuh: tile_counts)
   uint8_t* fired;       // [N], 8-byte aligned: 1 where the neuron fires for some token, else 0
   int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
@@ -75,7 +75,7 @@ struct RowWeights {
 // too, up to `zeroed` int64 in all: the scratch of the engines to come. next: the rows of these that row_ffn will read
 // are fetched to L2, of up to 64 tokens; and where row_ffn_counts, row_counts is undefined, and the counters are left to
 // it.
-constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kFewestTokens && k <= 4096; }
+constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens && k <= 4096; }
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                       const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream);
 

@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t colum
   return bf16_bits << 16 | column;
 }
 
-// The counts of each column tile's segments, of up to kFewestTokens rows: [NT, kFewestTokens], undefined from M on.
+// The counts of each column tile's segments, of up to kCountedTokens rows: [NT, kCountedTokens], undefined from M on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
-  return reinterpret_cast<uint16_t*>(packed.row_counts + kFewestTokens);
+  return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
 
 // Half i (0..7) of eight bf16 values.

@@ -13,6 +13,8 @@
 
 namespace sparsellm {
 
+constexpr int kFewestTokens = 16;
+
 namespace fewest {
 
 using small::kPitch;
@@ -187,13 +189,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
   if (rank != 0) return;
 
   ptx::mbarrier_wait(finished, 0);
-  small::pack_tile<kThreads / 32, true>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.totals,
+  small::pack_tile<kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.totals,
                                         zeroed == 0, next, row_bytes);
 }
 
 }  // namespace fewest
 
-// zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
+// zeroed: as of gate_pack_small.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                                     const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
   using namespace fewest;

@@ -17,6 +17,8 @@
 namespace sparsellm {
 namespace {
 
+static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "whoever counts nothing is one of the kernels for few tokens");
+
 constexpr int kPackWarps = 3;
 
 struct Shared {
@@ -189,9 +191,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // Zeroes what the next kernel adds to, and lets that one start meanwhile. This one starts as any kernel does, when all
-// before it is done: x and w are complete, and only what writes to global memory waits for this one. With the fewest
-// tokens it starts early itself, if there is need of it: the next one reads and writes only when whatever precedes it,
-// this one or another, and so all before that, is done.
+// before it is done: x and w are complete, and only what writes to global memory waits for this one. With few tokens it
+// starts early itself, if there is need of it: the next one reads and writes only when whatever precedes it, this one or
+// another, and so all before that, is done.
 __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octets, int64_t counters) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -205,19 +207,21 @@ __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octet
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                       const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
-  const bool are_fewest = m <= kFewestTokens, are_few = m <= kSmallTokens;
-  const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
-  if (next.w_down_t != nullptr && row_ffn_counts(m, k)) {
-    return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, zeroed, next, stream);
+  const bool are_few = m <= kSmallTokens, counts = !(next.w_down_t != nullptr && row_ffn_counts(m, k));
+  if (counts) {
+    const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
+    const int64_t words = std::max({m, fired_octets, zeroed});
+    const cudaError_t error =
+        launch_with(are_few, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
+    if (error != cudaSuccess) return error;
   }
-  const int64_t words = std::max({m, fired_octets, zeroed});
-  cudaError_t error =
-      launch_with(are_fewest, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
-  if (error != cudaSuccess) return error;
-  if (are_fewest) return gate_pack_fewest(x, w, m, k, n, words_per_tile, out, 0, next, stream);
-  if (are_few) return gate_pack_small(x, w, m, k, n, words_per_tile, out, next, stream);
+  if (are_few) {
+    const auto product = m <= kFewestTokens ? gate_pack_fewest : gate_pack_small;
+    return product(x, w, m, k, n, words_per_tile, out, counts ? 0 : zeroed, next, stream);
+  }
   int count = 0;
-  if ((error = multiprocessors(&count)) != cudaSuccess) return error;
+  cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
   CUtensorMap x_map, w_map;
   if ((error = tensor_map(&x_map, x, m, k, kTileM)) != cudaSuccess) return error;
   if ((error = tensor_map(&w_map, w, n, k, kTileN / 2)) != cudaSuccess) return error;

@@ -12,6 +12,7 @@
 namespace sparsellm {
 
 constexpr int kSmallTokens = 64;
+static_assert(kSmallTokens <= kCountedTokens, "there is room for their tiles' counts");
 
 namespace small {
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf
 
 // Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together. counts: adds to
 // row_counts and counters. next: rows of row_bytes, of which those of the neurons that fire are fetched to L2.
-template <int kWarps, bool kFewest>
+template <int kWarps>
 __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int column_tile, int column_tiles,
                                           int words_per_tile, const Packed& out, Sums& sums, bool counts,
                                           const RowWeights& next, uint32_t row_bytes) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
     const bool tells = some && lane % 8 == 0;
     if (tells) {
       words[0] = count;
-      if (kFewest) tile_counts(out)[column_tile * kFewestTokens + token] = count;
+      tile_counts(out)[column_tile * kCountedTokens + token] = count;
       if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
     }
     if (counts) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
 
 __global__ void __launch_bounds__(small::kThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
-                           int64_t n, int k, int words_per_tile, const Packed out, const RowWeights next) {
+                           int64_t n, int k, int words_per_tile, const Packed out, int zeroed, const RowWeights next) {
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
   const uint32_t tile = stages + kDepth * kStage;  // [tokens] rows of 256 columns; all four parts in rank 0's
@@ -144,7 +145,11 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   if (warp == 1) shared.sums.clear(lane);
   __syncthreads();
   ptx::cluster_sync();  // they fetch for one another, and give back what they have read
-  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();  // for all before
+  ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < zeroed; i += kThreads) out.counters[i] = 0;
+  }
 
   RingOf<kDepth> ring;
   float d[kSmallTokens / 2];
@@ -203,22 +208,23 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   ptx::cluster_sync();
   if (rank != 0) return;
 
-  ptx::griddepcontrol_wait();  // for clear_kernel
-  pack_tile<small::kThreads / 32, false>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, true,
-                                              next, 2 * k);
+  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, zeroed == 0,
+                                  next, 2 * k);
 }
 
 }  // namespace small
 
+// zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                   const Packed& out, const RowWeights& next, cudaStream_t stream) {
+                                   const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
   using namespace small;
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
   if (error != cudaSuccess) return error;
   return launch_early(gate_pack_small_kernel, ceil_div(n, kColumnTile) * kCluster, small::kThreads, kBytes, kCluster,
-                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(k), words_per_tile, out, next);
+                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(k), words_per_tile, out,
+                      static_cast<int>(zeroed), next);
 }
 
 }  // namespace sparsellm

@@ -79,38 +79,52 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// How many nonzeros each of up to kFewestTokens rows has, from the tiles' counts: lane l gets those of rows 2 l and
-// 2 l + 1, where there are such. writes: also the counters.
-__device__ __forceinline__ void count_rows(const Packed& packed, int m, int tiles, uint32_t words_per_tile, bool writes,
-                                           uint32_t lane, uint32_t (&count)[2]) {
-  constexpr int kPairs = kFewestTokens / 2;
-  uint32_t pairs[kPairs] = {}, overflow = 0, in_union = 0;  // a lane's tiles, eight at most, carry nothing over
-  for (int tile = lane; tile < tiles; tile += 32) {
-    const uint4* counts = reinterpret_cast<const uint4*>(tile_counts(packed)) + 2 * tile;
-    const uint4 low = counts[0], high = counts[1];
-    const uint32_t of_tile[kPairs] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// How many nonzeros rows 2 lane and 2 lane + 1 have, from the tiles' counts; none from row m on.
+__device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t n, uint32_t lane,
+                                           uint32_t (&count)[2]) {
+  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  // Lanes 8 t + s: rows 8 s .. 8 s + 7 of every fourth tile, two to a word, which carry nothing over: 64 tiles at most.
+  uint32_t pairs[4] = {};
+  const uint4* eight = reinterpret_cast<const uint4*>(tile_counts(packed)) + lane;
+  for (int first = 0; first < tiles; first += 32) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) pairs[i] += of_tile[i];
-    if (writes) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        overflow += 2 * i < m && (of_tile[i] & 0xffff) >= words_per_tile;
-        overflow += 2 * i + 1 < m && of_tile[i] >> 16 >= words_per_tile;
-      }
-      const uint4* mask = reinterpret_cast<const uint4*>(packed.mask) + 2 * tile;
-      const uint4 p = mask[0], q = mask[1];
-      in_union += __popc(p.x) + __popc(p.y) + __popc(p.z) + __popc(p.w);
-      in_union += __popc(q.x) + __popc(q.y) + __popc(q.z) + __popc(q.w);
+    for (int i = 0; i < 8; ++i) {
+      const uint4 v = first + 4 * i + static_cast<int>(lane / 8) < tiles ? eight[32 * (first / 4 + i)] : uint4{};
+      pairs[0] += v.x, pairs[1] += v.y, pairs[2] += v.z, pairs[3] += v.w;
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    if (2 * i >= m) break;
-    const uint32_t even = __reduce_add_sync(~0u, pairs[i] & 0xffff), odd = __reduce_add_sync(~0u, pairs[i] >> 16);
-    if (static_cast<int>(lane) == i) count[0] = even, count[1] = 2 * i + 1 < m ? odd : 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t even = pairs[i] & 0xffff, odd = pairs[i] >> 16;
+    even += __shfl_xor_sync(~0u, even, 8), odd += __shfl_xor_sync(~0u, odd, 8);
+    even += __shfl_xor_sync(~0u, even, 16), odd += __shfl_xor_sync(~0u, odd, 16);
+    even = __shfl_sync(~0u, even, lane / 4), odd = __shfl_sync(~0u, odd, lane / 4);
+    if (static_cast<int>(lane % 4) == i) count[0] = even, count[1] = odd;
   }
-  if (!writes) return;
-  const uint32_t nonzeros = __reduce_add_sync(~0u, count[0] + count[1]);
+  const int rows = m - 2 * static_cast<int>(lane);
+  if (rows < 1) count[0] = 0;
+  if (rows < 2) count[1] = 0;
+}
+
+// The counters, from the tiles' counts and masks; a warp together.
+__device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t words_per_tile,
+                                          uint32_t lane) {
+  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  uint32_t nonzeros = 0, overflow = 0, in_union = 0;
+  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane, 2 lane + 1
+  const int rows = m - 2 * static_cast<int>(lane);
+#pragma unroll 8
+  for (int tile = 0; tile < tiles; ++tile) {
+    const uint32_t pair = rows > 0 ? pairs[tile * (kCountedTokens / 2)] : 0;
+    const uint32_t even = pair & 0xffff, odd = rows > 1 ? pair >> 16 : 0;
+    nonzeros += even + odd;
+    overflow += (even >= words_per_tile) + (odd >= words_per_tile);
+  }
+  for (int i = lane; i < 2 * tiles; i += 32) {
+    const uint4 mask = reinterpret_cast<const uint4*>(packed.mask)[i];
+    in_union += __popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w);
+  }
+  nonzeros = __reduce_add_sync(~0u, nonzeros);
   overflow = __reduce_add_sync(~0u, overflow);
   in_union = __reduce_add_sync(~0u, in_union);
   if (lane == 0) {
@@ -182,19 +196,14 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
     copy_x(cluster, 0);
     list_part(cluster, 0, 0);
   }
+  if (warp == 1 && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, a.words_per_tile, lane);
   if (warp == 0) {
     constexpr int kRows = kClusterTokens / 32;  // of a lane
     uint32_t count[kRows] = {}, more[kRows] = {}, all = 0, most = 0;
-    const bool counted = a.m > kFewestTokens;
-    if (!counted) {
-      const int tiles = static_cast<int>((a.n + kColumnTile - 1) / kColumnTile);
-      const bool writes = blockIdx.x == gridDim.x - 1;  // a CTA of the cluster that mostly has nothing else to do
-      count_rows(a.packed, a.m, tiles, a.words_per_tile, writes, lane, count);
-    }
+    count_rows(a.packed, a.m, a.n, lane, count);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = kRows * lane + i;
-      if (counted && row < a.m) count[i] = a.packed.row_counts[row];
       counts[row] = count[i];
       all += count[i];
       most = max(most, count[i]);

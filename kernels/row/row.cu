@@ -24,7 +24,9 @@ constexpr int64_t kMinSlots = 64;          // nor less
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
-static_assert(kFewestTokens <= kClusterTokens && !row_ffn_counts(1, kClusterMaxWidth + 1), "clusters count, if any");
+static_assert(kClusterTokens == kCountedTokens && row_ffn_counts(kClusterTokens, kClusterMaxWidth) &&
+                  !row_ffn_counts(1, kClusterMaxWidth + 1),
+              "it is clusters that count");
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
 int many_warps(int64_t k) {

@@ -30,7 +30,7 @@ ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row wi
 # Of the tile engine's lists and rows, 4 bytes a word.
 ALL_FIT = 1 << 22  # activations up to which the lists hold them all, whatever the plan's room
 MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of up to 4,096
-FEWEST_TOKENS = 16  # up to which row_ffn may count the nonzeros itself (launch.h: kFewestTokens)
+COUNTED_TOKENS = 64  # up to which row_ffn may count the nonzeros itself (launch.h: kCountedTokens)
 ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
@@ -136,7 +136,7 @@ def pack_gate(
     the counters are left to it."""
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
-    room = FEWEST_TOKENS * (2 + column_tiles) // 2  # of the row counts of few tokens (launch.h)
+    room = COUNTED_TOKENS * (2 + column_tiles) // 2  # of the row counts of few tokens (launch.h)
     gate = Gate(
         words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
         wide=x.new_empty((m, n)),

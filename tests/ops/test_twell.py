@@ -155,8 +155,8 @@ def test_the_counters_are_those_of_the_kernels():
     assert len(totals) <= cuda.TOTALS == int(re.search(r"totals;.*\[(\d+)\]", header)[1])
     header += (LAUNCH_H.parent / "common" / "tile.cuh").read_text()
     for name, value in (
-        ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS), ("kBlockColumns", cuda.BLOCK),
-        ("kConsumerWarps", cuda.CONSUMER_WARPS),
+        ("kCountedTokens", cuda.COUNTED_TOKENS), ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS),
+        ("kBlockColumns", cuda.BLOCK), ("kConsumerWarps", cuda.CONSUMER_WARPS),
     ):  # fmt: skip
         assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
 
