@@ -65,19 +65,12 @@ int64_t order_workspace(int64_t m, int64_t n);
 cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t m, int64_t n, void* workspace,
                         int32_t* tokens, cudaStream_t stream);
 
-// What row_ffn is given, if it comes next, with the same M and K; else nulls.
-struct RowWeights {
-  const void* w_up;  // null too if non-gated
-  const void* w_down_t;
-};
-
 // relu(x w^T), packed: x [M, K], w [N, K]; contents of `out` undefined before. Zeroes what lies behind the counters
-// too, up to `zeroed` int64 in all: the scratch of the engines to come. next: the rows of these that row_ffn will read
-// are fetched to L2, of up to 64 tokens; and where row_ffn_counts, row_counts is undefined, and the counters are left to
-// it.
+// too, up to `zeroed` int64 in all: the scratch of the engines to come. for_row: row_ffn comes next, with the same M
+// and K; where row_ffn_counts, row_counts is undefined then, and the counters are left to it.
 constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens && k <= 4096; }
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream);
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream);
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
 // tiles; where the lists have no room, adds M to counters[kOverflow].

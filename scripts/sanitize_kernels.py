@@ -1,6 +1,6 @@
 """One small case of each CUDA kernel, through the operators: what scripts/sanitize.sh runs under compute-sanitizer.
 
-    python -m scripts.sanitize_kernels [forward] [backward]     both, unless parts are named
+    python -m scripts.sanitize_kernels [forward] [few] [backward]     all, unless parts are named; few: of few tokens
 
 Entries are small integers, so that every engine must give y and l1 of the reference on the CPU, bit for bit: a kernel
 that the sanitizer stops, or that computes something else when slowed down, is noticed; backward likewise, the gradients
@@ -27,7 +27,7 @@ CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(
 ORDERED_TOKENS = 1024
 K, N = 256, 512
 COMPRESSION = 8
-PARTS = ("forward", "backward")
+PARTS = ("forward", "few", "backward")
 
 
 def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
@@ -77,10 +77,10 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="forward, backward: both, unless parts are named")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}: all, unless parts are named")
     parts = parser.parse_args().parts or PARTS
     for part in set(parts) - set(PARTS):
-        parser.error(f"PART is {part}: it should be {' or '.join(PARTS)}")
+        parser.error(f"PART is {part}: it should be one of {', '.join(PARTS)}")
     build.load()
     with patch.object(cuda, "MIN_ORDERED_TOKENS", ORDERED_TOKENS):
         wrong = check(parts)
@@ -104,7 +104,7 @@ def check(parts: Sequence[str]) -> list[str]:
         inputs = layer(m, gated)
         on_device = [t.cuda() for t in inputs]
         name = f"M {m}, {'gated' if gated else 'non-gated'}"
-        if "forward" in parts:
+        if ("few" if m < CASES[0][0] else "forward") in parts:
             expected = run("dense", *inputs)
             for engine in ("row", "tile"):
                 compare(f"{name}, {engine}", run(engine, *on_device), expected)

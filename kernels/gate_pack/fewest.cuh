@@ -48,7 +48,7 @@ static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's su
 
 __global__ void __launch_bounds__(kThreads, kResident)
     gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
-                            int words_per_tile, const Packed out, int zeroed, const RowWeights next) {
+                            int words_per_tile, const Packed out, int zeroed) {
   extern __shared__ uint4 raw[];
   auto& shared = *reinterpret_cast<Shared*>(raw);
   float* sums = reinterpret_cast<float*>(shared.pieces);  // [tokens, kSumPitch] of each warp, at last
@@ -190,14 +190,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   ptx::mbarrier_wait(finished, 0);
   small::pack_tile<kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.totals,
-                                        zeroed == 0, next, row_bytes);
+                                  zeroed == 0);
 }
 
 }  // namespace fewest
 
 // zeroed: as of gate_pack_small.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                    const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
+                                    const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
   const cudaError_t error =  // so that kResident CTAs have room
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
@@ -207,7 +207,7 @@ inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int
   return launch_early(gate_pack_fewest_kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads,
                       sizeof(fewest::Shared), kCluster, stream, static_cast<const __nv_bfloat16*>(x),
                       static_cast<const __nv_bfloat16*>(w), static_cast<int>(m), n, static_cast<int>(k), slots,
-                      words_per_tile, out, static_cast<int>(zeroed), next);
+                      words_per_tile, out, static_cast<int>(zeroed));
 }
 
 }  // namespace sparsellm

@@ -206,8 +206,8 @@ __global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octet
 }  // namespace
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
-  const bool are_few = m <= kSmallTokens, counts = !(next.w_down_t != nullptr && row_ffn_counts(m, k));
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream) {
+  const bool are_few = m <= kSmallTokens, counts = !(for_row && row_ffn_counts(m, k));
   if (counts) {
     const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
     const int64_t words = std::max({m, fired_octets, zeroed});
@@ -217,7 +217,7 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   }
   if (are_few) {
     const auto product = m <= kFewestTokens ? gate_pack_fewest : gate_pack_small;
-    return product(x, w, m, k, n, words_per_tile, out, counts ? 0 : zeroed, next, stream);
+    return product(x, w, m, k, n, words_per_tile, out, counts ? 0 : zeroed, stream);
   }
   int count = 0;
   cudaError_t error = multiprocessors(&count);

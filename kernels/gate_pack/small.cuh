@@ -64,12 +64,10 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t rank, u
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
 // Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together. counts: adds to
-// row_counts and counters. next: rows of row_bytes, of which those of the neurons that fire are fetched to L2.
+// row_counts and counters.
 template <int kWarps>
 __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int column_tile, int column_tiles,
-                                          int words_per_tile, const Packed& out, Sums& sums, bool counts,
-                                          const RowWeights& next, uint32_t row_bytes) {
-  static_assert(kWarps * 32 >= kColumnTile, "a thread for each neuron");
+                                          int words_per_tile, const Packed& out, Sums& sums, bool counts) {
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32, column = column_tile * kColumnTile;
   for (int first = 4 * warp; first < m; first += 4 * kWarps) {
@@ -97,11 +95,6 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
     add_fired(sums.fired, seen, lane);
   }
   __syncthreads();
-  if (next.w_down_t != nullptr && warp < kColumnTile / 32 && (sums.fired[warp] >> lane & 1) != 0) {
-    const int64_t row = (column + threadIdx.x) * static_cast<int64_t>(row_bytes);
-    if (next.w_up != nullptr) ptx::bulk_prefetch(static_cast<const char*>(next.w_up) + row, row_bytes);
-    ptx::bulk_prefetch(static_cast<const char*>(next.w_down_t) + row, row_bytes);
-  }
   if (warp == 0) {
     const uint32_t word = sums.fired[lane / 4];
     const uint32_t bits = word >> lane % 4 * 8;
@@ -118,7 +111,7 @@ __device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int c
 
 __global__ void __launch_bounds__(small::kThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
-                           int64_t n, int k, int words_per_tile, const Packed out, int zeroed, const RowWeights next) {
+                           int64_t n, int k_blocks, int words_per_tile, const Packed out, int zeroed) {
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
   const uint32_t tile = stages + kDepth * kStage;  // [tokens] rows of 256 columns; all four parts in rank 0's
@@ -131,7 +124,6 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   const int column_tile = blockIdx.x / kCluster;
   const int column_tiles = gridDim.x / kCluster;
   const uint32_t column = column_tile * kColumnTile;
-  const int k_blocks = (k + kTileK - 1) / kTileK;
 
   if (warp == 4 && lane == 0) {
     ptx::tma_prefetch_descriptor(&w_map);
@@ -208,23 +200,22 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   ptx::cluster_sync();
   if (rank != 0) return;
 
-  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, zeroed == 0,
-                                  next, 2 * k);
+  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, zeroed == 0);
 }
 
 }  // namespace small
 
 // zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                   const Packed& out, int64_t zeroed, const RowWeights& next, cudaStream_t stream) {
+                                   const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace small;
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
   if (error != cudaSuccess) return error;
   return launch_early(gate_pack_small_kernel, ceil_div(n, kColumnTile) * kCluster, small::kThreads, kBytes, kCluster,
-                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(k), words_per_tile, out,
-                      static_cast<int>(zeroed), next);
+                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(k, kTileK)),
+                      words_per_tile, out, static_cast<int>(zeroed));
 }
 
 }  // namespace sparsellm

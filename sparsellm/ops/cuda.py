@@ -88,12 +88,10 @@ def forward(
         if saving:
             saved = saved._replace(first=z.view(-1), second=saved.second if u is None else u.view(-1))
         return *dense_engine(z, u, w_down.to(x.dtype), keep=saving), saved
+    gate = pack_gate(x, w_gate, compression, for_row=engine == ROW)
     up = (None, None) if w_up is None else (x, w_up)
     if engine == ROW:
-        weights = (w_up, _transposed(w_down, w_down_t, x.dtype))
-        gate = pack_gate(x, w_gate, compression, weights)
-        return *row_engine(gate, up[0], *weights), *gate.statistics(), saved
-    gate = pack_gate(x, w_gate, compression)
+        return *row_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype)), *gate.statistics(), saved
     room = tile_room(*gate.wide.shape, per_token)
     y, l1, *made = tile_engine(gate, *up, _transposed(w_down, w_down_t, x.dtype), room=room, saving=saving)
     return y, l1, *gate.statistics(), made[0] if saving else saved
@@ -129,11 +127,8 @@ def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
     return PackedGate(gate.words, gate.wide, gate.mask, gate.row_counts, fired, *counts)
 
 
-def pack_gate(
-    x: Tensor, w: Tensor, compression: int, weights: tuple[Tensor | None, Tensor] | tuple[None, None] = (None, None)
-) -> Gate:
-    """weights: (w_up, w_down_t) of the `row_engine` that comes next, if one does. Then row_counts may be undefined, and
-    the counters are left to it."""
+def pack_gate(x: Tensor, w: Tensor, compression: int, for_row: bool = False) -> Gate:
+    """for_row: `row_engine` comes next, to which the counters may be left; row_counts may be undefined."""
     m, n = x.shape[0], w.shape[0]
     column_tiles = tiles(n, COLUMN_TILE)
     room = COUNTED_TOKENS * (2 + column_tiles) // 2  # of the row counts of few tokens (launch.h)
@@ -145,7 +140,7 @@ def pack_gate(
         fired=x.new_empty(n, dtype=torch.uint8),
         counters=x.new_empty(COUNTERS + SCRATCH, dtype=torch.int64),
     )
-    torch.ops.sparsellm_cuda.gate_pack(x, w, *gate, *weights)
+    torch.ops.sparsellm_cuda.gate_pack(x, w, *gate, for_row)
     return gate
 
 

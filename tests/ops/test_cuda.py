@@ -15,7 +15,6 @@ from sparsellm.ops import build, cuda, feedforward, plan_of, reference, saved_by
 ROWS = 5  # what stands for the rows
 PER_TOKEN = []  # the plan's room, where it is not the default
 REST = 1  # of the totals (launch.h: kRest)
-NEXT = []  # the weights that gate_pack was told of
 RESTS = []  # which of row_rest and rest_backward were called
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 
@@ -75,15 +74,14 @@ def hidden(x, w_up, packed):
 
 
 def gate_pack(x, w, *args):
-    packed, next_weights = args[:6], args[6:]
+    packed, for_row = args[:6], args[6]
     expect_packed(*packed)
     made = twell.pack(torch.relu(x @ w.T), 256 // packed[0].shape[2])
     packed[5].zero_()
     for tensor, value in zip(packed[:5], made[:5], strict=True):
         tensor.copy_(value)
     packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
-    NEXT[:] = next_weights
-    if next_weights[1] is not None:  # what may be left to row_ffn
+    if for_row:  # what may be left to row_ffn
         packed[3].fill_(-1)
         packed[5][:3] = -1
 
@@ -298,8 +296,6 @@ def row_workspace(m, k, n):
 
 
 def row_ffn(x, w_up, w_down_t, *args):
-    assert NEXT[0] is w_up
-    assert NEXT[1] is w_down_t
     packed, (workspace, tickets, l1, y) = args[:6], args[6:]
     m, n = packed[1].shape
     expect_packed(*packed)
