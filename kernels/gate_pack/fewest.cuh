@@ -1,12 +1,12 @@
-// gate_pack for the fewest tokens (decoding): the product is a stream of w, which all SMs should pull on from the first
+// gate_pack for the fewest tokens (decoding): the product is a stream of w, on which SMs should pull from the first
 // moment to the last, and latency is the rest.
 //
 // The four CTAs of a cluster share a column tile, 64 neurons each, one CTA an SM: with more and smaller ones, some SMs
-// would have one and some two, and those that have two be the last. The warps of a CTA share K, and
-// each multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through
-// shared memory of its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round
-// of K at a time. No warp waits for another's w before all have their sums. These are added in order, warp by warp, and
-// meet as bf16 in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
+// would have one and some two, and those that have two be the last. The warps of a CTA share K, and each multiplies all
+// neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through shared memory of
+// its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round of K at a time. No
+// warp waits for another's w before all have their sums. These are added in order, warp by warp, and meet as bf16 in
+// the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
 #pragma once
 
 #include "gate_pack/small.cuh"
@@ -23,7 +23,6 @@ constexpr int kWarps = 8;  // that multiply; one more feeds x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kResident = 1;  // CTAs of an SM
 constexpr int kDepth = 4;     // pieces of a warp in flight: 32 columns of k of its neurons
 constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 a lane
 constexpr int kNeuronCopies = kNeurons / 8;
@@ -42,11 +41,11 @@ struct Shared {
   uint64_t full[kSlots], empty[kSlots], finished;
   small::Sums totals;
 };
-static_assert(kResident * (sizeof(Shared) + 1024) <= kMaxSharedBytes + 1024, "the system takes 1 KB of each CTA");
+static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory");
 static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
 
-__global__ void __launch_bounds__(kThreads, kResident)
+__global__ void __launch_bounds__(kThreads, 1)
     gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
                             int words_per_tile, const Packed out, int zeroed) {
   extern __shared__ uint4 raw[];
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                                     const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
-  const cudaError_t error =  // so that kResident CTAs have room
+  const cudaError_t error =  // as it was timed
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;

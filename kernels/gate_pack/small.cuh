@@ -11,8 +11,7 @@
 
 namespace sparsellm {
 
-constexpr int kSmallTokens = 64;
-static_assert(kSmallTokens <= kCountedTokens, "there is room for their tiles' counts");
+constexpr int kSmallTokens = kCountedTokens;  // there is room for their tiles' counts
 
 namespace small {
 

@@ -21,8 +21,8 @@
 namespace sparsellm::row {
 
 constexpr int kClusterWarps = 8;        // of a CTA
-constexpr int kClusterTokens = 64;      // M and
-constexpr int kClusterMaxWidth = 4096;  // K at most
+constexpr int kClusterTokens = kCountedTokens;  // M and
+constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;     // nonzeros of a row or piece that are listed at a time
 
 // Clusters of so many CTAs, at most: one warp adds their l1.
@@ -135,7 +135,7 @@ __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n
 }
 
 // kCluster: CTAs; nonzeros of a chunk. kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM:
-// of clusters of eight that have theirs alone, 15 fit an H100 or H200, of such at least 30.
+// of clusters of eight that have theirs alone, 15 fit an H100 or H200, of such at least 30; of four 32, and 64.
 template <int kCluster, int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
   constexpr int kWarps = kClusterWarps;

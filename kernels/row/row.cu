@@ -2,12 +2,12 @@
 // from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one for up to
 // 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
 //
-// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16
-// once (not gated: h = g), y accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into
-// chunks: where depends on M and on how many each row has, for few tokens on the number of SMs too. A chunk is summed
-// in order from zero, and chunks are added in order, whether one worker does them or many. (With clusters a chunk is
-// what one warp has of a row or piece: every eighth eight, or four where a cluster has four CTAs.) l1, the float32 sum
-// of |h|, is in a fixed order too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
+// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
+// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
+// and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
+// chunks are added in order, whether one worker does them or many. (With clusters a chunk is what one warp has of a row
+// or piece: every eighth eight, or four where a cluster has four CTAs.) l1, the float32 sum of |h|, is in a fixed order
+// too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/few.cuh"
@@ -24,8 +24,7 @@ constexpr int64_t kMinSlots = 64;          // nor less
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
-static_assert(kClusterTokens == kCountedTokens && row_ffn_counts(kClusterTokens, kClusterMaxWidth) &&
-                  !row_ffn_counts(1, kClusterMaxWidth + 1),
+static_assert(row_ffn_counts(kClusterTokens, kClusterMaxWidth) && !row_ffn_counts(1, kClusterMaxWidth + 1),
               "it is clusters that count");
 bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
 
@@ -104,7 +103,7 @@ cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream
   const cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
   // For more rows, clusters that are all on the device at once: its SMs are in groups, so that of 132 it has room for
-  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many.
+  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many. Of four likewise 32, and 64.
   const bool full = a.k == 2048;
   const int cluster = full && a.m > max_clusters(8) ? 4 : 8;
   int clusters = grid / cluster;

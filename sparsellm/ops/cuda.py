@@ -55,7 +55,7 @@ class Gate(NamedTuple):
     words: Tensor  # int32 [M, NT, W]
     wide: Tensor  # bfloat16 [M, N]
     mask: Tensor  # int32 [MT, NT * 8]
-    row_counts: Tensor  # int32 [M]
+    row_counts: Tensor  # int32 [M]; behind them, of up to COUNTED_TOKENS, the tiles' counts
     fired: Tensor  # uint8 [N]
     counters: Tensor  # int64 [COUNTERS + SCRATCH]
 
@@ -361,7 +361,7 @@ def tile_backward(
 
 
 def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token, the weight rows of its own neurons. w_down_t [N, K]."""
+    """For each token, the weight rows of its own neurons. gate: of pack_gate. w_down_t [N, K]."""
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
     m = gate.words.shape[0]

@@ -25,6 +25,8 @@ DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
 FEW_TOKENS = 64  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # of one token; above, the row engine takes longer than the dense products
 FEW_TOKENS_MAX_SHARE = 1.2  # nonzeros of all tokens, of N: two weight rows for each, and dense reads 2 N in order
+FEWEST_TOKENS = 16  # of which
+FEWEST_TOKENS_MAX_SHARE = 0.7  # is the most, by the time that up to 0.3 N nonzeros take
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
 LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
 TILE_MAX_NONZEROS = 256  # per token: four fifths of that
@@ -48,7 +50,8 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
     tile engine stays while it is the fastest, and is entered only if it beats dense by TILE_MARGIN.
     """
     if tokens <= FEW_TOKENS:
-        return ROW if nnz <= min(FEW_TOKENS_MAX_DENSITY * tokens, FEW_TOKENS_MAX_SHARE) * neurons else DENSE
+        share = FEWEST_TOKENS_MAX_SHARE if tokens <= FEWEST_TOKENS else FEW_TOKENS_MAX_SHARE
+        return ROW if nnz <= min(FEW_TOKENS_MAX_DENSITY * tokens, share) * neurons else DENSE
     if tokens < MANY_TOKENS:
         return DENSE
     seconds = estimates(tokens, width, neurons, nnz, union)

@@ -41,6 +41,8 @@ def expect_packed(words, wide, mask, row_counts, fired, counters):
     expect(wide, torch.bfloat16, m, n)
     expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
     expect(row_counts, torch.int32, m)
+    if m <= 64:  # behind them, room for the tiles' counts
+        assert row_counts.untyped_storage().nbytes() >= 4 * 64 + 2 * 64 * twell.tiles(n, 256)
     expect(fired, torch.uint8, n)
     expect(counters, torch.int64, 4 + 164)
 

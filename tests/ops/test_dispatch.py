@@ -30,7 +30,9 @@ def test_real_patterns_take_the_tile_engine(pattern, tokens):
     assert choose(tokens, *PATTERNS[pattern]) == TILE
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 1.2 / 8), (16, 1.2 / 16), (64, 1.2 / 64)])
+@pytest.mark.parametrize(
+    ("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 0.7 / 8), (16, 0.7 / 16), (17, 1.2 / 17), (64, 1.2 / 64)]
+)
 def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, share):
     assert choose(tokens, 0, 0) == ROW
     assert choose(tokens, 0.99 * share * N, N) == ROW
