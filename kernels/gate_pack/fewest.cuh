@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
                                     const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
-  const cudaError_t error =  // as it was timed
+  const cudaError_t error =  // it has room without, but was timed so
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
