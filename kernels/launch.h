@@ -157,7 +157,7 @@ struct WeightGradient {
   void* dw[2];              // [n, K] bf16, or float32 if float_dw; [1]: the second, or null
   bool float_dw;
   float* partials;          // [kSplitUnits, 2, 128, 256]
-  int32_t* tickets;         // [kSplitUnits, 4] zero before and after
+  int32_t* tickets;         // [kSplitUnits, 4] of pieces, and [1] units drawn; zero on entry and on exit
 };
 cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 

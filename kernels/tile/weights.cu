@@ -13,6 +13,9 @@
 // Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile, and each consumer has
 // one of the operands.
 //
+// Units are drawn, the first ones too: with a CTA that has to wait for its SM waits nothing else. A gathering thread
+// draws the next unit late in the one before, so that it goes to whoever is through first.
+//
 // Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
 //
 // Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
@@ -27,8 +30,22 @@ namespace {
 constexpr uint32_t kWarpBytes = kHalfBytes / 4;     // of an operand tile, 16 rows
 constexpr int kOperands = 4;                        // operand tiles of a consumer in flight
 constexpr int kRowStages = 5;                       // of B
+constexpr uint32_t kPlaces = 4;                     // for units that are drawn
+constexpr int kDrawAhead = 6;                       // blocks from a draw to the end,
+constexpr int kTicketBlocks = 2;                    // and until its ticket is there
+static_assert(kTicketBlocks < kRowStages, "a stage may wait for a consumer that waits for the next unit");
+
+// The units of a piece are drawn one after the other, all columns of a half together.
+struct alignas(16) Unit {
+  int4 code;   // of the piece
+  int column;  // counted in units; -1: there is no unit
+  int half;    // paired
+};
 
 struct Shared {
+  Unit units[kPlaces];  // of the rounds, in turn; read where needed: the consumers have no registers left
+  uint64_t drawn[kPlaces];
+  uint64_t left[kPlaces];  // by all warps
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
   uint64_t arrived[kConsumerWarps][kOperands];
@@ -37,26 +54,6 @@ struct Shared {
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
-
-// The units of dW, the columns of a piece side by side. Each role counts them for itself: what both had would stay in
-// registers, of which the consumers have none left.
-template <bool kPaired>
-struct Units {
-  const int4* order;
-  int columns, of_piece, count;
-
-  __device__ __forceinline__ explicit Units(const WeightGradient& a)
-      : order(a.plan.order), columns(static_cast<int>((a.k + kTileN - 1) / kTileN)),
-        of_piece(columns * (kPaired ? 2 : 1)), count(a.plan.totals[kPieces] * of_piece) {}
-
-  __device__ __forceinline__ int in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
-  // What a round is about; one that does not exist repeats the first. Asked for a round ahead, it is there in time.
-  __device__ __forceinline__ int4 code_in(int round) const {
-    const int unit = in(round);
-    return order[unit < count ? unit / of_piece : 0];
-  }
-  __device__ __forceinline__ int half_of(int unit) const { return unit / columns % 2; }  // kPaired
-};
 
 // kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and
 // a dW of its own.
@@ -77,6 +74,10 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
     }
+    for (uint32_t i = 0; i < kPlaces; ++i) {
+      ptx::mbarrier_init(ptx::smem_address(shared.drawn + i), 2);
+      ptx::mbarrier_init(ptx::smem_address(shared.left + i), kGatherWarps + kConsumerWarps);
+    }
     for (int i = 0; i < kConsumerWarps * kOperands; ++i) {
       ptx::mbarrier_init(ptx::smem_address(shared.arrived) + 8 * i, 1);
     }
@@ -87,53 +88,94 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
   ptx::griddepcontrol_wait();
 
   const NeuronPlan& plan = a.plan;
+  const auto columns = [&] { return static_cast<int>((a.k + kTileN - 1) / kTileN); };
+  const auto unit_in = [&](uint32_t round) -> Unit& { return shared.units[round % kPlaces]; };
+  const auto wait_for = [&](uint32_t round) {
+    ptx::mbarrier_wait(ptx::smem_address(shared.drawn + round % kPlaces), round / kPlaces & 1);
+  };
+  const auto leave = [&](uint32_t round) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(shared.left + round % kPlaces));
+  };
   const int64_t slots_per_tile = (a.m + kTileM - 1) / kTileM * kTileM;
   if (warp < kGatherWarps) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    const Units<kPaired> units(a);
     const Gather gather(warp, lane);
     RingOf<kRowStages> ring;
-    struct Range {
-      int tile, first, last;
+    const int of_piece = columns() * (kPaired ? 2 : 1), count = plan.totals[kPieces] * of_piece;
+    int ticket = 0;
+    // Every CTA draws once in vain: the last of these draws is the last of all, and sets the counter back.
+    const auto draw = [&] {
+      unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
+      if (threadIdx.x == 0) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
     };
-    const auto range_in = [&](int round) {
-      const Piece piece = piece_of(units.code_in(round));
-      Range range = {piece.tile.index, piece.first, piece.last};
-      if constexpr (kPaired) {
-        const int half = units.half_of(units.in(round));
-        range.last = piece.tile.needed(half, piece.first, piece.last, range.first);
-        range.last += range.first;
-      }
+    const auto publish = [&](uint32_t round) {
+      // All wait: a loop for one thread alone, and the compiler no longer has the stage in a uniform register.
+      ptx::mbarrier_wait(ptx::smem_address(shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
+      if (threadIdx.x != 0) return;
+      Unit& unit = unit_in(round);
+      const uint32_t drawn = ptx::smem_address(shared.drawn + round % kPlaces);
+      const bool exists = ticket < count;  // what does not repeats the first piece
+      ptx::cp_async_16(ptx::smem_address(&unit.code), plan.order + (exists ? ticket / of_piece : 0));
+      ptx::cp_async_mbarrier_arrive(drawn);
+      unit.column = exists ? ticket % columns() : -1;
+      unit.half = ticket / columns() % 2;
+      ptx::mbarrier_arrive(drawn);
+    };
+    struct Range {
+      int column, tile, first, last, draw;  // at which block the next unit is drawn
+    };
+    const auto range_in = [&](uint32_t round) {
+      wait_for(round);
+      const Unit unit = unit_in(round);
+      leave(round);
+      const Piece piece = piece_of(unit.code);
+      Range range = {unit.column, piece.tile.index, piece.first, piece.last, 0};
+      int from;
+      const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
+      if constexpr (kPaired) range.first = from, range.last = from + steps;
+      // Where the first consumer ends, it wants the next unit, and lets no block pass before.
+      range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
       return range;
     };
+    draw();
+    publish(0);
     Range next_range = range_in(0);
     uint4 next;  // this thread's slots of a block, one block ahead
     const auto load = [&](const Range& of, int block) {
       if (of.first == of.last) return;  // nothing is there, not even to look at
       next = *reinterpret_cast<const uint4*>(plan.slots + of.tile * slots_per_tile + block * kTileK + gather.first_row);
     };
+    const auto look_ahead = [&](uint32_t round) {
+      next_range = range_in(round);
+      load(next_range, next_range.first);
+    };
     load(next_range, next_range.first);
-    for (int round = 0, unit; (unit = units.in(round)) < units.count; ++round) {
+    for (uint32_t round = 0; next_range.column >= 0; ++round) {
       const Range of = next_range;
-      next_range = range_in(round + 1);
-      const int64_t column = Gather::column_of(unit % units.columns, lane);
+      const int64_t column = Gather::column_of(of.column, lane);
       for (int block = of.first; block < of.last; ++block) {
         const uint32_t slots[kThreadRows] = {next.x, next.y, next.z, next.w};
+        if (block == of.draw) draw();
+        if (block == min(of.draw + kTicketBlocks, of.last - 1)) publish(round + 1);
         if (block + 1 < of.last) {
           load(of, block + 1);
         } else {
-          load(next_range, next_range.first);
+          look_ahead(round + 1);
         }
         ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
         gather.copy(stages + ring.stage * kBBytes, a.rows, slots, column, a.k);
         ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
         ring.advance();
       }
-      if (of.first == of.last) load(next_range, next_range.first);
+      if (of.first == of.last) {
+        draw();
+        publish(round + 1);
+        look_ahead(round + 1);
+      }
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    const Units<kPaired> units(a);
     const int consumer = warp / 4 - 1;          // the half of a tile that this one multiplies, or, paired, the operand
     const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
     const auto dw = static_cast<Out*>(kPaired && consumer != 0 ? a.dw[1] : a.dw[0]);
@@ -145,11 +187,12 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       Piece piece;
       int half, from, steps;
     };
-    const auto work_of = [&](int4 code, int round) {
-      const int half = kPaired ? units.half_of(units.in(round)) : consumer;
-      Work work = {piece_of(code), half, 0, 0};
-      work.steps = work.piece.tile.needed(half, work.piece.first, work.piece.last, work.from);
-      if (work.steps == 0) work.from = work.piece.first;
+    const auto work_of = [&](uint32_t round) {
+      wait_for(round);
+      const Unit& unit = unit_in(round);
+      Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
+      work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
+      if (work.steps == 0) work.from = work.piece.last;  // it lets all pass, then stores
       return work;
     };
     // Operand tiles are used in turn, and the one of a step is fetched to where that of kOperands steps before has
@@ -169,11 +212,10 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
       for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
     };
     RingOf<kRowStages> ring;
-    Work next = work_of(units.code_in(0), 0);
-    int4 next_code = units.code_in(1);
+    Work next = work_of(0);
     int passing = 0;  // stages that this consumer does not need, behind those that it did
-    if (units.in(0) < units.count) fetch_first(next);
-    for (int round = 0, unit; (unit = units.in(round)) < units.count; ++round) {
+    if (unit_in(0).column >= 0) fetch_first(next);
+    for (uint32_t round = 0; unit_in(round).column >= 0; leave(round++)) {
       const Work work = next;
       const Piece& of = work.piece;
       const int half = work.half;
@@ -220,15 +262,16 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
       // Once dW is stored: until then the other consumer has stages to multiply.
-      passing = of.last - work.from - work.steps;
-      next = work_of(next_code, round + 1);
-      next_code = units.code_in(round + 2);
-      if (units.in(round + 1) < units.count) fetch_first(next);
-      if (const Piece piece = piece_of(plan.order[unit / units.of_piece]); piece.parts > 1) {
-        const int place = unit % units.columns + piece.base * units.columns;
+      const Unit& unit = unit_in(round);
+      const Piece piece = piece_of(unit.code);
+      passing = piece.last - work.from - work.steps;
+      next = work_of(round + 1);
+      if (unit_in(round + 1).column >= 0) fetch_first(next);
+      if (piece.parts > 1) {
+        const int place = unit.column + piece.base * columns();
         // The sums of a piece, as its threads hold them: [register / 4][thread][4].
         const auto partials_of = [&](int part) {
-          const int64_t sums = static_cast<int64_t>(place + part * units.columns) * 4 + half * 2 + kPaired * consumer;
+          const int64_t sums = static_cast<int64_t>(place + part * columns()) * 4 + half * 2 + kPaired * consumer;
           const int64_t at = sums * (kHalf * kTileN);
           return reinterpret_cast<float4*>(a.partials + at) + thread;
         };
@@ -263,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         }
       }
       if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
-        const int64_t column = static_cast<int64_t>(unit % units.columns) * kTileN;
+        const int64_t column = static_cast<int64_t>(unit.column) * kTileN;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           Out* to = dw + out[i] * a.k + column + lane % 4 * 2;
@@ -277,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         continue;
       }
       // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
-      const int64_t column = static_cast<int64_t>(unit % units.columns) * kTileN + lane % 4 * 8;
+      const int64_t column = static_cast<int64_t>(unit.column) * kTileN + lane % 4 * 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Out* to = dw + out[i] * a.k + column;

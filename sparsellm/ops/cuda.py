@@ -314,7 +314,7 @@ def tile_backward(
     def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return saved.lists.new_empty(shape, dtype=dtype)
 
-    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, 2, SPLIT_UNITS * 4, 2)
+    zeroed = (n, neuron_tiles * 2 * token_tiles * 2, NEURON_TOTALS, 2, SPLIT_UNITS * 4 + 1, 2)
     frequencies, counts, totals, drawn, tickets, arrivals = _zeros(
         x.device, *((length, torch.int32) for length in zeroed)
     )

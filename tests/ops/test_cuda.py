@@ -230,7 +230,7 @@ def tile_weights(operand, more_operand, source, *args):
     names, (partials, tickets, *gradients) = cuda.NeuronPlan(*args[:14]), args[14:]
     expect(names.order, torch.int32, len(names.slots) + 384, 4)
     expect(partials, torch.float32, 384 * 2 * 128 * 256)
-    expect(tickets, torch.int32, 384 * 4)
+    expect(tickets, torch.int32, 384 * 4 + 1)
     assert not tickets.any()
     for found, dw in zip((operand, more_operand), gradients, strict=True):
         assert (found is None) == (dw is None)
