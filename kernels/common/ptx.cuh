@@ -182,9 +182,22 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// `bytes` of global memory to L2, address and size multiples of 16.
-__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes));
+// What lies around a global address to L2: 128 bytes, by what it costs to load them later.
+__device__ __forceinline__ void prefetch_l2(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+}
+
+// `bytes` of shared memory to the address `destination` of CTA `rank`, all three multiples of 16; completes them on its
+// `barrier`.
+__device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t rank, uint32_t source, uint32_t bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
+      " mapa.shared::cluster.u32 remote_barrier, %4, %1;\n"
+      " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%2], %3,"
+      " [remote_barrier];\n}" ::"r"(destination),
+      "r"(rank), "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // `bytes` from global to shared memory, all three multiples of 16; completes them on `barrier`.

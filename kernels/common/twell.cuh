@@ -43,10 +43,11 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 }
 
 // Packs four rows of one tile, a warp together: lanes 8 r .. 8 r + 7 have row r of the four, and lane s of them columns
-// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are 128 j bytes on. Writes all
-// words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its column
+// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on. Writes
+// all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its column
 // `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set where the
 // lane's column i of j is not zero.
+template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    uint32_t words_per_tile, uint32_t* words, __nv_bfloat16* wide,
                                                    uint32_t& seen) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   {
     uint4 v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = ptx::ld_shared_v4(chunks + 128 * j);
+    for (int j = 0; j < 4; ++j) v[j] = ptx::ld_shared_v4(chunks + kApart * j);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       // Behind the last column stand zeros of w, but zero times infinity is no zero.
@@ -78,7 +79,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
     uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many of the row lie before those of j
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
-      const uint32_t value = ptx::ld_shared_u16(chunks + 16 * shift + 2 * i);
+      const uint32_t value = ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i);
       words[1 + (at >> shift & 0xff)] = pack_word(value, column + 8 * shift + i);
       at += 1u << shift;
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
 #pragma unroll 1
     for (int j = 0; j < 4; ++j) {
       if (column + 64 * j < n) {
-        *reinterpret_cast<uint4*>(wide + 8 * (lane % 8) + 64 * j) = ptx::ld_shared_v4(chunks + 128 * j);
+        *reinterpret_cast<uint4*>(wide + 8 * (lane % 8) + 64 * j) = ptx::ld_shared_v4(chunks + kApart * j);
       }
     }
   }

@@ -17,8 +17,6 @@ constexpr int kFewestTokens = 16;
 
 namespace fewest {
 
-using small::kPitch;
-
 constexpr int kWarps = 8;  // that multiply; one more feeds x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
@@ -33,12 +31,17 @@ constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 
 constexpr int kTokenRows = 3 * kFewestTokens;      // there is room for: three rounds, or more of fewer tokens,
 constexpr int kSlots = 8;                          // up to this many
 constexpr uint32_t kSumPitch = kNeurons + 8;       // floats of a token's sums: eight tokens lie in all banks
+constexpr uint32_t kPitch = kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
+
+// The lowest four bits, a byte each.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
 struct Shared {
   uint4 pieces[kWarps * kOfWarp / 16];
   uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows
   uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns, rank 0's
   uint64_t full[kSlots], empty[kSlots], finished;
+  uint32_t fired[kColumnTile / 32];
   small::Sums totals;
 };
 static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory");
@@ -64,9 +67,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t neuron = column + rank * kNeurons;  // this CTA's first
   const uint32_t row_bytes = 2 * k;
   const int rounds = (k + kRound - 1) / kRound;
+  const bool counts = zeroed == 0;
 
   if (warp == kWarps) {  // meanwhile the others begin to fetch w
     shared.totals.clear(lane);
+    if (lane < kColumnTile / 32) shared.fired[lane] = 0;
     if (lane == 0) {
       for (int s = 0; s < kSlots; ++s) {
         ptx::mbarrier_init(full + 8 * s, 1);
@@ -188,8 +193,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (rank != 0) return;
 
   ptx::mbarrier_wait(finished, 0);
-  small::pack_tile<kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.totals,
-                                  zeroed == 0);
+  uint32_t seen = 0;
+  if (const int first = 4 * warp; first < m) {
+    const int token = first + lane / 8;
+    small::pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n, column_tile, column_tiles,
+                            words_per_tile, out, shared.totals, counts, seen);
+    add_fired(shared.fired, seen, lane);
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t word = shared.fired[lane / 4];
+    const uint32_t bits = word >> lane % 4 * 8;
+    if (column + 8 * lane < n) {
+      *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
+    }
+    if (lane % 4 == 0) {
+      out.mask[column_tile * 8 + lane / 4] = word;
+      if (counts) atomicAdd(shared.totals.counts + kUnion, __popc(word));
+    }
+    __syncwarp();
+    if (counts) small::add_counts(out, shared.totals, lane);
+  }
 }
 
 }  // namespace fewest

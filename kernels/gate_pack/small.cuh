@@ -1,8 +1,9 @@
 // gate_pack for few tokens: the product is a stream of w, so it is cut by columns over many SMs.
 //
 // Four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for one another.
-// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. The results meet
-// in the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
+// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA says of its
+// own neurons which fire, and packs a quarter of the tokens: the CTAs copy to one another's shared memory what each
+// needs. Same numerics as the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -17,19 +18,20 @@ namespace small {
 
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr uint32_t kPitch = kColumnTile * 2 + 16;  // bytes of a packed row: 16-byte chunks of eight rows lie in all banks
-constexpr int kThreads = 32 * kSmallTokens / 4;  // each warp packs four tokens; before, 0..3 multiply, 4 feeds
+constexpr int kTokens = kSmallTokens / kCluster;  // that a CTA packs
+constexpr uint32_t kPitch = kNeurons * 2 + 16;    // bytes of a token and one CTA's neurons: eight chunks lie in all banks
+constexpr uint32_t kPart = kTokens * kPitch;
+constexpr int kThreads = 160;  // warps 0..3 multiply and pack, 4 feeds
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
 constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
 constexpr int kDepth = 11;  // stages in flight
+constexpr int kAhead = 2;   // of those, whose w is asked for before the first x: what comes behind more of it comes late
 
-// What a column tile's first CTA sums up.
+// What a CTA adds to the counters.
 struct Sums {
-  uint32_t fired[8];
   uint32_t counts[kCounters];
 
   __device__ __forceinline__ void clear(uint32_t lane) {
-    if (lane < 8) fired[lane] = 0;
     if (lane < kCounters) counts[lane] = 0;
   }
 };
@@ -37,11 +39,13 @@ struct Sums {
 struct Shared {
   uint64_t full[kDepth];
   uint64_t empty[kDepth];
+  uint64_t finished;  // what this CTA packs
   Sums sums;
 };
 
-constexpr uint32_t kBytes = 1024 + kDepth * kStage + kSmallTokens * kPitch + sizeof(Shared);
-static_assert(kBytes <= kMaxSharedBytes, "the stages and the packed tile share one CTA's memory");
+constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + sizeof(Shared);
+static_assert(kTokens == 16, "four warps pack four tokens each, and store sixteen for each CTA at once");
+static_assert(kBytes <= kMaxSharedBytes, "the stages, what it computed and what it packs share one CTA's memory");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {
@@ -50,62 +54,36 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
-// 16 bytes to the shared address `address` of CTA `rank`.
-__device__ __forceinline__ void st_cluster_v4(uint32_t address, uint32_t rank, uint4 v) {
-  asm volatile(
-      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-      " st.shared::cluster.v4.u32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
-      "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-      : "memory");
+// Packs four tokens of a column tile, a warp together: the one of lanes 8 r .. 8 r + 7 is `token`, if there is `some`,
+// its columns are at `chunks` as pack_four_rows has them. counts: adds to row_counts, and to the sums.
+template <uint32_t kApart>
+__device__ __forceinline__ void pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
+                                            int column_tile, int column_tiles, int words_per_tile, const Packed& out,
+                                            Sums& sums, bool counts, uint32_t& seen) {
+  const uint32_t column = column_tile * kColumnTile;
+  uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
+  __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
+  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, words_per_tile, words, wide, seen);
+  const bool tells = some && lane % 8 == 0;
+  if (tells) {
+    words[0] = count;
+    tile_counts(out)[column_tile * kCountedTokens + token] = count;
+    if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
+  }
+  if (counts) {
+    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
+    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+    if (lane == 0) {
+      atomicAdd(sums.counts + kNonzeros, nonzeros);
+      atomicAdd(sums.counts + kOverflow, overflow);
+    }
+  }
 }
 
-// The lowest four bits, a byte each.
-__device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
-
-// Packs a finished tile of 256 columns, rows of kPitch bytes at `tile`; a CTA of kWarps together. counts: adds to
-// row_counts and counters.
-template <int kWarps>
-__device__ __forceinline__ void pack_tile(uint32_t tile, int m, int64_t n, int column_tile, int column_tiles,
-                                          int words_per_tile, const Packed& out, Sums& sums, bool counts) {
-  const int warp = threadIdx.x / 32;
-  const uint32_t lane = threadIdx.x % 32, column = column_tile * kColumnTile;
-  for (int first = 4 * warp; first < m; first += 4 * kWarps) {
-    const int token = first + lane / 8;
-    const bool some = token < m;
-    uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
-    __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-    uint32_t seen = 0;
-    const uint32_t count = pack_four_rows(tile + token * kPitch + lane % 8 * 16, some, lane, column, n, words_per_tile,
-                                          words, wide, seen);
-    const bool tells = some && lane % 8 == 0;
-    if (tells) {
-      words[0] = count;
-      tile_counts(out)[column_tile * kCountedTokens + token] = count;
-      if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
-    }
-    if (counts) {
-      const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-      const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
-      if (lane == 0) {
-        atomicAdd(sums.counts + kNonzeros, nonzeros);
-        atomicAdd(sums.counts + kOverflow, overflow);
-      }
-    }
-    add_fired(sums.fired, seen, lane);
-  }
-  __syncthreads();
-  if (warp == 0) {
-    const uint32_t word = sums.fired[lane / 4];
-    const uint32_t bits = word >> lane % 4 * 8;
-    if (column + 8 * lane < n) {
-      *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
-    }
-    if (lane % 4 == 0) out.mask[column_tile * 8 + lane / 4] = word;
-    if (!counts) return;
-    const uint32_t in_union = __reduce_add_sync(~0u, lane % 4 == 0 ? __popc(word) : 0);
-    const uint32_t more = lane == kUnion ? in_union : lane < kCounters ? sums.counts[lane] : 0;
-    if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
-  }
+// Adds a CTA's sums to the counters: lanes of one warp.
+__device__ __forceinline__ void add_counts(const Packed& out, const Sums& sums, uint32_t lane) {
+  const uint32_t more = lane < kCounters ? sums.counts[lane] : 0;
+  if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
 }
 
 __global__ void __launch_bounds__(small::kThreads, 1)
@@ -113,48 +91,67 @@ __global__ void __launch_bounds__(small::kThreads, 1)
                            int64_t n, int k_blocks, int words_per_tile, const Packed out, int zeroed) {
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t tile = stages + kDepth * kStage;  // [tokens] rows of 256 columns; all four parts in rank 0's
-  auto& shared = *reinterpret_cast<Shared*>(raw + (tile + kSmallTokens * kPitch - ptx::smem_address(raw)));
+  const uint32_t own = stages + kDepth * kStage;  // [CTAs, their tokens] of this CTA's neurons, for the others to pack
+  const uint32_t tile = own + kCluster * kPart;   // [CTAs, this one's tokens] of their neurons
+  auto& shared = *reinterpret_cast<Shared*>(raw + (tile + kCluster * kPart - ptx::smem_address(raw)));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
+  const uint32_t finished = ptx::smem_address(&shared.finished);
   const int warp = threadIdx.x / 32;
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t rank = ptx::cluster_rank();
   const int column_tile = blockIdx.x / kCluster;
   const int column_tiles = gridDim.x / kCluster;
+  const bool counts = zeroed == 0;
+  const auto tokens_of = [&](int cta) { return max(min(m - cta * kTokens, kTokens), 0); };
   const uint32_t column = column_tile * kColumnTile;
 
-  if (warp == 4 && lane == 0) {
-    ptx::tma_prefetch_descriptor(&w_map);
-    ptx::tma_prefetch_descriptor(&x_map);
-  }
-  if (threadIdx.x < kDepth) {
-    ptx::mbarrier_init(full + 8 * threadIdx.x, 1);
-    ptx::mbarrier_init(empty + 8 * threadIdx.x, kCluster * 4);
+  const auto fetch_w = [&](int kb, uint32_t stage) {
+    ptx::mbarrier_arrive_expect_tx(full + 8 * stage, kStage);
+    ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full + 8 * stage);
+  };
+  const auto fetch_x = [&](int kb, uint32_t stage) {
+    if (kb % kCluster != static_cast<int>(rank)) return;
+    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0, full + 8 * stage,
+                               (1 << kCluster) - 1);
+  };
+  const int ahead = min(kAhead, k_blocks);
+  if (warp == 4) {
+    if (lane < kDepth) {
+      ptx::mbarrier_init(full + 8 * lane, 1);
+      ptx::mbarrier_init(empty + 8 * lane, kCluster * 4);
+    } else if (lane == kDepth) {
+      ptx::mbarrier_init(finished, 1);
+      ptx::mbarrier_arrive_expect_tx(finished, (kCluster - 1) * tokens_of(rank) * kPitch);
+    }
     ptx::fence_mbarrier_init();
+    __syncwarp();
+    if (lane == 0) {
+      for (int kb = 0; kb < ahead; ++kb) fetch_w(kb, kb);
+      ptx::tma_prefetch_descriptor(&x_map);
+    }
+    __syncwarp();
+  } else if (warp == 0) {
+    shared.sums.clear(lane);
   }
-  if (warp == 1) shared.sums.clear(lane);
-  __syncthreads();
-  ptx::cluster_sync();  // they fetch for one another, and give back what they have read
+  ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();  // for all before
   ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < zeroed; i += kThreads) out.counters[i] = 0;
   }
+  ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
 
   RingOf<kDepth> ring;
   float d[kSmallTokens / 2];
   if (warp == 4) {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-        const uint32_t barrier = full + 8 * ring.stage;
-        const uint32_t a = stages + ring.stage * kStage;
-        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(barrier, kStage);
-        ptx::tma_load_2d(a, &w_map, kb * kTileK, column + rank * kNeurons, barrier);
-        if (kb % kCluster == static_cast<int>(rank)) {
-          ptx::tma_load_2d_multicast(a + kNeuronBytes, &x_map, kb * kTileK, 0, barrier, (1 << kCluster) - 1);
+        if (kb >= ahead) {
+          ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+          fetch_w(kb, ring.stage);
         }
+        fetch_x(kb, ring.stage);
       }
     }
   } else if (warp < 4) {
@@ -178,28 +175,57 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     }
     ptx::wgmma_wait_group<0>();
   }
-  __syncwarp();
+  __syncthreads();  // the sums are zero
   if (warp < 4) {
-    const uint32_t part = tile + rank * (kNeurons * 2) + warp * 32;  // this warp's 16 neurons
+    uint32_t fires[2] = {0, 0};  // of this warp's 16 neurons lane / 4, and 8 on
 #pragma unroll
-    for (int j = 0; j < kSmallTokens / 16; ++j) {
-      const uint32_t token = 16 * j + 8 * (lane / 16) + lane % 8;
+    for (int j = 0; j < kSmallTokens / 8; ++j) {
+      const int first = 8 * j + lane % 4 * 2;
+      // Behind the last token stand zeros of x, but zero times infinity is no zero.
+      const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
+      fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
+      fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
+    }
+#pragma unroll
+    for (int j = 0; j < kCluster; ++j) {
+      const uint32_t part = (j == static_cast<int>(rank) ? tile : own) + j * kPart + warp * 32;
+      const uint32_t token = 8 * (lane / 16) + lane % 8;
       stmatrix_x4_trans(part + token * kPitch + (lane / 8 & 1) * 16, ptx::cvt_relu_bf16x2(d[8 * j], d[8 * j + 1]),
                         ptx::cvt_relu_bf16x2(d[8 * j + 2], d[8 * j + 3]),
                         ptx::cvt_relu_bf16x2(d[8 * j + 4], d[8 * j + 5]),
                         ptx::cvt_relu_bf16x2(d[8 * j + 6], d[8 * j + 7]));
     }
-    __syncwarp();
-    for (int i = lane; rank != 0 && i < 2 * m; i += 32) {
-      const uint32_t chunk = part + i / 2 * kPitch + i % 2 * 16;
-      st_cluster_v4(chunk, 0, ptx::ld_shared_v4(chunk));
+    ptx::fence_proxy_async();
+    ptx::bar_sync(1, 128);
+    if (threadIdx.x < kCluster) {
+      const int to = threadIdx.x;
+      const uint32_t bytes = to == static_cast<int>(rank) ? 0 : tokens_of(to) * kPitch;
+      if (bytes != 0) ptx::bulk_copy_cluster(tile + rank * kPart, to, own + to * kPart, bytes, finished);
     }
     __syncwarp();
-  }
-  ptx::cluster_sync();
-  if (rank != 0) return;
 
-  pack_tile<small::kThreads / 32>(tile, m, n, column_tile, column_tiles, words_per_tile, out, shared.sums, zeroed == 0);
+    const uint32_t low = __ballot_sync(~0u, fires[0] != 0), high = __ballot_sync(~0u, fires[1] != 0);
+    const int neuron = column + rank * kNeurons + warp * 16 + static_cast<int>(lane);
+    const bool known = lane < 16 && neuron < n;
+    const bool fired = known && ((lane < 8 ? low : high) >> lane % 8 * 4 & 0xf) != 0;
+    const uint32_t of_sixteen = __ballot_sync(~0u, fired);
+    if (known) out.fired[neuron] = fired;
+    if (lane == 0) {
+      reinterpret_cast<uint16_t*>(out.mask)[blockIdx.x * 4 + warp] = static_cast<uint16_t>(of_sixteen);
+      if (counts) atomicAdd(shared.sums.counts + kUnion, __popc(of_sixteen));
+    }
+
+    ptx::mbarrier_wait(finished, 0);
+    const int token = 4 * warp + lane / 8;
+    uint32_t seen = 0;
+    pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
+                       column_tile, column_tiles, words_per_tile, out, shared.sums, counts, seen);
+    if (counts) {
+      ptx::bar_sync(1, 128);
+      if (warp == 0) add_counts(out, shared.sums, lane);
+    }
+  }
+  ptx::cluster_sync();  // the others have what they copy from here
 }
 
 }  // namespace small

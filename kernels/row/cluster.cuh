@@ -135,7 +135,7 @@ __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n
 }
 
 // kCluster: CTAs; nonzeros of a chunk. kFull: k is 256 kVectors, the most there is room for. Then two CTAs share an SM:
-// of clusters of eight that have theirs alone, 15 fit an H100 or H200, of such at least 30; of four 32, and 64.
+// of clusters of eight that have theirs alone, 15 fit an H100 or H200, of such at least 30; of four 60.
 template <int kCluster, int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
   constexpr int kWarps = kClusterWarps;
@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   __shared__ alignas(16) uint32_t list[2][kClusterListed];  // two parts of their lists
   __shared__ alignas(16) float hidden[2][kWarps][kCluster];
   __shared__ uint64_t received[2][kWarps], x_full[2];
-  __shared__ uint32_t counts[kClusterTokens], keys[kClusterTokens];
+  __shared__ uint32_t counts[kClusterTokens];
+  __shared__ alignas(16) uint32_t keys[kClusterTokens];
   __shared__ uint32_t cuts[kClusterTokens + 1];  // pieces but the first of the rows before; behind the last row, all
   __shared__ uint32_t piece;                     // nonzeros of a piece of a row that is cut
   __shared__ int row_of[kClusterTokens];         // of a unit that is a row or its first piece
@@ -239,10 +240,13 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
     }
     __syncwarp();
     if (ranked) {
-#pragma unroll 8
-      for (int row = 0; row < kClusterTokens; ++row) {  // keys of rows from m on are the least
+#pragma unroll 4
+      for (int row = 0; row < kClusterTokens; row += 4) {  // keys of rows from m on are the least
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + row);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) rank_of[i] += keys[row] > key[i];
+        for (int i = 0; i < kRows; ++i) {
+          rank_of[i] += (four.x > key[i]) + (four.y > key[i]) + (four.z > key[i]) + (four.w > key[i]);
+        }
       }
     }
 #pragma unroll
@@ -335,12 +339,20 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
         }
       };
 
-      const auto prefetch = [&](uint32_t at, bool with_up) {  // what the two will load, to L2: a lane for each nonzero
-        if (lane >= kCluster || at + lane >= size) return;
-        const uint32_t word = words[at + lane];
-        if (with_up && lane == rank) ptx::bulk_prefetch(weights_of(a.w_up, word, 0), 16 * vectors);
-        const int first = slice * static_cast<int>(rank), own = min(slice, vectors - first);
-        if (own > 0) ptx::bulk_prefetch(weights_of(a.w_down_t, word, first), 16 * own);
+      // What the two will load, to L2, 128 bytes a lane: of W_d 32 / kCluster lanes have a nonzero.
+      const auto prefetch = [&](uint32_t at, bool with_up) {
+        constexpr int kLanes = 32 / kCluster, kStep = 8;
+        const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);
+        if (const uint32_t j = at + lane / kLanes; j < size) {
+          for (int v = lane % kLanes * kStep; v < own; v += kLanes * kStep) {
+            ptx::prefetch_l2(weights_of(a.w_down_t, words[j], first + v));
+          }
+        }
+        if (with_up && at + rank < size) {
+          for (int v = lane * kStep; v < vectors; v += 32 * kStep) {
+            ptx::prefetch_l2(weights_of(a.w_up, words[at + rank], v));
+          }
+        }
       };
 
       uint32_t at = kCluster * warp;

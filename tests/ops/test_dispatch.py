@@ -31,7 +31,7 @@ def test_real_patterns_take_the_tile_engine(pattern, tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 0.7 / 8), (16, 0.7 / 16), (17, 1.2 / 17), (64, 1.2 / 64)]
+    ("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 0.7 / 8), (16, 0.7 / 16), (17, 1.5 / 17), (64, 1.5 / 64)]
 )
 def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, share):
     assert choose(tokens, 0, 0) == ROW
