@@ -125,9 +125,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
       ptx::mbarrier_arrive_expect_tx(finished, (kCluster - 1) * tokens_of(rank) * kPitch);
     }
     ptx::fence_mbarrier_init();
-    __syncwarp();
     if (lane == 0) {
-      for (int kb = 0; kb < ahead; ++kb) fetch_w(kb, kb);
+      ptx::tma_prefetch_descriptor(&w_map);
       ptx::tma_prefetch_descriptor(&x_map);
     }
     __syncwarp();
@@ -137,8 +136,11 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();  // for all before
   ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < zeroed; i += kThreads) out.counters[i] = 0;
+  if (warp == 4) {
+    for (int kb = 0; lane == 0 && kb < ahead; ++kb) fetch_w(kb, kb);
+    __syncwarp();
+  } else if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < zeroed; i += 128) out.counters[i] = 0;
   }
   ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
 
