@@ -1,7 +1,7 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
-// that one writes: gate_pack.cu, tile/order.cu); the first kernel of gate_pack for more than 64 tokens, pointwise,
+// that one writes: gate_pack.cu, order/order.cu); the first kernel of gate_pack for more than 64 tokens, pointwise,
 // pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
 // (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //

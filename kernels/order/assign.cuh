@@ -1,0 +1,197 @@
+// token_order: the cluster of each token, and how alike the clusters are.
+#pragma once
+
+#include "order/profiles.cuh"
+
+namespace sparsellm::order {
+
+// Adds three bits in each place: `sum`, and the carry, which it returns.
+__device__ __forceinline__ uint32_t carry_save(uint32_t& sum, uint32_t a, uint32_t b) {
+  const uint32_t s = sum;
+  sum = s ^ a ^ b;
+  return (s & a) | (s & b) | (a & b);
+}
+
+// Adds eight words of bits to counters kept as bit planes: plane k holds bit k of the 32 counts.
+__device__ __forceinline__ void add_planes(uint32_t (&plane)[8], const uint32_t (&v)[8]) {
+  const uint32_t a = carry_save(plane[0], v[0], v[1]), b = carry_save(plane[0], v[2], v[3]);
+  const uint32_t c = carry_save(plane[0], v[4], v[5]), d = carry_save(plane[0], v[6], v[7]);
+  const uint32_t e = carry_save(plane[1], a, b), f = carry_save(plane[1], c, d);
+  uint32_t carry = carry_save(plane[2], e, f);
+#pragma unroll
+  for (int k = 3; k < 8; ++k) {
+    const uint32_t next = plane[k] & carry;
+    plane[k] ^= carry;
+    carry = next;
+  }
+}
+
+// From planes to counts: afterwards byte b of word j is the count of place 8 b + j (the 8 x 8 bits of each byte column,
+// transposed).
+__device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
+  constexpr uint32_t kLow[3] = {0x55555555, 0x33333333, 0x0f0f0f0f};
+#pragma unroll
+  for (int level = 2; level >= 0; --level) {
+    const int step = 1 << level;
+    const uint32_t low = kLow[level];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k & step) continue;
+      const uint32_t a = plane[k], b = plane[k + step];
+      plane[k] = (a & low) | (b << step & ~low);
+      plane[k + step] = (a >> step & low) | (b & ~low);
+    }
+  }
+}
+
+// Each pair of clusters is compared by one CTA of `parts`: clusters u and 127 - u with all after them, 127 pairs for
+// any u, eight lanes to a pair.
+__device__ __forceinline__ void compare_profiles(const Order& order, int index, int part, int parts,
+                                                 const int (&sizes)[kClusters]) {
+  const int pair = min(static_cast<int>(threadIdx.x) / 8, kClusters - 2), piece = threadIdx.x % 8;
+  const uint32_t* masks = order.masks + static_cast<int64_t>(index) * kClusters * order.words;
+  uint32_t* similarity = order.similarity + static_cast<int64_t>(index) * kClusters * kClusters;
+  for (int u = part; u < kClusters / 2; u += parts) {
+    const bool lower = pair < kClusters - 1 - u;
+    const int c = lower ? u : kClusters - 1 - u, d = lower ? u + 1 + pair : pair + 1;
+    const uint4* a = reinterpret_cast<const uint4*>(masks + c * order.words);
+    const uint4* b = reinterpret_cast<const uint4*>(masks + d * order.words);
+    int both = 0;
+#pragma unroll 3
+    for (int q = piece; q < order.words / 4; q += 8) {
+      const uint4 x = a[q], y = b[q];
+      both += bits_of(make_uint4(x.x & y.x, x.y & y.y, x.z & y.z, x.w & y.w));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) both += __shfl_xor_sync(~0u, both, offset);
+    const uint32_t alike = (static_cast<uint32_t>(both) << 15) / max(sizes[c] + sizes[d], 1);
+    if (piece == 0) similarity[c * kClusters + d] = alike << 7 | (kClusters - 1 - d);
+    if (piece == 1) similarity[d * kClusters + c] = alike << 7 | (kClusters - 1 - c);
+  }
+}
+
+// The cluster of each sampled token, by the leaders or by the profiles: CTA (chunk, part of the sample). Eight lanes to
+// a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight
+// neurons. With the profiles, a part of the clusters' similarity first, for the chain to begin with.
+template <bool kLeaders, bool kShared>
+__global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int samples, int parts) {
+  extern __shared__ uint4 shared[];  // kShared: the table
+  __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
+  __shared__ int sizes[kClusters];
+  const int part = blockIdx.x % parts, index = blockIdx.x / parts;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t word = lane % 4, slice = lane / 4 % 2;
+  samples = min(samples, chunk.tokens);
+  const uint4* table = (kLeaders ? order.leaders : order.profiles) + static_cast<int64_t>(index) * (order.n + 1);
+  if (kLeaders) ptx::griddepcontrol_launch_dependents();
+  if (kLeaders && kShared) {
+    for (int i = threadIdx.x; i <= order.n; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+  }
+  ptx::griddepcontrol_wait();
+  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // not before: sort_kernel counts on it
+
+  // The first loads of a token's row do not wait for its count: every row has room for them; nor for the token before.
+  const int share = (samples + parts - 1) / parts;
+  const int begin = part * share, end = min(begin + share, samples);
+  int i = begin + threadIdx.x / 8;
+  int64_t token = sample(chunk, min(i, end - 1), samples);
+  const auto quads_of = [&](int64_t token) {
+    return reinterpret_cast<const uint4*>(order.rows + token * kRowCapacity) + 2 * slice;
+  };
+  const uint4* quads = quads_of(token);
+  uint4 x = quads[0], y = quads[1];
+  int next_count = order.row_counts[token];
+
+  // A score is 128 (C overlap - price) + 127 - cluster: its maximum names the cluster, the lowest of equals.
+  const auto set_bias = [&](int cluster, int price) {
+    const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
+    reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
+        cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
+  };
+  if (kLeaders && kShared) {
+    const int price = mark_leaders(order, chunk, 0, order.n, shared);
+    if (threadIdx.x % 8 == 0) set_bias(threadIdx.x / 8, price);
+    const int last = order.n * (part + 1) / parts;
+    for (int r = order.n * part / parts + threadIdx.x; r < last; r += kThreads) {
+      order.leaders[static_cast<int64_t>(index) * (order.n + 1) + r] = shared[r];
+    }
+  } else {
+    if (kShared) {
+      for (int r = threadIdx.x; r <= order.n; r += kThreads) shared[r] = __ldcg(table + r);
+    }
+    if (threadIdx.x < kClusters) {
+      int price = 0, size = 0;
+      for (int r = 0; r < order.ranges; ++r) {
+        const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
+        price += __ldcg(order.prices + at);
+        if (!kLeaders) size += __ldcg(order.sizes + at);
+      }
+      set_bias(threadIdx.x, price);
+      sizes[threadIdx.x] = size;
+    }
+  }
+  if (kLeaders && part == 0 && threadIdx.x == 0) {
+    order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
+    order.arrivals[index] = 0;  // the next `assign` counts
+  }
+  __syncthreads();
+  if (!kLeaders) {
+    compare_profiles(order, index, part, parts, sizes);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(order.arrivals + index, 1);
+    }
+  }
+
+  const int scale = kClusters * chunk.clusters;
+  for (int at = begin; at < end; at += kThreads / 8, i += kThreads / 8) {
+    const uint32_t count = i < end ? min(static_cast<uint32_t>(next_count), kMaxCount) : 0;
+    token = sample(chunk, min(i + kThreads / 8, end - 1), samples);  // the next
+    next_count = order.row_counts[token];
+    const uint32_t sparing = count > kMaxOverlap;
+    uint32_t plane[8] = {};
+    const uint32_t step = 16 << sparing;
+    uint32_t from = 8 * slice;
+    do {
+      uint32_t rows[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}, v[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) rows[k] = from + k < count ? rows[k] & 0xffff : order.n;  // row n is empty
+      from += step;
+      quads = from < count ? quads + step / 4 : quads_of(token);
+      x = quads[0];
+      y = quads[1];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        v[k] = kShared ? reinterpret_cast<const uint32_t*>(shared + rows[k])[word]
+                       : __ldcg(reinterpret_cast<const uint32_t*>(table + rows[k]) + word);
+      }
+      add_planes(plane, v);
+    } while (from < count);
+    __syncwarp();
+    planes_to_bytes(plane);
+    const int weight = scale << sparing;
+    int best = INT32_MIN;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // The other slice's counts of the places this lane scores.
+      const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
+      const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
+      const int4 four = bias[8 * j + lane % 8];
+      best = max(best, static_cast<int>(overlaps & 0xff) * weight + four.x);
+      best = max(best, static_cast<int>(overlaps >> 8 & 0xff) * weight + four.y);
+      best = max(best, static_cast<int>(overlaps >> 16 & 0xff) * weight + four.z);
+      best = max(best, static_cast<int>(overlaps >> 24) * weight + four.w);
+    }
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
+    if (lane % 8 == 0 && i < end) {
+      order.clusters[static_cast<int64_t>(index) * kChunk + i] = kClusters - 1 - (best & (kClusters - 1));
+    }
+  }
+}
+
+}  // namespace sparsellm::order

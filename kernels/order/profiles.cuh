@@ -1,0 +1,147 @@
+// token_order: the clusters' profiles, of the leaders at first, then of the tokens that were assigned.
+#pragma once
+
+#include "order/common.cuh"
+
+namespace sparsellm::order {
+
+// Sets the leaders' bits in `rows`, which has rows [first, first + range) of the table, all zero; returns, to each
+// leader's eight lanes, its price there. A CTA of kThreads together.
+__device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
+                                            uint4* rows) {
+  static_assert(kThreads == 8 * kClusters, "eight lanes to a leader");
+  const int leader = threadIdx.x / 8;
+  const uint32_t piece = threadIdx.x % 8;
+  const bool valid = leader < chunk.clusters;
+  const int64_t token =
+      chunk.first + (valid ? (2 * leader + 1) * static_cast<int64_t>(chunk.tokens) / (2 * chunk.clusters) : 0);
+  const uint32_t count = valid ? known_count(order, token) : 0;
+  for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
+    if (neuron - first < range) {
+      atomicOr(reinterpret_cast<uint32_t*>(rows + (neuron - first)) + leader / 32, 1u << leader % 32);
+    }
+  });
+  __syncthreads();
+  int price = 0;
+  for_each_neuron(order, token, count, piece, [&](uint32_t neuron) {
+    if (neuron - first < range) price += bits_of(rows[neuron - first]);
+  });
+  __syncwarp();
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) price += __shfl_xor_sync(~0u, price, offset);
+  return price;
+}
+
+// The table of the leaders and its prices, where it does not fit the shared memory of `assign`: CTA (chunk, range).
+__global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
+  extern __shared__ uint4 shared[];  // this range of the table
+  ptx::griddepcontrol_launch_dependents();
+  const int range = blockIdx.x % order.ranges, index = blockIdx.x / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range;
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const int price = mark_leaders(order, chunk, first, order.range, shared);
+  if (threadIdx.x % 8 == 0) order.prices[blockIdx.x * kClusters + threadIdx.x / 8] = price;
+  uint4* table = order.leaders + static_cast<int64_t>(index) * (order.n + 1);
+  for (int i = threadIdx.x; i < order.range && first + i < order.n; i += kThreads) table[first + i] = shared[i];
+  if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
+}
+
+// New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
+// many tokens of each cluster fire each neuron.
+__global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
+  extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
+  __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
+  __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
+  ptx::griddepcontrol_launch_dependents();
+  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
+  const int range = part % order.ranges, index = part / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range, lane = threadIdx.x % 32;
+  samples = min(samples, chunk.tokens);
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < kGroup) members[threadIdx.x] = price_sums[threadIdx.x] = size_sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) listed = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
+  if (4 * threadIdx.x < samples) {
+    const uint32_t four =
+        __ldcg(reinterpret_cast<const uint32_t*>(order.clusters + static_cast<int64_t>(index) * kChunk) + threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * threadIdx.x + j, cluster = four >> 8 * j & 0xff;
+      if (i < samples && cluster / kGroup == group) {
+        list[atomicAdd(&listed, 1)] = i * kGroup + cluster % kGroup;  // in any order: it is only summed over
+        atomicAdd(&members[cluster % kGroup], 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / 8; i < listed; i += kThreads / 8) {
+    const int64_t token = sample(chunk, list[i] / kGroup, samples);
+    const uint32_t cluster = list[i] % kGroup;
+    for_each_neuron(order, token, known_count(order, token), threadIdx.x % 8, [&](uint32_t neuron) {
+      if (neuron - first < order.range) {
+        atomicAdd(reinterpret_cast<uint32_t*>(shared + (neuron - first)) + cluster / 2, 1u << 16 * (cluster % 2));
+      }
+    });
+  }
+  __syncthreads();
+
+  uint32_t enough[kGroup];
+  int price[kGroup], size = 0;
+#pragma unroll
+  for (int c = 0; c < kGroup; ++c) {
+    enough[c] = max((members[c] + kShare - 1) / kShare, 1);
+    price[c] = 0;
+  }
+  const int64_t table = static_cast<int64_t>(index) * (order.n + 1);
+  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // whole warps
+    const int neuron = first + i;
+    const uint4 counts = shared[i];
+    const int weight = neuron < order.n ? bits_of(__ldcg(order.leaders + table + neuron)) : 0;
+    const uint32_t pairs[4] = {counts.x, counts.y, counts.z, counts.w};
+    uint32_t byte = 0;
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      if ((pairs[c / 2] >> 16 * (c % 2) & 0xffff) >= enough[c]) {
+        byte |= 1u << c;
+        price[c] += weight;
+      }
+    }
+    if (neuron < order.n) reinterpret_cast<uint8_t*>(order.profiles + table + neuron)[group] = byte;
+    uint32_t mask = 0;
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      const uint32_t ballot = __ballot_sync(~0u, byte >> c & 1);
+      if (lane == c) mask = ballot;
+    }
+    if (lane < kGroup && neuron / 32 < order.words) {
+      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
+          mask;
+      size += __popc(mask);
+    }
+  }
+  int sum = 0;
+#pragma unroll
+  for (int c = 0; c < kGroup; ++c) {
+    const int all = __reduce_add_sync(~0u, price[c]);
+    if (lane == c) sum = all;
+  }
+  if (lane < kGroup) {
+    atomicAdd(&price_sums[lane], sum);
+    atomicAdd(&size_sums[lane], size);
+  }
+  __syncthreads();
+  if (threadIdx.x < kGroup) {
+    const int at = part * kClusters + group * kGroup + threadIdx.x;
+    order.prices[at] = price_sums[threadIdx.x];
+    order.sizes[at] = size_sums[threadIdx.x];
+  }
+}
+
+}  // namespace sparsellm::order

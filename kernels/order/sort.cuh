@@ -1,0 +1,182 @@
+// token_order: the chain of the clusters, and the tokens in its order.
+#pragma once
+
+#include "order/common.cuh"
+
+namespace sparsellm::order {
+
+constexpr int kSorters = 512;  // threads that rank the tokens
+constexpr int kChainers = 128;  // threads that read the similarities; one warp makes the chain
+constexpr int kSortWarps = kSorters / 32;
+constexpr int kSortItems = kChunk / kSorters;
+
+// Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`, key(k) is the key of one:
+// rank[k] counts the equal keys before it in its warp, before[warp][key] those of the warps before and, kSpread, all
+// smaller keys; totals[key] all equal ones.
+template <int kKeys, bool kSpread, class Key>
+__device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
+                                          int* totals, uint16_t (&rank)[kSortItems], Key key) {
+  for (int i = lane; i < kKeys; i += 32) before[warp][i] = 0;
+  __syncwarp();
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    const bool valid = warp * 32 * kSortItems + 32 * k + lane < tokens;
+    const uint32_t active = __ballot_sync(~0u, valid);
+    if (valid) {
+      const uint32_t mine = key(k);
+      const uint32_t same = __match_any_sync(active, mine);
+      const uint32_t seen = before[warp][mine], earlier = same & ((1u << lane) - 1);
+      rank[k] = seen + __popc(earlier);
+      __syncwarp(active);
+      if (earlier == 0) before[warp][mine] = seen + __popc(same);
+    }
+    __syncwarp();
+  }
+  ptx::bar_sync(1, kSorters);
+  if (warp * 32 + lane < kKeys) {
+    const uint32_t mine = warp * 32 + lane;
+    uint32_t total = 0;
+    for (int w = 0; w < kSortWarps; ++w) total += before[w][mine];
+    static_assert(!kSpread || kKeys == 32, "one warp scans");
+    uint32_t sum = kSpread ? exclusive_scan(total, lane) : 0;
+    for (int w = 0; w < kSortWarps; ++w) {
+      const uint32_t here = before[w][mine];
+      before[w][mine] = sum;
+      sum += here;
+    }
+    totals[mine] = total;
+  }
+  ptx::bar_sync(1, kSorters);
+}
+
+// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the others rank the tokens, within
+// their clusters once there are any. The chain begins before `assign` ends: this kernel starts once all CTAs of that
+// one are past their own wait, so what was before them is done (the rows' counts, `arrivals` at zero) and none of them
+// waits for room; and `arrivals` tell when the similarities are there.
+__global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
+  extern __shared__ uint4 shared[];  // the similarities
+  __shared__ uint8_t clusters[kChunk];
+  __shared__ uint16_t sorted[kChunk];
+  __shared__ uint16_t before[kSortWarps][kClusters];
+  __shared__ uint32_t likeness[kClusters];
+  __shared__ int totals[kClusters], start[kClusters], chain[kClusters], place[kClusters], nonzeros;
+  ptx::griddepcontrol_launch_dependents();
+  const Chunk chunk = chunk_of(order, blockIdx.x);
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) nonzeros = 0;
+  __syncthreads();
+
+  uint16_t item[kSortItems], rank[kSortItems];
+  if (warp >= kSortWarps) {
+    const int thread = threadIdx.x - kSorters;
+    if (thread == 0) {
+      while (ptx::ld_acquire(order.arrivals + blockIdx.x) != parts) __nanosleep(100);
+    }
+    ptx::bar_sync(2, kChainers);
+    const uint4* similarity =
+        reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
+#pragma unroll 8
+    for (int i = thread; i < chunk.clusters * 32; i += kChainers) shared[i] = __ldcg(similarity + i);
+    ptx::bar_sync(2, kChainers);
+#pragma unroll 4
+    for (int c = thread / 32; c < chunk.clusters; c += kChainers / 32) {
+      const uint4 four = shared[c * 32 + lane];
+      const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
+      uint32_t sum = 0;
+      for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
+      sum = __reduce_add_sync(~0u, sum);
+      if (lane == 0) likeness[c] = sum;
+    }
+    ptx::bar_sync(2, kChainers);
+    if (warp == kSortWarps) {
+      uint32_t taken[4];  // the sign bit: in the chain, or no cluster
+      uint32_t least = ~0u;
+      for (int e = 0; e < 4; ++e) {
+        const int c = 4 * lane + e;
+        taken[e] = c < chunk.clusters ? 0 : 1u << 31;
+        if (c < chunk.clusters) least = min(least, likeness[c] << 7 | c);
+      }
+      int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
+      for (int k = 0; k < chunk.clusters; ++k) {
+        const uint4 four = shared[c * 32 + lane];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (c == 4 * lane + e) taken[e] = 1u << 31;
+        }
+        if (lane == 0) {
+          chain[k] = c;
+          place[c] = k;
+        }
+        const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
+                             max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
+        c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
+      }
+    }
+    ptx::griddepcontrol_wait();
+  } else {
+    int count[kSortItems], sum = 0;
+    const int base = warp * 32 * kSortItems + lane;
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      const int i = base + 32 * k;
+      count[k] = i < chunk.tokens ? __ldcg(order.row_counts + chunk.first + i) : 0;
+      sum += count[k];
+    }
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) atomicAdd(&nonzeros, sum);
+    ptx::bar_sync(1, kSorters);
+    const int mean = max((nonzeros + chunk.tokens - 1) / chunk.tokens, 1);
+    const auto fullness = [&](int k) { return static_cast<uint32_t>(min(8 * count[k] / mean, 31)); };
+    rank_keys<32, true>(chunk.tokens, warp, lane, before, totals, rank, fullness);
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      if (base + 32 * k < chunk.tokens) sorted[before[warp][fullness(k)] + rank[k]] = base + 32 * k;
+    }
+    ptx::griddepcontrol_wait();
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      const int i = base + 32 * k;
+      if (i < chunk.tokens) clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
+    }
+    ptx::bar_sync(1, kSorters);
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) item[k] = base + 32 * k < chunk.tokens ? sorted[base + 32 * k] : 0;
+    rank_keys<kClusters, false>(chunk.tokens, warp, lane, before, totals, rank,
+                                [&](int k) { return static_cast<uint32_t>(clusters[item[k]]); });
+  }
+  __syncthreads();
+
+  if (warp == 0) {
+    int size[4], sum = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 4 * lane + e;
+      size[e] = k < chunk.clusters ? totals[chain[k]] : 0;
+      sum += size[e];
+    }
+    sum = exclusive_scan(sum, lane);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = 4 * lane + e;
+      if (k < chunk.clusters) start[chain[k]] = sum;
+      sum += size[e];
+    }
+  }
+  __syncthreads();
+  if (warp < kSortWarps) {
+#pragma unroll
+    for (int k = 0; k < kSortItems; ++k) {
+      if (warp * 32 * kSortItems + 32 * k + lane < chunk.tokens) {
+        const int c = clusters[item[k]];
+        const int within = before[warp][c] + rank[k];
+        sorted[start[c] + (place[c] % 2 == 0 ? within : totals[c] - 1 - within)] = item[k];
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < chunk.tokens; i += kSorters + kChainers) {
+    tokens[chunk.first + i] = chunk.first + sorted[i];
+  }
+}
+
+}  // namespace sparsellm::order
