@@ -9,7 +9,7 @@
 // the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
 #pragma once
 
-#include "gate_pack/small.cuh"
+#include "gate_pack/pack.cuh"
 
 namespace sparsellm {
 
@@ -42,7 +42,7 @@ struct Shared {
   uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns, rank 0's
   uint64_t full[kSlots], empty[kSlots], finished;
   uint32_t fired[kColumnTile / 32];
-  small::Sums totals;
+  Sums totals;
 };
 static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory");
 static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
@@ -193,11 +193,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (rank != 0) return;
 
   ptx::mbarrier_wait(finished, 0);
-  uint32_t seen = 0;
   if (const int first = 4 * warp; first < m) {
     const int token = first + lane / 8;
-    small::pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n, column_tile, column_tiles,
-                            words_per_tile, out, shared.totals, counts, seen);
+    const uint32_t seen = pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n, column_tile,
+                                           column_tiles, words_per_tile, out, shared.totals, counts);
     add_fired(shared.fired, seen, lane);
   }
   __syncthreads();
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (counts) atomicAdd(shared.totals.counts + kUnion, __popc(word));
     }
     __syncwarp();
-    if (counts) small::add_counts(out, shared.totals, lane);
+    if (counts) add_counts(out, shared.totals, lane);
   }
 }
 

@@ -8,7 +8,7 @@
 
 #include "common/host.h"
 #include "common/tile.cuh"
-#include "common/twell.cuh"
+#include "gate_pack/pack.cuh"
 
 namespace sparsellm {
 
@@ -21,20 +21,12 @@ constexpr int kNeurons = kColumnTile / kCluster;
 constexpr int kTokens = kSmallTokens / kCluster;  // that a CTA packs
 constexpr uint32_t kPitch = kNeurons * 2 + 16;    // bytes of a token and one CTA's neurons: eight chunks lie in all banks
 constexpr uint32_t kPart = kTokens * kPitch;
-constexpr int kThreads = 160;  // warps 0..3 multiply and pack, 4 feeds
+constexpr int kWarps = 4;                         // that multiply and pack; one more feeds
+constexpr int kThreads = 32 * (kWarps + 1);
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
 constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
 constexpr int kDepth = 11;  // stages in flight
 constexpr int kAhead = 2;   // of those, whose w is asked for before the first x: what comes behind more of it comes late
-
-// What a CTA adds to the counters.
-struct Sums {
-  uint32_t counts[kCounters];
-
-  __device__ __forceinline__ void clear(uint32_t lane) {
-    if (lane < kCounters) counts[lane] = 0;
-  }
-};
 
 struct Shared {
   uint64_t full[kDepth];
@@ -44,7 +36,8 @@ struct Shared {
 };
 
 constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + sizeof(Shared);
-static_assert(kTokens == 16, "four warps pack four tokens each, and store sixteen for each CTA at once");
+static_assert(kTokens == 4 * kWarps && kTokens == 16, "a warp packs four tokens, and stores sixteen for each CTA at once");
+static_assert(kNeurons == 16 * kWarps, "a warp has 16 neurons");
 static_assert(kBytes <= kMaxSharedBytes, "the stages, what it computed and what it packs share one CTA's memory");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
@@ -52,38 +45,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
                "r"(r1), "r"(r2), "r"(r3)
                : "memory");
-}
-
-// Packs four tokens of a column tile, a warp together: the one of lanes 8 r .. 8 r + 7 is `token`, if there is `some`,
-// its columns are at `chunks` as pack_four_rows has them. counts: adds to row_counts, and to the sums.
-template <uint32_t kApart>
-__device__ __forceinline__ void pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
-                                            int column_tile, int column_tiles, int words_per_tile, const Packed& out,
-                                            Sums& sums, bool counts, uint32_t& seen) {
-  const uint32_t column = column_tile * kColumnTile;
-  uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
-  __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, words_per_tile, words, wide, seen);
-  const bool tells = some && lane % 8 == 0;
-  if (tells) {
-    words[0] = count;
-    tile_counts(out)[column_tile * kCountedTokens + token] = count;
-    if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
-  }
-  if (counts) {
-    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
-    if (lane == 0) {
-      atomicAdd(sums.counts + kNonzeros, nonzeros);
-      atomicAdd(sums.counts + kOverflow, overflow);
-    }
-  }
-}
-
-// Adds a CTA's sums to the counters: lanes of one warp.
-__device__ __forceinline__ void add_counts(const Packed& out, const Sums& sums, uint32_t lane) {
-  const uint32_t more = lane < kCounters ? sums.counts[lane] : 0;
-  if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
 }
 
 __global__ void __launch_bounds__(small::kThreads, 1)
@@ -116,10 +77,10 @@ __global__ void __launch_bounds__(small::kThreads, 1)
                                (1 << kCluster) - 1);
   };
   const int ahead = min(kAhead, k_blocks);
-  if (warp == 4) {
+  if (warp == kWarps) {
     if (lane < kDepth) {
       ptx::mbarrier_init(full + 8 * lane, 1);
-      ptx::mbarrier_init(empty + 8 * lane, kCluster * 4);
+      ptx::mbarrier_init(empty + 8 * lane, kCluster * kWarps);
     } else if (lane == kDepth) {
       ptx::mbarrier_init(finished, 1);
       ptx::mbarrier_arrive_expect_tx(finished, (kCluster - 1) * tokens_of(rank) * kPitch);
@@ -136,17 +97,17 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();  // for all before
   ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
-  if (warp == 4) {
+  if (warp == kWarps) {
     for (int kb = 0; lane == 0 && kb < ahead; ++kb) fetch_w(kb, kb);
     __syncwarp();
   } else if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < zeroed; i += 128) out.counters[i] = 0;
+    for (int i = threadIdx.x; i < zeroed; i += 32 * kWarps) out.counters[i] = 0;
   }
   ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
 
   RingOf<kDepth> ring;
   float d[kSmallTokens / 2];
-  if (warp == 4) {
+  if (warp == kWarps) {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
         if (kb >= ahead) {
@@ -156,7 +117,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
         fetch_x(kb, ring.stage);
       }
     }
-  } else if (warp < 4) {
+  } else if (warp < kWarps) {
     uint32_t previous = 0;
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
@@ -178,7 +139,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     ptx::wgmma_wait_group<0>();
   }
   __syncthreads();  // the sums are zero
-  if (warp < 4) {
+  if (warp < kWarps) {
     uint32_t fires[2] = {0, 0};  // of this warp's 16 neurons lane / 4, and 8 on
 #pragma unroll
     for (int j = 0; j < kSmallTokens / 8; ++j) {
@@ -198,7 +159,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
                         ptx::cvt_relu_bf16x2(d[8 * j + 6], d[8 * j + 7]));
     }
     ptx::fence_proxy_async();
-    ptx::bar_sync(1, 128);
+    ptx::bar_sync(1, 32 * kWarps);
     if (threadIdx.x < kCluster) {
       const int to = threadIdx.x;
       const uint32_t bytes = to == static_cast<int>(rank) ? 0 : tokens_of(to) * kPitch;
@@ -213,17 +174,16 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     const uint32_t of_sixteen = __ballot_sync(~0u, fired);
     if (known) out.fired[neuron] = fired;
     if (lane == 0) {
-      reinterpret_cast<uint16_t*>(out.mask)[blockIdx.x * 4 + warp] = static_cast<uint16_t>(of_sixteen);
+      reinterpret_cast<uint16_t*>(out.mask)[blockIdx.x * kWarps + warp] = static_cast<uint16_t>(of_sixteen);
       if (counts) atomicAdd(shared.sums.counts + kUnion, __popc(of_sixteen));
     }
 
     ptx::mbarrier_wait(finished, 0);
     const int token = 4 * warp + lane / 8;
-    uint32_t seen = 0;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
-                       column_tile, column_tiles, words_per_tile, out, shared.sums, counts, seen);
+                       column_tile, column_tiles, words_per_tile, out, shared.sums, counts);
     if (counts) {
-      ptx::bar_sync(1, 128);
+      ptx::bar_sync(1, 32 * kWarps);
       if (warp == 0) add_counts(out, shared.sums, lane);
     }
   }

@@ -1,0 +1,52 @@
+// What the kernels of gate_pack for few tokens pack their finished tiles with.
+#pragma once
+
+#include "common/host.h"
+#include "common/twell.cuh"
+
+namespace sparsellm {
+
+// What a CTA adds to the counters.
+struct Sums {
+  uint32_t counts[kCounters];
+
+  __device__ __forceinline__ void clear(uint32_t lane) {
+    if (lane < kCounters) counts[lane] = 0;
+  }
+};
+
+// Packs four tokens of a column tile, a warp together: the one of lanes 8 r .. 8 r + 7 is `token`, if there is `some`,
+// its columns are at `chunks` as pack_four_rows has them, whose `seen` it returns. counts: adds to row_counts and the sums.
+template <uint32_t kApart>
+__device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
+                                                int column_tile, int column_tiles, int words_per_tile,
+                                                const Packed& out, Sums& sums, bool counts) {
+  uint32_t seen = 0;
+  const uint32_t column = column_tile * kColumnTile;
+  uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
+  __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
+  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, words_per_tile, words, wide, seen);
+  const bool tells = some && lane % 8 == 0;
+  if (tells) {
+    words[0] = count;
+    tile_counts(out)[column_tile * kCountedTokens + token] = count;
+    if (counts && count != 0) atomicAdd(out.row_counts + token, static_cast<int>(count));
+  }
+  if (counts) {
+    const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
+    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+    if (lane == 0) {
+      atomicAdd(sums.counts + kNonzeros, nonzeros);
+      atomicAdd(sums.counts + kOverflow, overflow);
+    }
+  }
+  return seen;
+}
+
+// Adds a CTA's sums to the counters, a warp together.
+__device__ __forceinline__ void add_counts(const Packed& out, const Sums& sums, uint32_t lane) {
+  const uint32_t more = lane < kCounters ? sums.counts[lane] : 0;
+  if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);
+}
+
+}  // namespace sparsellm
