@@ -9,16 +9,8 @@ namespace sparsellm::order {
 constexpr int kThreads = 1024;
 constexpr int kChunk = 8192;
 constexpr int kClusters = 128;
-constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
-constexpr int kGroups = kClusters / kGroup;
-constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`
-constexpr int kMinParts = 8;  // all chunks' ranges together, at least: with the groups, a CTA of `profile` for each SM
-constexpr int kSamples = 4096;  // tokens that the profiles are made of
-constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 constexpr uint32_t kMaxOverlap = 255;
 constexpr uint32_t kMaxCount = 495;  // nonzeros of a row that are looked at: at most 255 in every other sixteen
-constexpr int kSharedTokens = 96;  // from so many tokens per CTA on, a copy of the table in shared memory pays
-constexpr int kMaxTable = 208 * 1024;  // bytes of it
 
 struct Order {
   const uint32_t* rows;

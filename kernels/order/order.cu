@@ -24,6 +24,11 @@ namespace {
 
 using namespace order;
 
+constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`
+constexpr int kMinParts = 8;  // all chunks' ranges together, at least: with the groups, a CTA of `profile` for each SM
+constexpr int kSharedTokens = 96;  // from so many tokens per CTA on, a copy of the table in shared memory pays
+constexpr int kMaxTable = 208 * 1024;  // bytes of it
+
 // Sizes and places of the workspace; returns its bytes.
 int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;

@@ -5,6 +5,11 @@
 
 namespace sparsellm::order {
 
+constexpr int kSamples = 4096;  // tokens that the profiles are made of
+constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
+constexpr int kGroups = kClusters / kGroup;
+constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
+
 // Sets the leaders' bits in `rows`, which has rows [first, first + range) of the table, all zero; returns, to each
 // leader's eight lanes, its price there. A CTA of kThreads together.
 __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
