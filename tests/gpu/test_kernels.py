@@ -83,7 +83,7 @@ def test_gate_pack_is_as_accurate_as_cublas(k, n, m):
     check_packed(packed, g, 8, "the packed form of its own values")
 
 
-@pytest.mark.parametrize("m", [8, 136])
+@pytest.mark.parametrize("m", [8, 40, 136])
 def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
     n, k = 264, 16
     generator = cases.random(0)
@@ -112,6 +112,16 @@ def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
     assert gate[5].isinf().all()
     for compression in COMPRESSIONS:
         check_packed(gate_pack(x, w, compression), gate, compression, f"compression {compression}")
+
+
+@pytest.mark.parametrize("m", [3, 17, 40, 63, 65, 200])
+def test_nothing_fires_behind_the_last_token(m):
+    """There the kernels read zeros for x, and zero times infinity is not a number."""
+    x, w = (torch.zeros((rows, 16), device=DEVICE, dtype=torch.bfloat16) for rows in (m, 264))
+    x[:, 0], w[:, 0] = -1, torch.inf
+    gate = torch.relu(cases.product(x, w))
+    assert not gate.any()
+    check_packed(gate_pack(x, w, 8), gate, 8, f"M {m}")
 
 
 # The operators: one right answer.
