@@ -103,8 +103,8 @@ cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream
   const cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
   // For more rows, clusters that are all on the device at once: its SMs are in groups, so that of 132 it has room for
-  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many. Of four 60 to 62 were seen at once; the
-  // driver says 64, but one that has to wait for another's end is the last.
+  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many. Of four 60 to 62 were seen at once,
+  // where the driver says 64; and all wait for one that starts only when another has ended.
   const bool full = a.k == 2048;
   const int cluster = full && a.m > max_clusters(8) ? 4 : 8;
   int clusters = grid / cluster;
