@@ -179,6 +179,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     }
 
     ptx::mbarrier_wait(finished, 0);
+    ptx::cluster_arrive_relaxed();  // this CTA has what it wants of the others
     const int token = 4 * warp + lane / 8;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
                        column_tile, column_tiles, words_per_tile, out, shared.sums, counts);
@@ -186,8 +187,10 @@ __global__ void __launch_bounds__(small::kThreads, 1)
       ptx::bar_sync(1, 32 * kWarps);
       if (warp == 0) add_counts(out, shared.sums, lane);
     }
+  } else {
+    ptx::cluster_arrive_relaxed();
   }
-  ptx::cluster_sync();  // the others have what they copy from here
+  ptx::cluster_wait();  // the others have what they copy from here
 }
 
 }  // namespace small

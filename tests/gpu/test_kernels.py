@@ -142,6 +142,16 @@ def test_every_engine_takes_the_widest_layers(k, n, gated):
 
 
 @GATED
+@pytest.mark.parametrize("m", [1, 16, 40, 64, 130])
+def test_the_widest_rows_that_fire_every_neuron(m, gated):
+    """65,536 nonzeros of a row: one more than 16 bits hold."""
+    x, ws = cases.integers(m, 8, 65_536, gated)
+    ws[0].zero_()
+    ws[0][:, 0] = 1  # as x[:, 0] is
+    check_exact(x, ws, 8, f"M {m}")
+
+
+@GATED
 @pytest.mark.parametrize("k", [2056, 4096, 4104, 8200])
 def test_every_engine_takes_wide_tokens(k, gated):
     for m in (3, 40, 130):
