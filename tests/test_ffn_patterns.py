@@ -1,4 +1,5 @@
-"""The patterns that benchmarks and GPU tests are fed, and what the benchmarks do with failures; tiny, on the CPU."""
+"""The patterns that benchmarks and GPU tests are fed, the tokens that bench_ffn decodes, and what benchmarks do with
+failures; tiny, on the CPU."""
 
 import numpy as np
 import pytest
@@ -98,6 +99,13 @@ def test_gate_values_are_the_pattern_repeated(few_neurons_firing):
 def test_a_recorded_pattern_without_its_folder_is_refused():
     with pytest.raises(ValueError, match="layer1"):
         patterns.build("layer1", 128, "cpu")
+
+
+@pytest.mark.parametrize("tokens", bench_ffn.DECODE_TOKENS)
+def test_decoded_tokens_are_evenly_spaced_and_not_the_first_of_a_sequence(tokens):
+    pitch = bench_ffn.DECODE_FROM // tokens
+    found = bench_ffn.spread(torch.arange(bench_ffn.DECODE_FROM), tokens)
+    assert found.tolist() == [pitch // 3 + pitch * i for i in range(tokens)]
 
 
 def test_a_failed_variant_leaves_the_others_their_ratios(capsys):
