@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The same where it hands over nothing but barriers, behind fence_mbarrier_init: it waits for no access before it.
+// The same where it hands over no data, or barriers behind fence_mbarrier_init: it waits for no access before it.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -179,6 +179,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     }
 
     ptx::mbarrier_wait(finished, 0);
+    __syncwarp();
     ptx::cluster_arrive_relaxed();  // this CTA has what it wants of the others
     const int token = 4 * warp + lane / 8;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
