@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
         load_down(at);
       }
       prefetch(at + kRound, kGated);
-      if (warp == kWarps - 1 && (!ends || next() < units)) {
+      if (warp == kWarps - 1 && (!ends || next() < units)) {  // behind the loads: the others do not wait to know which
         const Unit then = ends ? unit_at(next()) : Unit{u.row, from + kClusterListed};
         list_part(then.row, then.begin, listed ^ 1);
       }
