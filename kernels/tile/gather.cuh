@@ -28,16 +28,16 @@ struct Gather {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }
 
-  // To the stage at `to`: rows `rows` of a bf16 matrix of k columns, from `column` on.
+  // To the stage at `to`: rows `rows` of a bf16 matrix of k columns, from `column` on; zeros from column `end` on.
   __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
-                                       int64_t column, int64_t k) const {
+                                       int64_t column, int64_t k, int64_t end) const {
     const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
       const uint8_t* from = source + static_cast<uint64_t>(rows[r]) * (static_cast<uint32_t>(k) * 2);
 #pragma unroll
       for (int p = 0; p < kTileN / 64; ++p) {
-        ptx::cp_async_16_or_zeros(to + place[r] + p * kPanelBytes, from + p * 128, column + 64 * p < k ? 16 : 0);
+        ptx::cp_async_16_or_zeros(to + place[r] + p * kPanelBytes, from + p * 128, column + 64 * p < end ? 16 : 0);
       }
     }
   }

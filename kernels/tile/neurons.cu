@@ -313,14 +313,14 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
   Tile mine = {};
   if (threadIdx.x < tiles) {
     const int4 code = out.tiles[threadIdx.x];
-    mine = {static_cast<int>(threadIdx.x), code.y, code.z, code.w};
+    mine = {static_cast<int>(threadIdx.x), code.x, code.z, code.w};
   }
-  scan(mine.blocks, warp_sums, blocks_of_all);
+  scan(mine.blocks(), warp_sums, blocks_of_all);
   if (threadIdx.x < tiles) {
     const int64_t units = static_cast<int64_t>(blocks_of_all) * column_tiles;
     const int share = max(static_cast<int>((units + kShares - 1) / kShares), kMinShare), most = (share + 1) / 2;
-    parts = mine.blocks <= share ? 1 : (mine.blocks + most - 1) / most;
-    size = (mine.blocks + parts - 1) / parts;
+    parts = mine.blocks() <= share ? 1 : (mine.blocks() + most - 1) / most;
+    size = (mine.blocks() + parts - 1) / parts;
     parts_of[threadIdx.x] = parts;
     sizes[threadIdx.x] = size;
   }
@@ -332,7 +332,7 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
       if (sizes[other] > size || (sizes[other] == size && other < threadIdx.x)) position += parts_of[other];
     }
     for (int part = 0; part < parts; ++part) {
-      const int first = mine.blocks * part / parts, end = mine.blocks * (part + 1) / parts;
+      const int first = mine.blocks() * part / parts, end = mine.blocks() * (part + 1) / parts;
       out.order[position + part] = piece_code({mine, first, end, part, parts, base});
     }
   }

@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
   ptx::griddepcontrol_wait();
   const int4 sizes = a.plan.tiles[tile];
   const int all_blocks = static_cast<int>((a.m + kTileM - 1) / kTileM) * 2;  // of a tile, at most
-  const Tile of = {tile, sizes.y, sizes.z, sizes.w};
+  const Tile of = {tile, sizes.x, sizes.z, sizes.w};
   int from;
-  const int needed = of.needed(half, chunk * kBlocks, min((chunk + 1) * kBlocks, of.blocks), from);
+  const int needed = of.needed(half, chunk * kBlocks, min((chunk + 1) * kBlocks, of.blocks()), from);
   const uint32_t* starts = a.plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (all_blocks + 1) + from;
   uint32_t which = 0;
   for (int block = 0; block < needed; ++block) {

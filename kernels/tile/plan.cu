@@ -134,9 +134,9 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     const int4 of = __ldcg(plan.tiles + t);
     const int items = items_of(of.y);
     const uint32_t position = atomicAdd(&cursor[of.y], 1);
-    plan.order[position] = make_int4(t, of.y, of.z, of.w);
+    plan.order[position] = make_int4(t, of.x, of.z, of.w);
     for (int i = 0; i < items; ++i) {
-      plan.items[items_before[of.y] + position * items + i] = item_code({t, of.y, of.z, of.w}, i);
+      plan.items[items_before[of.y] + position * items + i] = item_code({t, of.x, of.z, of.w}, i);
     }
   }
   if (threadIdx.x == 0) plan.totals[kItems] = items_so_far;

@@ -35,8 +35,10 @@ __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int t
 
 // A tile as its consumers see it.
 struct Tile {
-  int index, blocks;
+  int index, size;    // slots
   int end, begin;     // of the first half's blocks, of the second half's
+
+  __device__ __forceinline__ int blocks() const { return blocks_of(size); }
 
   // The blocks among [first, last) that half 0 or 1 needs: `from` and how many.
   __device__ __forceinline__ int needed(int half, int first, int last, int& from) const {
@@ -67,9 +69,9 @@ __device__ __forceinline__ Piece piece_of(int4 code) {
           high(code.x)};
 }
 
-// A unit of the up product: blocks [first, last) of a tile's slots, the tile's item `index`.
+// A unit of the up product: blocks [first, last) of a tile, with `slots` slots, the tile's item `index`.
 struct Item {
-  int index, first, last;
+  int index, first, last, slots;
   Tile tile;
 
   __device__ __forceinline__ bool exists() const { return tile.index >= 0; }
@@ -79,13 +81,14 @@ struct Item {
 __device__ __forceinline__ int4 no_item() { return {-1, 0, 0, 0}; }
 
 __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
-  const int items = items_of(tile.blocks);
-  const int first = tile.blocks * index / items, last = tile.blocks * (index + 1) / items;
-  return {tile.index, tile.end << 16 | tile.begin, first << 16 | last, index};  // at most 1,024 blocks
+  const int blocks = tile.blocks(), items = items_of(blocks);  // at most 1,024 blocks
+  const int first = blocks * index / items, last = blocks * (index + 1) / items;
+  const int slots = min(tile.size, last * kBlockColumns) - first * kBlockColumns;
+  return {tile.index, tile.end << 16 | tile.begin, first << 16 | last, slots << 16 | index};
 }
 
 __device__ __forceinline__ Item item_of(int4 code) {
-  return {code.w, code.z >> 16, code.z & 0xffff, {code.x, 0, code.y >> 16, code.y & 0xffff}};
+  return {code.w & 0xffff, code.z >> 16, code.z & 0xffff, code.w >> 16, {code.x, 0, code.y >> 16, code.y & 0xffff}};
 }
 
 // Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and gets those of row q.

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (!item.exists()) break;
         int unused;
         const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
-        const int neurons = 2 * (item.last - item.first) - warp;  // groups from this warp's first on
+        const int neurons = (item.slots + kGroup - 1) / kGroup - warp;  // groups from this warp's first on
         const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
         const uint8_t* rows[1 + kNeuronGroups][8];  // this thread's chunk of its rows of each group, as k advances
         const auto look_up = [&](int group, const void* base, const uint32_t (&row)[8]) {

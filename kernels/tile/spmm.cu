@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     Tile next_tile = tile_of(code_in(0));
     Known next;
     const auto load = [&](const Tile& of, int block) {
-      if (of.blocks == 0) return;  // nothing is there, not even to look at
+      if (of.size == 0) return;  // nothing is there, not even to look at
       const uint16_t* slots = a.slots + of.index * a.slots_per_tile + block * kTileK + gather.first_row;
       const uint32_t* starts = a.starts + (static_cast<int64_t>(of.index) * 2 + consumer) * a.starts_per_half + block;
 #pragma unroll
@@ -91,11 +91,12 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     load(next_tile, 0);
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
       const Tile of = next_tile;
+      const int blocks = of.blocks();
       next_tile = tile_of(code_in(round + 1));
       const int64_t column = Gather::column_of(unit % column_tiles, lane);
-      for (int block = 0; block < of.blocks; block += 2) {
+      for (int block = 0; block < blocks; block += 2) {
         const Known known = next;
-        if (block + 2 < of.blocks) {
+        if (block + 2 < blocks) {
           load(of, block + 2);
         } else {
           load(next_tile, 0);
@@ -103,14 +104,15 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 #pragma unroll
         for (int i = 0; i < 2 * kSources; ++i) {
           const int which = i / kSources, s = i % kSources;
-          if (block + which == of.blocks) break;
+          if (block + which == blocks) break;
           const uint2 four = known.slots[which];
           const uint32_t slots[kThreadRows] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
           const uint32_t begin = known.starts[which], end = known.starts[which + 1];
           const uint32_t first = (begin & ~3u) + first_word, left = end - min(end, first);
           const uint32_t words = pieces + (ring.stage * 2 + consumer) * kPieceBytes + first_word * 4;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k);
+          const bool exist = (block + which) * kTileK + gather.first_row < of.size;  // the first of these slots
+          gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k, exist ? a.k : 0);
 #pragma unroll
           for (uint32_t w = 0; w < kPieceWords; w += 256) {
             if (first_word + w < kPieceWords && w < left) ptx::cp_async_16(words + 4 * w, a.lists[s] + first + w);
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           ring.advance();
         }
       }
-      if (of.blocks == 0) load(next_tile, 0);
+      if (of.size == 0) load(next_tile, 0);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -192,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     int passing = 0;  // stages that this consumer does not need, behind those that it did
     for (int round = 0, unit; (unit = deal(round, blockIdx.x, gridDim.x)) < units; ++round) {
       const Tile of = tile_of(next_code);
+      const int blocks = of.blocks();
       next_code = code_in(round + 1);
       int out[2];  // this lane's two rows of y
 #pragma unroll
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
         out[i] = position >= a.m ? -1 : a.tokens == nullptr ? position : a.tokens[position];
       }
       int from;
-      const int needed = of.needed(consumer, 0, of.blocks, from);
+      const int needed = of.needed(consumer, 0, blocks, from);
       if (needed == 0) from = 0;
       float d[128];
       pass_by(ring, passing + kSources * from, full, release);
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      passing = kSources * (of.blocks - from - needed);  // once y is stored
+      passing = kSources * (blocks - from - needed);  // once y is stored
       // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
       const int64_t column = static_cast<int64_t>(unit % column_tiles) * kTileN + lane % 4 * 8;
 #pragma unroll

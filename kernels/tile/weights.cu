@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
           look_ahead(round + 1);
         }
         ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        gather.copy(stages + ring.stage * kBBytes, a.rows, slots, column, a.k);
+        gather.copy(stages + ring.stage * kBBytes, a.rows, slots, column, a.k, a.k);
         ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
         ring.advance();
       }
