@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from small_run import force_plans, small_trainer
 
-from sparsellm.training import plans
+from sparsellm.ops import dispatch
 
-plans.LISTED_PER_TOKEN = plans.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
+dispatch.LISTED_PER_TOKEN = dispatch.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
 folder = Path(sys.argv[1])
 with small_trainer(folder / "run", *sys.argv[2:]) as trainer:
     rank = trainer.ranks.rank

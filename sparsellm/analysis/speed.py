@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
 from sparsellm.ops import ENGINES, choose_engine, gated_ffn, neuron_major, nongated_ffn, plan_of
+from sparsellm.ops.dispatch import room_for
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
@@ -55,7 +56,8 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
     engine = ENGINES[choose_engine(tokens, width, neurons, nonzeros, unions)]
-    plan, w_down_t, compiled = plan_of(engine), neuron_major(weights[-1]), torch.compile(dense, dynamic=False)
+    plan, w_down_t = plan_of(engine, room=room_for(nonzeros / tokens)), neuron_major(weights[-1])
+    compiled = torch.compile(dense, dynamic=False)
     times = milliseconds(
         {
             "eager": lambda: dense(x, *weights),

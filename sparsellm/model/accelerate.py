@@ -36,7 +36,7 @@ from sparsellm.ops import (
     nongated_ffn,
     plan_of,
 )
-from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS
+from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, room_for
 from sparsellm.ops.layout import check_fresh
 
 ATTRIBUTE = "_sparsellm_dispatch"  # of an accelerated model: its Dispatch
@@ -192,7 +192,8 @@ class SparseFeedForward(nn.Module):
             return
         neurons, width = self.up_proj.weight.shape
         plan = self.plans[int(tokens >= MANY_TOKENS)]
-        plan.copy_(plan_of(ENGINES[choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))]))
+        engine = choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))
+        plan.copy_(plan_of(ENGINES[engine], room=room_for(nnz / tokens)))
 
     def take_back(self) -> nn.Module:
         """The original, with the children and the mode of this moment."""

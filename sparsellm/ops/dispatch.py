@@ -2,11 +2,14 @@
 
     choose_engine            a forward pass
     choose_training_engine   the forward and the backward pass of a micro-batch
+    room_for                 how many nonzeros per token the tile engine is given room for
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
 costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
 Letters: M tokens, K model width, N neurons.
 """
+
+import math
 
 from sparsellm.ops.twell import TOKEN_TILE
 
@@ -28,18 +31,27 @@ FEW_TOKENS_MAX_SHARE = 1.5  # nonzeros of all tokens, of N: two weight rows for 
 FEWEST_TOKENS = 16  # up to which dense itself takes less time
 FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
+TILE_MAX_NONZEROS = 320  # per token: of more than 300 it was not measured
 LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
-TILE_MAX_NONZEROS = 256  # per token: four fifths of that
+# Real batches differ by several times, and one without room takes ten times as long or more.
+ROOM_MARGIN = 4
+ROOM_MULTIPLE = 32  # nonzeros per token
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 # Forward and backward, gated (a non-gated layer has five eighths of the dense products and three fifths of the others).
 DENSE_TRAINING_FLOPS = 740e12  # per second, cuBLAS and both elementwise halves
 DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
 TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
-TILE_TRAINING_FLOPS = 560e12  # per second, these
-TRAINING_SECONDS = 180e-6  # lists, order and plans of any micro-batch, and the transposes
-TRAINING_SECONDS_PER_TOKEN = 16e-9
-TRAINING_SECONDS_PER_NONZERO = 0.32e-9  # at ROW_WIDTH
+TILE_TRAINING_FLOPS = 490e12  # per second, these
+TRAINING_SECONDS = 170e-6  # lists, order and plans of any micro-batch, and the transposes
+TRAINING_SECONDS_PER_TOKEN = 19e-9
+TRAINING_SECONDS_PER_NONZERO = 0.115e-9  # at ROW_WIDTH
+
+
+def room_for(per_token: float) -> int:
+    """A plan's room, nonzeros per token, where a batch had `per_token`: for several times as many."""
+    room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
+    return max(room, LISTED_PER_TOKEN)
 
 
 def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:

@@ -20,15 +20,11 @@ from torch import Tensor
 from sparsellm.config import Config
 from sparsellm.model import Decoder
 from sparsellm.ops import ENGINES, choose_training_engine, plan_of
-from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE_MAX_NONZEROS
+from sparsellm.ops.dispatch import DENSE, TILE_MAX_NONZEROS, room_for
 from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
-# Real micro-batches differ by several times, and one without room takes ten times as long or more: there is room for
-# LISTED_PER_TOKEN nonzeros per token at least, and for ROOM_MARGIN times what the fullest micro-batch had.
-ROOM_MARGIN = 4
-ROOM_MULTIPLE = 32  # nonzeros per token
 
 
 @dataclass
@@ -77,8 +73,7 @@ class Plans:
             )
             if fullest > TILE_MAX_NONZEROS:
                 engine = DENSE  # a micro-batch that needs more room than there is takes far longer than the others win
-            room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(fullest, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
-            plan.copy_(plan_of(ENGINES[engine], room=max(room, LISTED_PER_TOKEN)))
+            plan.copy_(plan_of(ENGINES[engine], room=room_for(fullest)))
 
     def after(self, step: int, sums: StepSums) -> None:
         """Send what `step` counted, if it is one to decide from. Collective."""

@@ -349,6 +349,17 @@ def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypa
     assert asked[:4] == [(200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 1), (200, 32, 64, 7, 9, 2)]
 
 
+def test_the_tile_engine_has_room_for_several_times_what_was_counted(hollow, monkeypatch):
+    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 2)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    ids = tokens(200)
+    for nnz, room in ((200 * 80, 320), (200 * 100, 416), (200 * 320, 1280)):
+        hollow.nnz, hollow.union = nnz, 9
+        for _ in range(2):  # the second call decides from the first
+            hollow.of(model, ids)
+        assert [block.plans[1].tolist() for block in blocks(model)] == [[2, 8, room]] * 2
+
+
 def test_blocks_that_do_not_count_are_no_hindrance(hollow):
     """A model in training of which one layer is not: its block alone runs on the operator."""
     model = sparsellm.accelerate(make("llama"), "cuda").train()

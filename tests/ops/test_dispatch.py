@@ -48,9 +48,10 @@ def test_very_few_nonzeros_take_the_row_engine():
     assert choose(16_384, 1.5, 150) == ROW
 
 
-@pytest.mark.parametrize(("per_token", "per_tile"), [(300, 3306), (900, 3853)])
-def test_many_nonzeros_take_the_dense_engine_however_shared(per_token, per_tile):
-    assert choose(16_384, per_token, per_tile) == choose(131_072, per_token, per_tile) == DENSE
+@pytest.mark.parametrize("tokens", [16_384, 131_072])
+def test_up_to_as_many_nonzeros_as_were_measured_batches_take_the_tile_engine(tokens):
+    assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == TILE
+    assert choose(tokens, TILE_MAX_NONZEROS + 1, 3306) == choose(tokens, 900, 3853) == DENSE
 
 
 def test_long_rows_never_take_the_tile_engine():
@@ -96,7 +97,7 @@ def test_no_tokens_and_no_nonzeros_are_cases_too():
     [
         (4096, 35.7, 1628, 136), (4096, 62.8, 2508, 180), (4096, 114.1, 3080, 247),
         (16_384, 20.5, 438, 196), (16_384, 29.1, 926, 315), (16_384, 36, 940, 309), (16_384, 76, 2228, 511),
-        (16_384, 116.1, 2610, 629),
+        (16_384, 116.1, 2610, 629), (16_384, 300, 3309, 870),
         (65_536, 20.5, 438, 526), (65_536, 36, 940, 898), (65_536, 76, 2228, 1798), (65_536, 116.1, 2610, 2255),
     ],
 )  # fmt: skip
@@ -112,7 +113,8 @@ def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, micro
 
 
 @pytest.mark.parametrize(
-    ("per_token", "per_tile", "engine"), [(19.9, 572, ROW), (42.6, 1800, TILE), (114.1, 3080, DENSE)]
+    ("per_token", "per_tile", "engine"),
+    [(19.9, 572, ROW), (42.6, 1800, TILE), (114.1, 3080, DENSE), (298.1, 3282, DENSE)],
 )
 def test_2048_tokens_take_the_engine_that_was_fastest(per_token, per_tile, engine):
     assert choose(2048, per_token, per_tile) == engine
@@ -127,7 +129,7 @@ def choose_training(tokens, per_token, per_tile, **current):
     [
         (4096, 20.3, 581, 406), (4096, 35.7, 1628, 538), (4096, 62.8, 2508, 695), (4096, 114.1, 3080, 853),
         (16_384, 20.5, 438, 875), (16_384, 29.1, 926, 1088), (16_384, 36, 940, 1236), (16_384, 76, 2228, 2095),
-        (16_384, 116.1, 2610, 2446),
+        (16_384, 116.1, 2610, 2446), (16_384, 300, 3309, 3060),
         (65_536, 20.5, 438, 2551), (65_536, 36, 940, 4665), (65_536, 76, 2228, 8676), (65_536, 116.1, 2610, 10_256),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
 from sparsellm.distributed import process_group
-from sparsellm.ops import plan_of, saved_bytes
+from sparsellm.ops import dispatch, plan_of, saved_bytes
 from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE
 from sparsellm.training import plans as module
 from sparsellm.training.metrics import METRICS, StepSums, read
@@ -91,7 +91,7 @@ def test_a_union_that_was_not_measured_is_dense():
 
 @pytest.mark.parametrize(
     ("fullest", "room"),
-    [(0, LISTED_PER_TOKEN), (80, 320), (80.1, 352), (100, 416), (256, 1024)],
+    [(0, LISTED_PER_TOKEN), (80, 320), (80.1, 352), (100, 416), (320, 1280)],
 )
 def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
     with fake(layers=1) as plans:
@@ -102,7 +102,7 @@ def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
 
 def test_a_micro_batch_that_could_run_out_of_room_is_dense_whatever_the_mean():
     with fake(layers=2) as plans:
-        plans.after(1, counted([20, 20], [500, 500], [256, 257]))
+        plans.after(1, counted([20, 20], [500, 500], [320, 321]))
         plans.before(3)
         assert plans.engines == ["tile", "dense"]
 
@@ -201,8 +201,8 @@ def fit(folder, forced=True, stop_after=None, **changes):
 @pytest.fixture
 def fine_rooms(monkeypatch):
     """Rooms that tell apart what was counted."""
-    monkeypatch.setattr(module, "ROOM_MULTIPLE", 1)
-    monkeypatch.setattr(module, "LISTED_PER_TOKEN", 1)
+    monkeypatch.setattr(dispatch, "ROOM_MULTIPLE", 1)
+    monkeypatch.setattr(dispatch, "LISTED_PER_TOKEN", 1)
 
 
 @pytest.mark.usefixtures("fine_rooms")
