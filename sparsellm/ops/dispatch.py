@@ -31,7 +31,9 @@ FEW_TOKENS_MAX_SHARE = 1.5  # nonzeros of all tokens, of N: two weight rows for 
 FEWEST_TOKENS = 16  # up to which dense itself takes less time
 FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
-TILE_MAX_NONZEROS = 320  # per token: of more than 300 it was not measured
+TILE_MAX_NONZEROS = 320  # per token: of more than 300 it was not measured,
+LARGE_BATCH = 16_384  # tokens: with fewer, whose few full tiles leave multiprocessors idle,
+SMALL_BATCH_MAX_NONZEROS = 256  # not of more than 116
 LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
 # Real batches differ by several times, and one without room takes ten times as long or more.
 ROOM_MARGIN = 4
@@ -68,9 +70,14 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
         return DENSE
     seconds = estimates(tokens, width, neurons, nnz, union)
     needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
-    if union < 0 or nnz > TILE_MAX_NONZEROS * tokens or seconds[TILE] > needed:
+    if union < 0 or not _is_near_what_was_measured(tokens, nnz) or seconds[TILE] > needed:
         del seconds[TILE]
     return min(seconds, key=seconds.__getitem__)
+
+
+def _is_near_what_was_measured(tokens: int, nnz: float) -> bool:
+    """Whether the tile engine's estimate can be relied on."""
+    return nnz <= tokens * (TILE_MAX_NONZEROS if tokens >= LARGE_BATCH else SMALL_BATCH_MAX_NONZEROS)
 
 
 def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
@@ -88,7 +95,7 @@ def choose_training_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None
 ) -> int:
     """DENSE or TILE for the forward and backward pass of `tokens` tokens; arguments as of `choose_engine`."""
-    if tokens < MANY_TOKENS or union < 0 or nnz > TILE_MAX_NONZEROS * tokens:
+    if tokens < MANY_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
         return DENSE
     seconds = training_estimates(tokens, width, neurons, nnz, union)
     needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)

@@ -6,12 +6,14 @@ from sparsellm.ops.dispatch import (
     DENSE,
     MANY_TOKENS,
     ROW,
+    SMALL_BATCH_MAX_NONZEROS,
     TILE,
     TILE_MARGIN,
     TILE_MAX_NONZEROS,
     choose_engine,
     choose_training_engine,
     estimates,
+    room_for,
     training_estimates,
 )
 
@@ -48,10 +50,27 @@ def test_very_few_nonzeros_take_the_row_engine():
     assert choose(16_384, 1.5, 150) == ROW
 
 
-@pytest.mark.parametrize("tokens", [16_384, 131_072])
-def test_up_to_as_many_nonzeros_as_were_measured_batches_take_the_tile_engine(tokens):
-    assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == TILE
-    assert choose(tokens, TILE_MAX_NONZEROS + 1, 3306) == choose(tokens, 900, 3853) == DENSE
+@pytest.mark.parametrize(
+    ("tokens", "most"), [(8192, SMALL_BATCH_MAX_NONZEROS), (16_384, TILE_MAX_NONZEROS), (131_072, TILE_MAX_NONZEROS)]
+)
+def test_batches_take_the_tile_engine_for_about_as_many_nonzeros_as_were_measured(tokens, most):
+    assert choose(tokens, most, 2500) == choose_training(tokens, most, 2500) == TILE
+    for per_token, per_tile in ((most + 1, 2500), (900, 3853)):
+        assert choose(tokens, per_token, per_tile) == choose_training(tokens, per_token, per_tile) == DENSE
+
+
+def test_300_per_token_where_they_were_measured():
+    for tokens in (16_384, 131_072):
+        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == TILE
+    for tokens in (2048, 4096):
+        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == DENSE
+
+
+@pytest.mark.parametrize(
+    ("per_token", "room"), [(0, 320), (80, 320), (80.1, 352), (300, 1216), (320, 1280), (60_000, 1280)]
+)
+def test_the_room_is_for_several_times_as_many_as_the_tile_engine_is_chosen_for(per_token, room):
+    assert room_for(per_token) == room
 
 
 def test_long_rows_never_take_the_tile_engine():
