@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           const uint32_t first = (begin & ~3u) + first_word, left = end - min(end, first);
           const uint32_t words = pieces + (ring.stage * 2 + consumer) * kPieceBytes + first_word * 4;
           ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          const bool exist = (block + which) * kTileK + gather.first_row < of.size;  // the first of these slots
-          gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k, exist ? a.k : 0);
+          const bool any = (block + which) * kTileK + gather.first_row < of.size;  // of these slots exists
+          gather.copy(stages + ring.stage * kBBytes, a.weights[s], slots, column, a.k, any ? a.k : 0);
 #pragma unroll
           for (uint32_t w = 0; w < kPieceWords; w += 256) {
             if (first_word + w < kPieceWords && w < left) ptx::cp_async_16(words + 4 * w, a.lists[s] + first + w);

@@ -31,9 +31,9 @@ FEW_TOKENS_MAX_SHARE = 1.5  # nonzeros of all tokens, of N: two weight rows for 
 FEWEST_TOKENS = 16  # up to which dense itself takes less time
 FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
-TILE_MAX_NONZEROS = 320  # per token: of more than 300 it was not measured,
-LARGE_BATCH = 16_384  # tokens: with fewer, whose few full tiles leave multiprocessors idle,
-SMALL_BATCH_MAX_NONZEROS = 256  # not of more than 116
+TILE_MAX_NONZEROS = 320  # per token of LARGE_BATCH tokens or more: it was measured with up to 300
+LARGE_BATCH = 16_384  # tokens
+SMALL_BATCH_MAX_NONZEROS = 256  # of fewer: measured with up to 116, and few full tiles leave multiprocessors idle
 LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
 # Real batches differ by several times, and one without room takes ten times as long or more.
 ROOM_MARGIN = 4

@@ -72,7 +72,7 @@ class Plans:
                 self.tokens, self.width, self.neurons, nnz * share, union * share, current=int(plan[0])
             )
             if fullest > TILE_MAX_NONZEROS:
-                engine = DENSE  # were there once no room for it, that would take far longer than the others win
+                engine = DENSE  # once without room, such a one would take far longer than the others win
             plan.copy_(plan_of(ENGINES[engine], room=room_for(fullest)))
 
     def after(self, step: int, sums: StepSums) -> None:
