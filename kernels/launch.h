@@ -22,8 +22,8 @@ constexpr int kCountedTokens = 64;  // up to so many, row_ffn may count the nonz
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
-// counters: int64 [kCounters]
-enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kCounters = 4 };
+// counters: int64 [kCounters]. kDrawn: units of work that gate_pack has given out, for no one else.
+enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kDrawn = 3, kCounters = 4 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
 struct Packed {

@@ -56,15 +56,15 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// A float to the shared address `address` of CTA `rank` of the cluster; completes its four bytes on the barrier of the
-// shared address `barrier` there.
-__device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, float value, uint32_t barrier) {
+// Four bytes to the shared address `address` of CTA `rank` of the cluster; completes them on the barrier of the shared
+// address `barrier` there.
+__device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint32_t value, uint32_t barrier) {
   asm volatile(
       "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
       " mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
       " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %3, [remote_barrier];\n}" ::"r"(
           address),
-      "r"(barrier), "r"(rank), "r"(__float_as_uint(value))
+      "r"(barrier), "r"(rank), "r"(value)
       : "memory");
 }
 
@@ -125,6 +125,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// The warp's index in its CTA, in a uniform register, and so all that follows from it: of threadIdx.x / 32 the compiler
+// does not know that all lanes have the same.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
 // One bit for each lane up to this one.
 __device__ __forceinline__ uint32_t lanes_up_to() {
   uint32_t lanes;
@@ -180,6 +184,13 @@ __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// 16 bytes to an aligned global address, with one store: of a plain assignment the compiler makes four where it does not
+// see the alignment, as of a pointer to bf16.
+__device__ __forceinline__ void st_global_v4(void* destination, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 // What lies around a global address to L2: 128 bytes, by what it costs to load them later.

@@ -69,16 +69,17 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount
   constexpr uint32_t kStepA = 32;
   constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
   constexpr uint32_t kPanel = kTileK * 128;  // MN-major: 64 rows of k, 64 columns each
+  const uint64_t first_a = ptx::wgmma_descriptor(stages + warpgroup * (kABytes / 2), 16, 1024);
+  const uint64_t first_b = ptx::wgmma_descriptor(stages + kABytes + b_offset, kBMajorMN ? kPanel : 16, 1024);
   const auto issue = [&](bool first) {
     ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
     if constexpr (kCopied) ptx::fence_proxy_async();
-    const uint32_t a = stages + ring.stage * kStageBytes + warpgroup * (kABytes / 2);
-    const uint32_t b = stages + ring.stage * kStageBytes + kABytes + b_offset;
+    const uint64_t a = ptx::advanced(first_a, ring.stage * kStageBytes);
+    const uint64_t b = ptx::advanced(first_b, ring.stage * kStageBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      ptx::wgmma<kBlocks, kBMajorMN>(d, ptx::wgmma_descriptor(a + step * kStepA, 16, 1024),
-                                     ptx::wgmma_descriptor(b + step * kStepB, kBMajorMN ? kPanel : 16, 1024),
+      ptx::wgmma<kBlocks, kBMajorMN>(d, ptx::advanced(a, step * kStepA), ptx::advanced(b, step * kStepB),
                                      !first || step != 0);
     }
     ptx::wgmma_commit_group();

@@ -21,14 +21,35 @@ __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   return i & 1 ? w >> 16 : w & 0xffff;
 }
 
-// Bit i set where half i is not zero: NaN is not, -0.0 is.
+// All bits of a half set where it is not zero: NaN is not, -0.0 is.
+__device__ __forceinline__ uint32_t nonzero_halves(uint32_t pair) {
+  return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(pair), __nv_bfloat162(0.0f, 0.0f));
+}
+
+// Bit i set where half i is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4& v) {
-  const auto pair = [](uint32_t w) {
-    return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(w), __nv_bfloat162(0.0f, 0.0f));
-  };
-  const uint32_t spread = (pair(v.x) & 0x00010001) | (pair(v.y) & 0x00040004) | (pair(v.z) & 0x00100010) |
-                          (pair(v.w) & 0x00400040);
+  const uint32_t spread = (nonzero_halves(v.x) & 0x00010001) | (nonzero_halves(v.y) & 0x00040004) |
+                          (nonzero_halves(v.z) & 0x00100010) | (nonzero_halves(v.w) & 0x00400040);
   return (spread | spread >> 15) & 0xff;
+}
+
+// Bit 8 j + i set where half i of v[j] is not zero.
+__device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
+  uint32_t spread[2] = {};  // of two v each: bits of even halves; above, those of odd ones
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) spread[j / 2] |= nonzero_halves(pairs[q]) & 0x00020001u << (8 * (j % 2) + 2 * q);
+  }
+  return __byte_perm(spread[0] | spread[0] >> 16, spread[1] | spread[1] >> 16, 0x5410);
+}
+
+// The bits that are set in each byte.
+__device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
+  v -= v >> 1 & 0x55555555;
+  v = (v & 0x33333333) + (v >> 2 & 0x33333333);
+  return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
 // Sum over the lanes before this one.
@@ -52,21 +73,17 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
                                                    uint32_t words_per_tile, uint32_t* words, __nv_bfloat16* wide,
                                                    uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
-  uint32_t bits = 0, mine = 0;  // mine: byte j is how many j has
-  {
-    uint4 v[4];
+  uint4 v[4];
+  uint32_t there = 0;  // Behind the last column stand zeros of w, but zero times infinity is no zero.
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = ptx::ld_shared_v4(chunks + kApart * j);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      // Behind the last column stand zeros of w, but zero times infinity is no zero.
-      const uint32_t of_chunk = some && column + 64 * j < n ? nonzero_bits(v[j]) : 0;
-      bits |= of_chunk << 8 * j;
-      mine |= __popc(of_chunk) << 8 * j;
-    }
+  for (int j = 0; j < 4; ++j) {
+    v[j] = ptx::ld_shared_v4(chunks + kApart * j);
+    there |= column + 64 * j < n ? 0xffu << 8 * j : 0;
   }
+  const uint32_t bits = nonzero_bits(v) & (some ? there : 0);
   if (!__any_sync(~0u, bits != 0)) return 0;
   seen |= bits;
+  const uint32_t mine = popc_bytes(bits);  // byte j is how many j has
   uint32_t sums = mine;
 #pragma unroll
   for (int offset = 1; offset < 8; offset *= 2) {
@@ -87,7 +104,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
 #pragma unroll 1
     for (int j = 0; j < 4; ++j) {
       if (column + 64 * j < n) {
-        *reinterpret_cast<uint4*>(wide + 8 * (lane % 8) + 64 * j) = ptx::ld_shared_v4(chunks + kApart * j);
+        ptx::st_global_v4(wide + 8 * (lane % 8) + 64 * j, ptx::ld_shared_v4(chunks + kApart * j));
       }
     }
   }

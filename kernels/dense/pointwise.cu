@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
         return fabsf(__uint_as_float(pair << 16)) + fabsf(__uint_as_float(pair & 0xffff0000));
       };
       sum += (magnitudes(out.x) + magnitudes(out.y)) + (magnitudes(out.z) + magnitudes(out.w));
-      if (row < rows) *reinterpret_cast<uint4*>(h + (row0 + row) * n + column) = out;
+      if (row < rows) ptx::st_global_v4(h + (row0 + row) * n + column, out);
     }
   }
   sum = warp_sum(sum);

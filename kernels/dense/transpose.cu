@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     uint4* out = reinterpret_cast<uint4*>(to + (column0 + c) * rows + row0 + chunk);
 #pragma unroll
     for (int q = 0; q < sizeof(To) / 2; ++q) {
-      out[q] = make_uint4(words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3]);
+      ptx::st_global_v4(out + q, make_uint4(words[4 * q], words[4 * q + 1], words[4 * q + 2], words[4 * q + 3]));
     }
   }
 }

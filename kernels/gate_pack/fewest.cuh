@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
   const uint32_t finished = ptx::smem_address(&shared.finished);  // the tile, rank 0's
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t rank = ptx::cluster_rank();
   const int column_tile = blockIdx.x / kCluster;

@@ -2,7 +2,8 @@
 //
 // One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
 // tiles, and each CTA fetches half of the weight tile for both. The consumers leave a finished tile as bf16 in shared
-// memory; three otherwise idle warps pack it, four rows at a time, while the next tile is multiplied.
+// memory; three otherwise idle warps pack it, four rows at a time, while the next tile is multiplied. The first two
+// rounds of pairs are dealt; what follows goes to the cluster that is there first.
 //
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
 // is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.
@@ -20,32 +21,36 @@ namespace {
 static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "whoever counts nothing is one of the kernels for few tokens");
 
 constexpr int kPackWarps = 3;
+constexpr int kDealtRounds = 2;
+// Rounds whose pairs are kept: the first CTA packs up to four ahead of the second where K is one stage, and draws two more.
+constexpr int kRounds = 8;
 
 struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t tile_full;
   uint64_t tile_free;
-  uint32_t fired[2][8];  // bits of the columns that fire for some token of the tile; two tiles in flight
+  uint64_t drawn[kRounds];
+  uint32_t pairs[kRounds];  // of round r, at r % kRounds: what the cluster multiplies; one behind the last: nothing
+  uint32_t fired[2][8];     // bits of the columns that fire for some token of the tile; two tiles in flight
 };
 
 constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(Shared);  // and a bit per column
 static_assert(kSharedBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
 
-// Pairs of token tiles are visited in bands: within a band all columns, and for each column all pairs of the band, so
-// that what is in flight shares little of w and x, and both stay in L2.
-constexpr int kBand = 8;
+// Pairs are visited column by column, and then the next rows: what is in flight shares few rows of x, and all of w
+// stays in L2. Where w is too large for that, band by band of its columns.
+constexpr int64_t kBandBytes = 24 << 20;
 
 struct Place {
-  int64_t row_pair;
+  uint32_t row_pair;
   int column_tile;
 };
 
-__device__ __forceinline__ Place place_of(int64_t index, int row_pairs, int column_tiles) {
-  const int64_t band = index / (kBand * column_tiles);
-  const int within = static_cast<int>(index - band * kBand * column_tiles);
-  const int height = min(kBand, static_cast<int>(row_pairs - band * kBand));
-  return {band * kBand + within % height, within / height};
+__device__ __forceinline__ Place place_of(uint32_t pair, uint32_t row_pairs, int column_tiles, int band_tiles) {
+  const uint32_t band = pair / (row_pairs * band_tiles), within = pair - band * (row_pairs * band_tiles);
+  const int first = band * band_tiles, width = min(band_tiles, column_tiles - first);
+  return {within / width, static_cast<int>(first + within % width)};
 }
 
 // The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).
@@ -55,7 +60,7 @@ __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 
 __global__ void __launch_bounds__(kThreads, 1)
     gate_pack_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int64_t m,
-                     int64_t n, int k_blocks, int words_per_tile, const Packed out) {
+                     int64_t n, int k_blocks, int band_tiles, int words_per_tile, const Packed out) {
   extern __shared__ uint8_t raw[];
   const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
   const uint32_t tile = stages + kStages * kStageBytes;
@@ -66,14 +71,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
   const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
 
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t rank = ptx::cluster_rank();
   const int column_tiles = static_cast<int>((n + kTileN - 1) / kTileN);
-  const int row_pairs = static_cast<int>((m + 2 * kTileM - 1) / (2 * kTileM));
-  const int64_t pairs = static_cast<int64_t>(row_pairs) * column_tiles;
-  const int64_t first_pair = blockIdx.x / 2;
-  const int64_t pair_step = gridDim.x / 2;
+  const uint32_t row_pairs = static_cast<uint32_t>((m + 2 * kTileM - 1) / (2 * kTileM));
+  const uint32_t pairs = row_pairs * column_tiles;
+  const uint32_t drawn = ptx::smem_address(shared.drawn);
+  const auto pair_in = [&](uint32_t round) {
+    ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
+    return shared.pairs[round % kRounds];
+  };
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -82,6 +90,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::mbarrier_init(tile_full, kConsumerWarps);
     ptx::mbarrier_init(tile_free, kPackWarps);
+    for (int r = 0; r < kRounds; ++r) ptx::mbarrier_init(drawn + 8 * r, 1);
+    for (int r = 0; r < kDealtRounds; ++r) {
+      shared.pairs[r] = (r * gridDim.x + blockIdx.x) / 2;
+      ptx::mbarrier_arrive(drawn + 8 * r);
+    }
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
@@ -97,8 +110,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::tma_prefetch_descriptor(&x_map);
         ptx::tma_prefetch_descriptor(&w_map);
         Ring ring;
-        for (int64_t pair = first_pair; pair < pairs; pair += pair_step) {
-          const Place place = place_of(pair, row_pairs, column_tiles);
+        uint32_t pair;
+        for (uint32_t round = 0; (pair = pair_in(round)) < pairs; ++round) {
+          const Place place = place_of(pair, row_pairs, column_tiles, band_tiles);
           const int row = static_cast<int>(place.row_pair * 2 + rank) * kTileM;
           const int column = place.column_tile * kTileN;
           for (int kb = 0; kb < k_blocks; ++kb) {
@@ -114,11 +128,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     } else {
       ptx::griddepcontrol_wait();  // for clear_kernel
-      uint32_t parity = 0;
+      auto counters = reinterpret_cast<unsigned long long*>(out.counters);
       unsigned long long nonzeros = 0, overflow = 0, in_union = 0;
-      for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
-        const Place place = place_of(pair, row_pairs, column_tiles);
-        const int64_t token_tile = place.row_pair * 2 + rank;
+      // The pair of two rounds on: the first CTA draws it, for both.
+      const auto draw = [&](uint32_t round) {
+        const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
+        ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
+        if (rank != 0) return;
+        const uint32_t next = kDealtRounds * gridDim.x / 2 + static_cast<uint32_t>(atomicAdd(counters + kDrawn, 1));
+        const uint32_t to = ptx::smem_address(shared.pairs + slot);
+        for (uint32_t r = 0; r < 2; ++r) ptx::st_async_cluster(to, r, next, barrier);
+      };
+      uint32_t round = 0, pair;
+      for (; (pair = pair_in(round)) < pairs; ++round) {
+        if (warp == 1 && lane == 0) draw(round);
+        const uint32_t parity = round & 1;
+        const Place place = place_of(pair, row_pairs, column_tiles, band_tiles);
+        const int64_t token_tile = static_cast<int64_t>(place.row_pair) * 2 + rank;
         const int64_t row0 = token_tile * kTileM;
         const int column_tile = place.column_tile;
         const uint32_t column = column_tile * kTileN;
@@ -159,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       }
-      auto counters = reinterpret_cast<unsigned long long*>(out.counters);
+      pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
       if (nonzeros != 0) atomicAdd(counters + kNonzeros, nonzeros);
       if (overflow != 0) atomicAdd(counters + kOverflow, overflow);
       if (in_union != 0) atomicAdd(counters + kUnion, in_union);
@@ -169,13 +195,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warpgroup = warp / 4 - 1;
     const uint32_t row = (warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
     Ring ring;
-    uint32_t parity = 0;
-    for (int64_t pair = first_pair; pair < pairs; pair += pair_step, parity ^= 1) {
+    bool more = true;
+    for (uint32_t round = 0; more; ++round) {
       float d[128];
-      multiply<4, 0, false>(d, ring, k_blocks, stages, 0, full, warpgroup, [&](uint32_t stage) {
+      const auto release = [&](uint32_t stage) {
         if (lane < 2) ptx::mbarrier_arrive_cluster(empty + 8 * stage, lane);
-      });
-      ptx::mbarrier_wait(tile_free, parity ^ 1);
+      };
+      const auto ahead = [&] { more = pair_in(round + 1) < pairs; };
+      multiply<4, 0, false>(d, ring, k_blocks, stages, 0, full, warpgroup, release, ahead);
+      ptx::mbarrier_wait(tile_free, round & 1 ^ 1);
 #pragma unroll
       for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
         ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), ptx::cvt_relu_bf16x2(d[8 * j], d[8 * j + 1]),
@@ -227,9 +255,12 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   if ((error = tensor_map(&w_map, w, n, k, kTileN / 2)) != cudaSuccess) return error;
   const int64_t pairs = ceil_div(m, 2 * kTileM) * ceil_div(n, kTileN);
   const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
-  const uint32_t shared_bytes = kSharedBytes + static_cast<uint32_t>(ceil_div(n, kTileN)) * (kTileN / 8);
+  const int64_t column_tiles = ceil_div(n, kTileN);
+  const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // at most
+  const int band_tiles = static_cast<int>(ceil_div(column_tiles, ceil_div(column_tiles, in_band)));
+  const uint32_t shared_bytes = kSharedBytes + static_cast<uint32_t>(column_tiles) * (kTileN / 8);
   return launch_early(gate_pack_kernel, grid, kThreads, shared_bytes, 2, stream, x_map, w_map, m, n,
-                      static_cast<int>(ceil_div(k, kTileK)), words_per_tile, out);
+                      static_cast<int>(ceil_div(k, kTileK)), band_tiles, words_per_tile, out);
 }
 
 }  // namespace sparsellm

@@ -52,7 +52,7 @@ struct Operand {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       const int i = q * kRestThreads + threadIdx.x;
-      *reinterpret_cast<uint4*>(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8) = quads[q];
+      ptx::st_shared_v4(ptx::smem_address(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8), quads[q]);
     }
   }
   // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of the

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   __shared__ int place_of_next;                  // among the clusters, this one's from its second unit on
   __shared__ float l1_of[kWarps];
   __shared__ bool last;
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t rank = ptx::cluster_rank();
   const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
@@ -388,7 +388,10 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
           // Two places take turns: whoever sends to this one again has what this warp sends after it has read it.
           const uint32_t b = exchanges % 2;
           const uint32_t barrier = ptx::smem_address(&received[b][warp]);
-          if (lane < kCluster) ptx::st_async_cluster(ptx::smem_address(&hidden[b][warp][rank]), lane, mine, barrier);
+          if (lane < kCluster) {
+            const uint32_t to = ptx::smem_address(&hidden[b][warp][rank]);
+            ptx::st_async_cluster(to, lane, __float_as_uint(mine), barrier);
+          }
           load_up(at + kRound);
           prefetch(at + 2 * kRound, true);
           ptx::mbarrier_wait(barrier, exchanges / 2 % 2);

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kFewThreads, 1) row_few_kernel(const FewArgume
   __shared__ float hidden[2][kFewWarps];
   __shared__ float l1_of[kFewWarps];
   __shared__ bool last;
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const bool helper = warp == kFewWarps;
   const uint32_t cta = blockIdx.x;

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t empty = ptx::smem_address(shared.empty);
   const uint32_t rows_ready = ptx::smem_address(shared.rows_ready);
   const uint32_t drawn = ptx::smem_address(shared.drawn);
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const int k_blocks = static_cast<int>((k + kTileK - 1) / kTileK);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
   Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
   const int column_tiles = static_cast<int>((a.k + kTileN - 1) / kTileN);  // of y
 
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    const int consumer = warp / 4 - 1;          // the half of a tile that this one multiplies
+    const int consumer = warp / 4 - 1;  // the half of a tile that this one multiplies
     const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
     const auto release = [&](uint32_t stage) {
       if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
           }
           transpose_quad(v, lane);
           if (out[i] >= 0 && column + 32 * c < a.k) {
-            *reinterpret_cast<uint4*>(to + 32 * c) = make_uint4(v[0], v[1], v[2], v[3]);
+            ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
           }
         }
       }

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
   Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
   const uint32_t full = ptx::smem_address(shared.full);
   const uint32_t empty = ptx::smem_address(shared.empty);
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
           }
           transpose_quad(v, lane);
           if (out[i] >= 0 && column + 32 * c < a.k) {
-            *reinterpret_cast<uint4*>(to + 32 * c) = make_uint4(v[0], v[1], v[2], v[3]);
+            ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
           }
         }
       }

@@ -62,6 +62,17 @@ def test_gate_pack_is_exact_at_any_shape(m):
         check_packed(packed, torch.relu(cases.product(x, w)), compression, f"M {m}, K {k}, N {n}")
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(40_001, 8, 2048), (40_000, 64, 2056), (40_000, 136, 2048), (2600, 2048, 16_384)]
+)
+def test_gate_pack_in_many_rounds(m, k, n):
+    """Units that are drawn by clusters, the two CTAs of one as far apart as a K of one stage lets them; bands of w."""
+    x, (w, *_) = cases.integers(m, k, n)
+    gate = torch.relu(cases.product(x, w))
+    for call in range(3):
+        check_packed(gate_pack(x, w, 8), gate, 8, f"M {m}, K {k}, N {n}, call {call}")
+
+
 @pytest.mark.parametrize("m", [FEW, 130])
 @pytest.mark.parametrize(("k", "n"), [(8, 65_536), (65_536, 8)])
 def test_gate_pack_takes_the_widest_layers(k, n, m):

@@ -4,6 +4,7 @@ What concerns the cache runs with a compiler that is a shell script, so that it 
 """
 
 import os
+import re
 import shutil
 import signal
 import stat
@@ -33,11 +34,35 @@ def nvcc():
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path):
     flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Ikernels"]
-    command = [nvcc, "-c", *flags, "-Xptxas", "-v", f"kernels/{source}", "-o", tmp_path / "kernel.o"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [nvcc, "-c", *flags, "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path, f"kernels/{source}"]
+    done = subprocess.run(
+        [*command, "-o", tmp_path / "kernel.o"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, done.stdout
     assert [row for row in resources(done.stdout) if row.spills] == []
     assert "Performance Loss" not in done.stdout  # ptxas puts waits between the instructions of a wgmma chain
+    (ptx,) = tmp_path.glob("*.ptx")
+    assert split_stores(ptx.read_text()) == []  # ptx::st_global_v4 stores 16 bytes at once
+
+
+def split_stores(ptx: str) -> list[str]:
+    """Four words side by side that are stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
+    stores = re.findall(r"st\.global\.[ubf]32\s+\[(%rd\d+)(?:\+(-?\d+))?\], (%\w+);", ptx)
+    runs = zip(*(stores[i:] for i in range(4)), strict=False)
+    return [
+        f"{run[0][0]}+{run[0][1] or 0}"
+        for run in runs
+        if len({base for base, _, _ in run}) == 1
+        and [int(at or 0) - int(run[0][1] or 0) for _, at, _ in run] == [0, 4, 8, 12]
+        and len({value for _, _, value in run}) > 1  # a word four times may well be cleared so
+    ]
+
+
+def test_split_stores_are_found():
+    words = [f"st.global.u32 [%rd8+{at}], %r{value};" for at, value in ((-8, 1), (-4, 2), (0, 3), (4, 4))]
+    assert split_stores("\n".join(words).replace("+0]", "]")) == ["%rd8+-8"]
+    assert split_stores("\n".join(words[:3])) == []
+    assert split_stores("st.global.v4.b32 [%rd8], {%r1, %r2, %r3, %r4};") == []
 
 
 def test_the_bindings_compile(nvcc, tmp_path):
