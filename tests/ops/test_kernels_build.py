@@ -46,7 +46,7 @@ def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path)
 
 
 def split_stores(ptx: str) -> list[str]:
-    """Four words side by side that are stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
+    """Four words side by side, stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
     stores = re.findall(r"st\.global\.[ubf]32\s+\[(%rd\d+)(?:\+(-?\d+))?\], (%\w+);", ptx)
     runs = zip(*(stores[i:] for i in range(4)), strict=False)
     return [
