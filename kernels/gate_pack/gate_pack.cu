@@ -22,7 +22,8 @@ static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "whoever counts nothing is o
 
 constexpr int kPackWarps = 3;
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept: the first CTA packs up to four ahead of the second where K is one stage, and draws two more.
+// Rounds whose pairs are kept. While the second CTA packs round p it knows the pairs up to p + 2 and no more, so the first
+// one begins p + 3 at most, and draws p + 5: six at a time.
 constexpr int kRounds = 8;
 
 struct Shared {

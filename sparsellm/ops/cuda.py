@@ -19,7 +19,7 @@ from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW, TILE
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, tiles
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
-COUNTERS = 4  # int64: nonzeros, overflow, union, unused (launch.h: Counter)
+COUNTERS = 4  # int64: nonzeros, overflow, union, drawn (launch.h: Counter)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
