@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
   const Tables tables(dynamic, column_tiles, kPlanWarps);
   const int tile = blockIdx.x;
   const uint32_t lane = threadIdx.x % 32, upto = ptx::lanes_up_to();
-  const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // kept; a quotient would be computed again and again
+  const uint32_t warp = ptx::warp_index();
   const int half = warp / kHalfWarps;
 
   ptx::griddepcontrol_launch_dependents();
