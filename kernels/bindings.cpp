@@ -60,6 +60,9 @@ class Call {
   cudaStream_t stream_ = nullptr;
 };
 
+// W, of words [M, W / 8, NT, 8].
+int words_per_tile(const Tensor& words) { return static_cast<int>(words.size(1)) * sparsellm::kSectorWords; }
+
 sparsellm::Packed packed_of(const Call& call, const Tensor& words, const Tensor& wide, const Tensor& mask,
                             const Tensor& row_counts, const Tensor& fired, const Tensor& counters) {
   return {call.data<uint32_t>(words),     call.data(wide),           call.data<uint32_t>(mask),
@@ -82,7 +85,7 @@ void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tenso
                Tensor counters, bool for_row) {
   const Call call("gate_pack", x);
   call.check(sparsellm::gate_pack(call.data(x), call.data(w), x.size(0), x.size(1), w.size(0),
-                                  static_cast<int>(words.size(2)),
+                                  words_per_tile(words),
                                   packed_of(call, words, wide, mask, row_counts, fired, counters),
                                   counters.numel(), for_row, call.stream()));
 }
@@ -97,7 +100,7 @@ void pack_rows(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
   const Call call("pack_rows", words);
   call.check(sparsellm::pack_rows(
       packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
-      static_cast<int>(words.size(2)),
+      words_per_tile(words),
       plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
 }
 
@@ -243,7 +246,7 @@ void row_ffn(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, Tensor word
              Tensor row_counts, Tensor fired, Tensor counters, Tensor workspace, Tensor tickets, Tensor l1, Tensor y) {
   const Call call("row_ffn", words);
   call.check(sparsellm::row_ffn(call.data(x), call.data(w_up), call.data(w_down_t), y.size(0), y.size(1),
-                                w_down_t.size(0), static_cast<int>(words.size(2)),
+                                w_down_t.size(0), words_per_tile(words),
                                 packed_of(call, words, wide, mask, row_counts, fired, counters),
                                 call.data(workspace), call.data<int32_t>(tickets), call.data<float>(l1), call.data(y),
                                 call.stream()));
@@ -253,7 +256,7 @@ void row_rest(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, SPARSELLM_
               Tensor workspace, Tensor tickets, Tensor l1, Tensor y) {
   const Call call("row_rest", words);
   call.check(sparsellm::row_rest(call.data(x), call.data(w_up), call.data(w_down_t), y.size(0), y.size(1),
-                                 w_down_t.size(0), static_cast<int>(words.size(2)),
+                                 w_down_t.size(0), words_per_tile(words),
                                  packed_of(call, words, wide, mask, row_counts, fired, counters),
                                  call.data<int32_t>(totals), call.data(workspace), call.data<int32_t>(tickets),
                                  call.data<float>(l1), call.data(y), call.stream()));

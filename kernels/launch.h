@@ -20,6 +20,8 @@ constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's
 
 constexpr int kCountedTokens = 64;  // up to so many, row_ffn may count the nonzeros itself
 
+constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, what memory is read in
+
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
 // counters: int64 [kCounters]. kDrawn: units of work that gate_pack has given out, for no one else.
@@ -27,7 +29,8 @@ enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kDrawn = 3, kCounters =
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
 struct Packed {
-  uint32_t* words;      // [M, NT, W] word 0 the count, then bf16 value << 16 | uint16 column, columns ascending
+  uint32_t* words;      // [M, W / 8, NT, 8] W words of each token and column tile, eight at a time: word 0 the count,
+                        // then bf16 value << 16 | uint16 column, columns ascending
   void* wide;           // bf16 [M, N]: row segments of tiles with more than W - 1 nonzeros; undefined elsewhere
   uint32_t* mask;       // [MT, NT * 8] bit n: neuron n fires for some token of the tile
   int32_t* row_counts;  // [M]; up to kCountedTokens, room for (1 + NT / 2) kCountedTokens (twell.cuh: tile_counts)

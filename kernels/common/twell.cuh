@@ -15,6 +15,15 @@ __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
 
+// Where a token's words of a column tile begin, and how far from there word `index` is.
+__device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles,
+                                                int words_per_tile) {
+  return packed.words + token * (column_tiles * words_per_tile) + tile * kSectorWords;
+}
+__device__ __forceinline__ uint32_t word_offset(uint32_t index, int column_tiles) {
+  return index / kSectorWords * (column_tiles * kSectorWords) + index % kSectorWords;
+}
+
 // Half i (0..7) of eight bf16 values.
 __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   const uint32_t w = i < 2 ? v.x : i < 4 ? v.y : i < 6 ? v.z : v.w;
@@ -70,8 +79,8 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 // lane's column i of j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
-                                                   uint32_t words_per_tile, uint32_t* words, __nv_bfloat16* wide,
-                                                   uint32_t& seen) {
+                                                   int column_tiles, uint32_t words_per_tile, uint32_t* words,
+                                                   __nv_bfloat16* wide, uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
   uint32_t there = 0;  // Behind the last column stand zeros of w, but zero times infinity is no zero.
@@ -97,7 +106,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
       const uint32_t value = ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i);
-      words[1 + (at >> shift & 0xff)] = pack_word(value, column + 8 * shift + i);
+      words[word_offset(1 + (at >> shift & 0xff), column_tiles)] = pack_word(value, column + 8 * shift + i);
       at += 1u << shift;
     }
   } else {

@@ -152,14 +152,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::mbarrier_wait(tile_full, parity);
         uint32_t seen = 0;
         const int rows = static_cast<int>(min(static_cast<int64_t>(kTileM), m - row0));  // <= 0 beyond the last tile
-        uint32_t* words = out.words + (row0 * column_tiles + column_tile) * words_per_tile;
+        uint32_t* words = segment_of(out, row0, column_tile, column_tiles, words_per_tile);
         __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
         const int row_words = column_tiles * words_per_tile;
 #pragma unroll 1
         for (int step = 4 * (warp - 1); step < rows; step += 4 * kPackWarps) {
           const int row = step + lane / 8;
           const uint32_t count = pack_four_rows(tile + tile_offset(row, lane % 8), row < rows, lane, column, n,
-                                                words_per_tile, words + static_cast<int64_t>(row) * row_words,
+                                                column_tiles, words_per_tile, words + static_cast<int64_t>(row) * row_words,
                                                 wide + row * n, seen);
           if (lane % 8 == 0 && row < rows) {
             words[static_cast<int64_t>(row) * row_words] = count;

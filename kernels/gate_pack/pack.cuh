@@ -23,9 +23,9 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
                                                 const Packed& out, Sums& sums, bool counts) {
   uint32_t seen = 0;
   const uint32_t column = column_tile * kColumnTile;
-  uint32_t* words = out.words + (static_cast<int64_t>(token) * column_tiles + column_tile) * words_per_tile;
+  uint32_t* words = segment_of(out, token, column_tile, column_tiles, words_per_tile);
   __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, words_per_tile, words, wide, seen);
+  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words_per_tile, words, wide, seen);
   const bool tells = some && lane % 8 == 0;
   if (tells) {
     words[0] = count;

@@ -42,16 +42,15 @@ struct ClusterArguments : RowArguments {
 __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
                                              uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const uint32_t* row_words = packed.words + row * tiles * words_per_tile;
   const uint32_t size = last - first;
   uint32_t seen = 0;  // nonzeros in the tiles before
   for (int start = 0; start < tiles && seen < last; start += 32) {
-    const uint32_t* words = row_words + (start + lane) * words_per_tile;
+    const uint32_t* words = segment_of(packed, row, start + lane, tiles, words_per_tile);
     uint4 v[4];  // no tile has less words
     v[0].x = 0;
     if (start + static_cast<int>(lane) < tiles) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<const uint4*>(words)[i];
+      for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const uint4*>(words + word_offset(4 * i, tiles));
     }
     const uint32_t count = v[0].x;
     const uint32_t base = seen + exclusive_scan(count, lane);  // rank of the tile's first nonzero
@@ -70,7 +69,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
       put(0, v[0]), put(4, v[1]);
       if (count >= 8) put(8, v[2]), put(12, v[3]);
       for (uint32_t index = 16; index <= count; index += 4) {
-        put(index, *reinterpret_cast<const uint4*>(words + index));
+        put(index, *reinterpret_cast<const uint4*>(words + word_offset(index, tiles)));
       }
     }
     for (uint32_t rest = __ballot_sync(~0u, wanted && !fits); rest != 0; rest &= rest - 1) {

@@ -46,7 +46,6 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
                                               uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight in each lane
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const uint32_t* row_words = packed.words + row * tiles * words_per_tile;
   const uint32_t size = last - first;
   uint32_t seen = 0;  // nonzeros in the tiles before
   for (int start = 0; start < tiles && seen < last; start += 16 * kBatch) {
@@ -55,7 +54,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
     for (int b = 0; b < kBatch; ++b) {
       const int tile = start + 16 * b + lane / 2;
       v[b] = make_uint4(0, 0, 0, 0);
-      if (tile < tiles) v[b] = reinterpret_cast<const uint4*>(row_words + tile * words_per_tile)[lane % 2];
+      if (tile < tiles) v[b] = reinterpret_cast<const uint4*>(segment_of(packed, row, tile, tiles, words_per_tile))[lane % 2];
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -70,8 +69,12 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       const bool fits = count < static_cast<uint32_t>(words_per_tile);
       if (wanted && fits) {
         uint4 four = v[b];
+        const uint32_t* sector = segment_of(packed, row, tile, tiles, words_per_tile);
         for (uint32_t index = 4 * (lane % 2); index <= count; index += 8) {
-          if (index >= 8) four = *reinterpret_cast<const uint4*>(row_words + tile * words_per_tile + index);
+          if (index >= 8) {
+            sector += word_offset(kSectorWords, tiles);
+            four = reinterpret_cast<const uint4*>(sector)[lane % 2];
+          }
           const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {

@@ -21,9 +21,10 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
                                               int words_per_tile, uint32_t index) {
   Sector sector = {};
   if (tile < column_tiles) {
-    const uint32_t* words = packed.words + (token * column_tiles + tile) * words_per_tile;
-    sector.low = reinterpret_cast<const uint4*>(words)[2 * index];
-    sector.high = reinterpret_cast<const uint4*>(words)[2 * index + 1];
+    const uint32_t* words = segment_of(packed, token, tile, column_tiles, words_per_tile) +
+                            word_offset(index * kSectorWords, column_tiles);
+    sector.low = reinterpret_cast<const uint4*>(words)[0];
+    sector.high = reinterpret_cast<const uint4*>(words)[1];
   }
   return sector;
 }
@@ -39,7 +40,8 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
     const uint32_t count = sector.low.x;
     const uint32_t before = exclusive_scan(count, lane);
     uint32_t at = done + before;
-    if (count < static_cast<uint32_t>(words_per_tile)) {
+    const bool fits = count < static_cast<uint32_t>(words_per_tile);
+    if (fits) {
       for (uint32_t from = 0;;) {
         const uint32_t words[8] = {sector.low.x,  sector.low.y,  sector.low.z,  sector.low.w,
                                    sector.high.x, sector.high.y, sector.high.z, sector.high.w};
@@ -52,15 +54,33 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
         if (from > count) break;
         sector = load_sector(packed, token, column_tiles, tile, words_per_tile, from / 8);
       }
-    } else {
-      const uint32_t column = tile * kColumnTile;
-      const auto wide = static_cast<const __nv_bfloat16*>(packed.wide) + token * n + column;
-      for (uint32_t c = 0; c < kColumnTile && column + c < n; c += 8) {
-        const uint4 v = *reinterpret_cast<const uint4*>(wide + c);
-        for (uint32_t rest = nonzero_bits(v); rest != 0; rest &= rest - 1) {
-          const int i = __ffs(rest) - 1;
-          put(at++, pack_word(half_of(v, i), column + c + i));
+    }
+    __syncwarp();
+    for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {  // all lanes on one tile, several tiles' loads in flight
+      constexpr int kLoads = 2;
+      uint4 eight[kLoads];
+      uint32_t ahead = wide;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint32_t column = (first + __ffs(ahead) - 1) * kColumnTile + 8 * lane;
+        eight[i] = make_uint4(0, 0, 0, 0);
+        if (ahead != 0 && column < n) {
+          eight[i] = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + token * n + column);
         }
+        ahead &= ahead - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (wide == 0) break;
+        const int from = __ffs(wide) - 1;
+        const uint32_t column = (first + from) * kColumnTile + 8 * lane;
+        const uint32_t bits = nonzero_bits(eight[i]);
+        const uint32_t to = __shfl_sync(~0u, at, from) + exclusive_scan(__popc(bits), lane);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if (bits >> j & 1) put(to + __popc(bits & ((1u << j) - 1)), pack_word(half_of(eight[i], j), column + j));
+        }
+        wide &= wide - 1;
       }
     }
     first += 32;

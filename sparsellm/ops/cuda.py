@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW, TILE
-from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE, WORD_BITS, PackedGate, tiles
+from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORD_BITS, PackedGate, tiles
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, drawn (launch.h: Counter)
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 class Gate(NamedTuple):
     """What gate_pack writes: PackedGate's tensors as the kernels pass them on, fired as bytes."""
 
-    words: Tensor  # int32 [M, NT, W]
+    words: Tensor  # int32 [M, W / 8, NT, 8]
     wide: Tensor  # bfloat16 [M, N]
     mask: Tensor  # int32 [MT, NT * 8]
     row_counts: Tensor  # int32 [M]; behind them, of up to COUNTED_TOKENS, the tiles' counts
@@ -130,10 +130,10 @@ def gate_pack(x: Tensor, w: Tensor, compression: int) -> PackedGate:
 def pack_gate(x: Tensor, w: Tensor, compression: int, for_row: bool = False) -> Gate:
     """for_row: `row_engine` comes next, to which the counters may be left; row_counts may be undefined."""
     m, n = x.shape[0], w.shape[0]
-    column_tiles = tiles(n, COLUMN_TILE)
+    column_tiles, sectors = tiles(n, COLUMN_TILE), COLUMN_TILE // compression // SECTOR_WORDS
     room = COUNTED_TOKENS * (2 + column_tiles) // 2  # of the row counts of few tokens (launch.h)
     gate = Gate(
-        words=x.new_empty((m, column_tiles, COLUMN_TILE // compression), dtype=torch.int32),
+        words=x.new_empty((m, sectors, column_tiles, SECTOR_WORDS), dtype=torch.int32),
         wide=x.new_empty((m, n)),
         mask=x.new_empty((tiles(m, TOKEN_TILE), column_tiles * COLUMN_TILE // WORD_BITS), dtype=torch.int32),
         row_counts=x.new_empty(max(m, room), dtype=torch.int32)[:m],
@@ -216,7 +216,7 @@ class NeuronPlan(NamedTuple):
 
 def tile_plan(gate: Gate, ordered: bool = True, room: int | None = None, long_room: int | None = None) -> TilePlan:
     """Room for the plan of a tile engine, of which only the totals have contents. Arguments as of `tile_engine`."""
-    m, column_tiles, _ = gate.words.shape
+    m, _, column_tiles, _ = gate.words.shape
     token_tiles = tiles(m, TOKEN_TILE)
     if room is None:
         room = tile_room(*gate.wide.shape)
@@ -282,7 +282,7 @@ def tile_engine(
     """
     ops = torch.ops.sparsellm_cuda
     n, k = w_down_t.shape
-    m, column_tiles, _ = gate.words.shape
+    m, _, column_tiles, _ = gate.words.shape
     plan = tile_plan(gate, ordered, room, long_room)
     y = gate.wide.new_empty((m, k))
     l1_partials, l1 = _l1(gate.wide, tiles(m, TOKEN_TILE) * column_tiles * CONSUMER_WARPS)

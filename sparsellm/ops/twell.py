@@ -7,6 +7,9 @@ A row of a tile (a segment) holds its nonzeros in W 32-bit words: word 0 how man
 values, `bfloat16 bits << 16 | column`, columns ascending, counted from the row's start. A segment with more than W - 1
 nonzeros keeps its count there and its values at their own places in `wide`. Everything else is undefined. Nonzero is
 what has a bit set beside the sign: NaN counts, -0.0 does not.
+
+In memory a row's words lie eight at a time: words 0 to 7 of all its segments, then words 8 to 15, and so on. Few
+segments have more than seven nonzeros, so what a reader needs of a row lies side by side.
 """
 
 from typing import NamedTuple
@@ -19,10 +22,11 @@ TOKEN_TILE = 128  # tokens of a token tile
 COLUMN_TILE = 256  # columns of a column tile, the gate product's own tile
 COMPRESSIONS = (2, 4, 8, 16)
 WORD_BITS = 32
+SECTOR_WORDS = 8  # of a segment, side by side: 32 bytes, what memory is read in
 
 
 class PackedGate(NamedTuple):
-    words: Tensor  # int32 [M, NT, W]
+    words: Tensor  # int32 [M, W / 8, NT, 8]
     wide: Tensor  # bfloat16 [M, N]: the segments with more than W - 1 nonzeros; undefined elsewhere
     mask: Tensor  # int32 [MT, NT * 8]: bit n % 32 of word n / 32: neuron n fires for some token of the tile
     row_counts: Tensor  # int32 [M]: nonzeros of each token
@@ -34,6 +38,11 @@ class PackedGate(NamedTuple):
 
 def tiles(length: int, tile: int) -> int:
     return -(-length // tile)
+
+
+def segments(words: Tensor) -> Tensor:
+    """int32 [M, NT, W] of PackedGate's words, each segment in one piece."""
+    return words.transpose(1, 2).flatten(2)
 
 
 def pack(h: Tensor, compression: int) -> PackedGate:
@@ -54,6 +63,7 @@ def pack(h: Tensor, compression: int) -> PackedGate:
     words = bits.new_zeros((m, column_tiles, words_per_tile + 1))
     words = words.scatter_(2, slot, values)[..., :words_per_tile]
     words[..., 0] = counts
+    words = words.unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
     wide = torch.where(fits[..., None], 0, bits).view(m, width)[:, :n].to(torch.int16).view(torch.bfloat16)
 
     active = active.view(m, width)
@@ -68,9 +78,10 @@ def pack(h: Tensor, compression: int) -> PackedGate:
 
 def unpack(packed: PackedGate, n: int) -> Tensor:
     """The bfloat16 [M, N] that was packed, with +0.0 for -0.0; reads nothing undefined."""
-    m, column_tiles, words_per_tile = packed.words.shape
+    words = segments(packed.words)
+    m, column_tiles, words_per_tile = words.shape
     width = column_tiles * COLUMN_TILE
-    counts, slots = packed.words[..., :1], packed.words[..., 1:]
+    counts, slots = words[..., :1], words[..., 1:]
     fits = counts < words_per_tile
     used = fits & (torch.arange(words_per_tile - 1, device=counts.device) < counts)
     column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes to a place beyond the last

@@ -240,13 +240,14 @@ def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) 
 def check_packed(packed: twell.PackedGate, gate: Tensor, compression: int, what: str) -> None:
     """All of the packed form is that of `gate` [M, N]; NaN may be any NaN."""
     expected = twell.pack(gate, compression)
+    words, expected_words = (twell.segments(p.words) for p in (packed, expected))
     for field in ("row_counts", "fired", "mask", "nnz", "overflow", "union"):
         assert_equal(getattr(packed, field), getattr(expected, field), f"{what}: {field}")
-    counts = expected.words[..., :1]
-    assert_equal(packed.words[..., :1], counts, f"{what}: counts")
-    position = torch.arange(expected.words.shape[2], device=DEVICE)
-    used = (position > 0) & (position <= counts) & (counts < expected.words.shape[2])
-    columns = (torch.where(used, p.words & 0xFFFF, 0) for p in (packed, expected))
+    counts = expected_words[..., :1]
+    assert_equal(words[..., :1], counts, f"{what}: counts")
+    position = torch.arange(words.shape[2], device=DEVICE)
+    used = (position > 0) & (position <= counts) & (counts < words.shape[2])
+    columns = (torch.where(used, w & 0xFFFF, 0) for w in (words, expected_words))
     assert_equal(*columns, f"{what}: columns")
     n = gate.shape[1]
     assert_equal(twell.unpack(packed, n), twell.unpack(expected, n), f"{what}: values")

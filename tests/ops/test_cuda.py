@@ -37,7 +37,7 @@ def expect(tensor, dtype, *shape, alignment=16):
 
 def expect_packed(words, wide, mask, row_counts, fired, counters):
     m, n = wide.shape
-    expect(words, torch.int32, m, twell.tiles(n, 256), words.shape[2])
+    expect(words, torch.int32, m, words.shape[1], twell.tiles(n, 256), 8)
     expect(wide, torch.bfloat16, m, n)
     expect(mask, torch.int32, twell.tiles(m, 128), twell.tiles(n, 256) * 8)
     expect(row_counts, torch.int32, m)
@@ -78,7 +78,7 @@ def hidden(x, w_up, packed):
 def gate_pack(x, w, *args):
     packed, for_row = args[:6], args[6]
     expect_packed(*packed)
-    made = twell.pack(torch.relu(x @ w.T), 256 // packed[0].shape[2])
+    made = twell.pack(torch.relu(x @ w.T), 256 // (8 * packed[0].shape[1]))
     packed[5].zero_()
     for tensor, value in zip(packed[:5], made[:5], strict=True):
         tensor.copy_(value)
@@ -305,7 +305,7 @@ def row_ffn(x, w_up, w_down_t, *args):
     expect(tickets, torch.int32, 320)
     assert not tickets.any()
     g = unpacked(packed)
-    made = twell.pack(g, 256 // packed[0].shape[2])
+    made = twell.pack(g, 256 // (8 * packed[0].shape[1]))
     packed[5][:3] = torch.stack([made.nnz, made.overflow, made.union])
     h = hidden(x, w_up, packed)
     l1.copy_(h.abs().sum(dtype=torch.float32))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsellm.ops import twell
-from sparsellm.ops.twell import COLUMN_TILE, COMPRESSIONS, TOKEN_TILE, pack, tiles, unpack
+from sparsellm.ops.twell import COLUMN_TILE, COMPRESSIONS, SECTOR_WORDS, TOKEN_TILE, pack, segments, tiles, unpack
 
 LAUNCH_H = Path(__file__).parents[2] / "kernels" / "launch.h"
 HEIGHTS = (0, 1, 127, 129)
@@ -20,10 +20,11 @@ def bits(h):
 
 def poisoned(packed, compression):
     """With garbage wherever the format says undefined."""
-    counts = packed.words[..., :1]
+    words = segments(packed.words)
+    counts = words[..., :1]
     fits = counts < COLUMN_TILE // compression
-    position = torch.arange(packed.words.shape[2])
-    defined = (position == 0) | (fits & (position <= counts))
+    position = torch.arange(words.shape[2])
+    defined = ((position == 0) | (fits & (position <= counts))).unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
     full = ~fits.expand(-1, -1, COLUMN_TILE).reshape(len(packed.wide), counts.shape[1] * COLUMN_TILE)[
         :, : packed.wide.shape[1]
     ]
@@ -36,7 +37,7 @@ def check(h, compression):
     m, n = h.shape
     slots = COLUMN_TILE // compression - 1
     packed = pack(h, compression)
-    assert packed.words.shape == (m, tiles(n, COLUMN_TILE), slots + 1)
+    assert packed.words.shape == (m, (slots + 1) // 8, tiles(n, COLUMN_TILE), 8)
     assert packed.wide.shape == (m, n)
     assert packed.mask.shape == (tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE) * 8)
     dtypes = [t.dtype for t in packed]
@@ -48,7 +49,7 @@ def check(h, compression):
     assert torch.equal(bits(unpack(packed, n)), expected)
     assert torch.equal(bits(unpack(poisoned(packed, compression), n)), expected)
     counts = torch.stack([t.sum(1) for t in active.split(COLUMN_TILE, 1)], 1)
-    assert torch.equal(packed.words[..., 0], counts)
+    assert torch.equal(segments(packed.words)[..., 0], counts)
     assert torch.equal(packed.row_counts, active.sum(1))
     assert torch.equal(packed.fired, active.any(0))
     assert packed.nnz == active.sum()
@@ -105,19 +106,29 @@ def test_an_overfull_tile_is_kept_and_counted():
     h[1, 256:287] = 1
     packed = check(h, 8)
     assert packed.overflow == 1
-    assert packed.words[:, 1, 0].tolist() == [32, 31]
+    assert segments(packed.words)[:, 1, 0].tolist() == [32, 31]
     assert torch.equal(packed.wide[0, 256:288], h[0, 256:288])
 
 
 def test_columns_ascend_and_count_from_the_start_of_the_row():
     h = torch.zeros(1, 520, dtype=torch.bfloat16)
     h[0, [3, 200, 256, 515]] = torch.tensor([1.0, -2.0, 3.0, 4.0], dtype=torch.bfloat16)
-    words = pack(h, 8).words[0]
+    words = segments(pack(h, 8).words)[0]
     assert words[:, 0].tolist() == [2, 1, 1]
     assert [w & 0xFFFF for w in words[0, 1:3].tolist()] == [3, 200]
     assert words[0, 1] == 0x3F80 << 16 | 3
     assert words[1, 1] & 0xFFFF == 256
     assert words[2, 1] & 0xFFFF == 515
+
+
+def test_words_lie_eight_at_a_time():
+    h = torch.zeros(2, 512, dtype=torch.bfloat16)
+    h[:, 1:10] = h[:, 256] = 1
+    row = pack(h, 8).words.flatten(1)[1]
+    one = 0x3F80 << 16
+    assert row[:8].tolist() == [9, *(one | column for column in range(1, 8))]
+    assert row[8:10].tolist() == [1, one | 256]
+    assert row[16:18].tolist() == [one | 8, one | 9]
 
 
 def test_the_last_column_of_the_widest_layer():
@@ -138,7 +149,7 @@ def test_nan_counts_and_negative_zero_does_not():
 
 def test_the_constants_are_those_of_the_kernels():
     header = LAUNCH_H.read_text()
-    for name, value in (("kTokenTile", TOKEN_TILE), ("kColumnTile", COLUMN_TILE)):
+    for name, value in (("kTokenTile", TOKEN_TILE), ("kColumnTile", COLUMN_TILE), ("kSectorWords", SECTOR_WORDS)):
         assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
     compressions = re.search(r"the compression factor: ([\d, or]+)\)", header)[1]
     assert tuple(int(c) for c in re.findall(r"\d+", compressions)) == COMPRESSIONS
