@@ -262,6 +262,23 @@ void row_rest(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, SPARSELLM_
                                  call.data<float>(l1), call.data(y), call.stream()));
 }
 
+void dense_hidden(Tensor x, Tensor w_gate, OptionalTensor w_up, OptionalTensor g, OptionalTensor u, Tensor h,
+                  Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters, Tensor tickets) {
+  const Call call("dense_hidden", x);
+  call.check(sparsellm::dense_hidden(call.data(x), call.data(w_gate), call.data(w_up), x.size(0), x.size(1),
+                                     w_gate.size(0), call.data(g), call.data(u), call.data(h),
+                                     call.data<float>(l1_partials), call.data<float>(l1), call.data<uint8_t>(fired),
+                                     call.data<int64_t>(counters), call.data<int32_t>(tickets), call.stream()));
+}
+
+void dense_gradient(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1, Tensor dz, OptionalTensor du,
+                    Tensor h, Tensor counters) {
+  const Call call("dense_gradient", dy);
+  call.check(sparsellm::dense_gradient(call.data(dy), call.data(w_down), dy.size(0), dy.size(1), w_down.size(1),
+                                       call.data(g), call.data(u), call.data<float>(dl1), call.data(dz), call.data(du),
+                                       call.data(h), call.data<int64_t>(counters), call.stream()));
+}
+
 void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters,
                Tensor tickets) {
   const Call call("pointwise", z);
@@ -330,6 +347,12 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "row_rest(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
       "Tensor counters, Tensor totals, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
   library.def(
+      "dense_hidden(Tensor x, Tensor w_gate, Tensor? w_up, Tensor(a!)? g, Tensor(b!)? u, Tensor(c!) h, "
+      "Tensor(d!) l1_partials, Tensor(e!) l1, Tensor(f!) fired, Tensor(g!) counters, Tensor(h!) tickets) -> ()");
+  library.def(
+      "dense_gradient(Tensor dy, Tensor w_down, Tensor g, Tensor? u, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, "
+      "Tensor(c!) h, Tensor(d!) counters) -> ()");
+  library.def(
       "pointwise(Tensor z, Tensor? u, Tensor(a!) h, Tensor(b!) l1_partials, Tensor(c!) l1, Tensor(d!) fired, "
       "Tensor(e!) counters, Tensor(f!) tickets) -> ()");
   library.def(
@@ -358,6 +381,8 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("tile_up", TORCH_BOX(&tile_up));
   library.impl("row_ffn", TORCH_BOX(&row_ffn));
   library.impl("row_rest", TORCH_BOX(&row_rest));
+  library.impl("dense_hidden", TORCH_BOX(&dense_hidden));
+  library.impl("dense_gradient", TORCH_BOX(&dense_gradient));
   library.impl("pointwise", TORCH_BOX(&pointwise));
 }
 

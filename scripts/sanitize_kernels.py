@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import build, cuda, gated_ffn, nongated_ffn, plan_of
-from sparsellm.ops.cuda import dense_hidden
 
 # Kernels of their own: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up to 128, the order
 # of tokens from ORDERED_TOKENS on, here fewer than the operators order.
@@ -76,6 +75,20 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
     return *(dw.bfloat16() for dw in found), out.nnz
 
 
+def dense_gradients(x: Tensor, *ws: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dz, du if gated, h, nnz) by the kernel that multiplies dy = x by w_down, and what they should be; dl1 = 1."""
+    z, u = x @ ws[0].T, x @ ws[1].T if len(ws) == 3 else None
+    dl1, on_device = torch.ones(1), [None if t is None else t.cuda() for t in (x, ws[-1], torch.relu(z), u)]
+    found = cuda.dense_gradient(*on_device, dl1.cuda())
+    g, dh = torch.relu(z).float(), (x @ ws[-1]).float()
+    h = g if u is None else (g * u.float()).bfloat16().float()
+    total = dh + (torch.ones_like(h) if u is None else h.sign())
+    dz = torch.where(g != 0, total if u is None else total * u.float(), 0)
+    right = dz, *(() if u is None else (total * g,)), h
+    nnz = (g != 0).sum()
+    return (*(t for t in found if t is not None), nnz), (*(t.bfloat16() for t in right), nnz)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}: all, unless parts are named")
@@ -83,7 +96,7 @@ def main() -> int:
     for part in set(parts) - set(PARTS):
         parser.error(f"PART is {part}: it should be one of {', '.join(PARTS)}")
     build.load()
-    with patch.object(cuda, "MIN_ORDERED_TOKENS", ORDERED_TOKENS):
+    with patch.object(cuda, "MIN_ORDERED_TOKENS", ORDERED_TOKENS), patch.object(cuda, "MIN_FUSED_TOKENS", 0):
         wrong = check(parts)
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
@@ -110,11 +123,15 @@ def check(parts: Sequence[str]) -> list[str]:
             for engine in ("row", "tile"):
                 compare(f"{name}, {engine}", run(engine, *on_device), expected)
             x, *ws, _ = inputs
-            products = [(x @ w.T).cuda() for w in ws]
-            h, l1, _, counts = dense_hidden(products[0], products[1] if gated else None, products[0])
+            z, u = (x @ ws[0].T).cuda(), (x @ ws[1].T).cuda() if gated else None
+            h, l1, _, counts = cuda.pointwise(z, u, torch.empty_like(z))
             compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
+            x, w_gate, *w_up, _ = on_device
+            h, _, _, l1, _, counts = cuda.dense_hidden(x, w_gate, w_up[0] if gated else None)
+            compare(f"{name}, dense", (h, l1, counts[0]), hidden(*inputs))
         if "backward" in parts and m == CASES[0][0]:
             right = gradients("dense", *inputs)
+            compare(f"{name}, backward, dense", *dense_gradients(*inputs))
             for stored in (torch.bfloat16, torch.float32):
                 for room in ("enough", "no"):
                     little = patch.object(cuda, "tile_room", lambda *_: 64) if room == "no" else nullcontext()

@@ -9,6 +9,7 @@
 // within a thread, a warp, a CTA, then over CTAs by the last of them. Same bits in every run.
 #include "common/host.h"
 #include "common/twell.cuh"
+#include "dense/elementwise.cuh"
 #include "row/ordered_sum.cuh"
 
 namespace sparsellm {
@@ -53,23 +54,12 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
 #pragma unroll
     for (int b = 0; b < kPointwiseBatch; ++b) {
       const int row = first + kPointwiseWarps * b;
-      const auto product = [&](uint32_t& z_pair, uint32_t u_pair) {
-        const __nv_bfloat162 active =
-            __hmax2_nan(reinterpret_cast<const __nv_bfloat162&>(z_pair), __nv_bfloat162(0.0f, 0.0f));
-        z_pair = reinterpret_cast<const uint32_t&>(active);
-        if constexpr (!kGated) return z_pair;
-        const __nv_bfloat162 result = __hmul2_rn(active, reinterpret_cast<const __nv_bfloat162&>(u_pair));
-        return reinterpret_cast<const uint32_t&>(result);
-      };
-      const uint4 out = make_uint4(product(gate[b].x, up[b].x), product(gate[b].y, up[b].y),
-                                   product(gate[b].z, up[b].z), product(gate[b].w, up[b].w));
-      const uint32_t bits = nonzero_bits(gate[b]);
+      const uint4 g = dense::relu(gate[b]);
+      const uint4 out = kGated ? dense::product(g, up[b]) : g;
+      const uint32_t bits = nonzero_bits(g);
       seen |= bits;
       nonzeros += __popc(bits);
-      const auto magnitudes = [](uint32_t pair) {
-        return fabsf(__uint_as_float(pair << 16)) + fabsf(__uint_as_float(pair & 0xffff0000));
-      };
-      sum += (magnitudes(out.x) + magnitudes(out.y)) + (magnitudes(out.z) + magnitudes(out.w));
+      sum += dense::magnitudes(out);
       if (row < rows) ptx::st_global_v4(h + (row0 + row) * n + column, out);
     }
   }
@@ -109,8 +99,6 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   }
 }
 
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
 // Eight entries to a thread; dz may be dh.
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
@@ -122,32 +110,10 @@ __global__ void __launch_bounds__(kPointwiseThreads)
     const uint4 z8 = __ldcs(z + at), dh8 = __ldcs(dh + at);
     uint4 u8 = make_uint4(0, 0, 0, 0);
     if constexpr (kGated) u8 = __ldcs(u + at);
-    const uint32_t zs[4] = {z8.x, z8.y, z8.z, z8.w}, us[4] = {u8.x, u8.y, u8.z, u8.w};
-    const uint32_t dhs[4] = {dh8.x, dh8.y, dh8.z, dh8.w};
-    uint32_t out_z[4], out_u[4], out_h[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float dz2[2], du2[2], h2[2];
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const auto value = [&](uint32_t pair) {
-          return __uint_as_float(side == 0 ? pair << 16 : pair & 0xffff0000);
-        };
-        const float its_z = value(zs[i]), g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
-        const float its_u = kGated ? value(us[i]) : 1.0f;
-        h2[side] = rounded(g * its_u);
-        const float sign = !kGated || h2[side] > 0.0f ? 1.0f : h2[side] < 0.0f ? -1.0f : h2[side];
-        const float total = value(dhs[i]) + dl1 * sign;
-        dz2[side] = g != 0.0f ? total * its_u : 0.0f;
-        du2[side] = total * g;
-      }
-      out_z[i] = ptx::cvt_bf16x2(dz2[0], dz2[1]);
-      out_u[i] = ptx::cvt_bf16x2(du2[0], du2[1]);
-      out_h[i] = ptx::cvt_bf16x2(h2[0], h2[1]);
-    }
-    dz[at] = make_uint4(out_z[0], out_z[1], out_z[2], out_z[3]);
-    h[at] = make_uint4(out_h[0], out_h[1], out_h[2], out_h[3]);
-    if constexpr (kGated) du[at] = make_uint4(out_u[0], out_u[1], out_u[2], out_u[3]);
+    const dense::Gradients made = dense::gradients<kGated>(dense::relu(z8), u8, dh8, dl1);
+    dz[at] = made.dz;
+    h[at] = made.h;
+    if constexpr (kGated) du[at] = made.du;
   }
 }
 

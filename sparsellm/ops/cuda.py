@@ -25,6 +25,7 @@ NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
 MAX_TOKENS = 65_535 * 64  # of the tile engine with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
+FINISH_WARPS = 3  # of dense_hidden, each with a partial sum of l1 (common/pairs.cuh: kFinishWarps)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
 # Of the tile engine's lists and rows, 4 bytes a word.
@@ -33,13 +34,14 @@ MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of 
 COUNTED_TOKENS = 64  # up to which row_ffn may count the nonzeros itself (launch.h: kCountedTokens)
 ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
+MIN_FUSED_TOKENS = 2048  # of fewer, cuBLAS's products and elementwise kernels take less time than dense_hidden (LOG.md)
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 
 
 class Saved(NamedTuple):
     """What a forward engine leaves to its backward, beside the inputs: flat, and empty where there is nothing."""
 
-    first: Tensor  # dense: z, [M * N] in the compute dtype. tile: u of each word of the lists (non-gated: empty)
+    first: Tensor  # dense: g, [M * N] in the compute dtype. tile: u of each word of the lists (non-gated: empty)
     second: Tensor  # dense: u, [M * N] (non-gated: empty). tile: empty
     lists: Tensor  # tile: int32, TilePlan's, with g (non-gated: h)
     index: Tensor  # tile: int32, the rest of TilePlan
@@ -84,10 +86,8 @@ def forward(
     x = _readable(x)
     w_gate, w_up = _readable(w_gate, x.dtype), None if w_up is None else _readable(w_up, x.dtype)
     if engine == DENSE:
-        z, u = x @ w_gate.T, None if w_up is None else x @ w_up.T
-        if saving:
-            saved = saved._replace(first=z.view(-1), second=saved.second if u is None else u.view(-1))
-        return *dense_engine(z, u, w_down.to(x.dtype), keep=saving), saved
+        h, g, u, *statistics = dense_hidden(x, w_gate, w_up, keep=saving)
+        return h @ w_down.to(x.dtype).T, *statistics, saved._replace(first=g.view(-1), second=u.view(-1))
     gate = pack_gate(x, w_gate, compression, for_row=engine == ROW)
     up = (None, None) if w_up is None else (x, w_up)
     if engine == ROW:
@@ -112,9 +112,11 @@ def backward(
     w_gate, w_up = _readable(w_gate, x.dtype), None if w_up is None else _readable(w_up, x.dtype)
     dl1 = dl1.float().reshape(1)
     if not len(saved.index):
-        z, u = saved.first.view(m, n), None if w_up is None else saved.second.view(m, n)
-        dz, du, h = dense_gradient(z, u, dy @ w_down.to(x.dtype), dl1)
-        dx = dz @ w_gate if du is None else torch.addmm(dz @ w_gate, du, w_up)
+        g, u = saved.first.view(m, n), None if w_up is None else saved.second.view(m, n)
+        dz, du, h = dense_gradient(dy, _readable(w_down, x.dtype), g, u, dl1)
+        dx = dz @ w_gate
+        if du is not None:
+            dx.addmm_(du, w_up)
         return dx, dz.T @ x, None if du is None else du.T @ x, dy.T @ h
     dtype = torch.float32 if stored == torch.float32 else x.dtype
     return tile_backward(x, w_gate, w_up, _transposed(w_down, None, x.dtype), dy, dl1, saved, dtype)
@@ -371,30 +373,56 @@ def row_engine(gate: Gate, x: Tensor | None, w_up: Tensor | None, w_down_t: Tens
     return y, l1
 
 
-def dense_engine(
-    z: Tensor, u: Tensor | None, w_down: Tensor, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) from z, u [M, N]: cuBLAS, with the elementwise half in one kernel. Overwrites z, unless
-    `keep`."""
-    h, *statistics = dense_hidden(z, u, torch.empty_like(z) if keep else z)
-    return h @ w_down.T, *statistics
+def dense_hidden(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(h, g, u, l1, fired, counts): h = relu(x w_gate^T) * u [M, N], u = x w_up^T; non-gated, without w_up, no u.
+
+    g and u, empty unless they are to be kept, are for `dense_gradient`. Many tokens: all in one kernel; few: the
+    products are cuBLAS's, and g is before the ReLU.
+    """
+    m, n = x.shape[0], w_gate.shape[0]
+    if m < MIN_FUSED_TOKENS:
+        g, u = x @ w_gate.T, None if w_up is None else x @ w_up.T
+        h, *statistics = pointwise(g, u, torch.empty_like(g) if keep else g)
+    else:
+        h = x.new_empty((m, n))
+        g, u = (torch.empty_like(h) if keep and some else None for some in (True, w_up is not None))
+        l1_partials, l1, fired, counters, tickets = _statistics(h)
+        torch.ops.sparsellm_cuda.dense_hidden(x, w_gate, w_up, g, u, h, l1_partials, l1, fired, counters, tickets)
+        statistics = [l1, fired.view(torch.bool), counters[:3]]
+    g, u = (x.new_empty(0) if t is None or not keep else t for t in (g, u))
+    return h, g, u, *statistics
 
 
-def dense_hidden(z: Tensor, u: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, to `h`, which may be z."""
-    m, n = z.shape
-    counters = z.new_zeros(COUNTERS, dtype=torch.int64)
-    fired, tickets = _zeros(z.device, (n, torch.uint8), (1, torch.int32))
-    l1_partials, l1 = _l1(z, tiles(m, TOKEN_TILE) * tiles(n, COLUMN_TILE))
+def pointwise(z: Tensor, u: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, [M, N], to `h`, which may be z."""
+    l1_partials, l1, fired, counters, tickets = _statistics(z)
     torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters, tickets)
     return h, l1, fired.view(torch.bool), counters[:3]
 
 
-def dense_gradient(z: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(dz, du, h) from z, u, dh [M, N] and dl1 float32 [1]; dz in the memory of dh."""
-    du, h = None if u is None else torch.empty_like(u), torch.empty_like(z)
-    torch.ops.sparsellm_cuda.pointwise_gradient(z, u, dh, dl1, dh, du, h)
-    return dh, du, h
+def _statistics(h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(partial sums of l1, l1, fired, counters, tickets) for the kernels that make h [M, N]."""
+    m, n = h.shape
+    l1_partials, l1 = _l1(h, tiles(m, TOKEN_TILE) * 2 * tiles(n, COLUMN_TILE) * FINISH_WARPS)
+    fired, tickets = _zeros(h.device, (n, torch.uint8), (1, torch.int32))
+    return l1_partials, l1, fired, h.new_zeros(COUNTERS, dtype=torch.int64), tickets
+
+
+def dense_gradient(
+    dy: Tensor, w_down: Tensor, g: Tensor, u: Tensor | None, dl1: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(dz, du, h) [M, N] of dh = dy w_down, g and u of `dense_hidden`, and dl1 float32 [1]; w_down [K, N]."""
+    du, h = None if u is None else torch.empty_like(u), torch.empty_like(g)
+    if len(dy) < MIN_FUSED_TOKENS:
+        dz = dy @ w_down
+        torch.ops.sparsellm_cuda.pointwise_gradient(g, u, dz, dl1, dz, du, h)
+    else:
+        dz = torch.empty_like(g)
+        counters = dy.new_zeros(COUNTERS, dtype=torch.int64)
+        torch.ops.sparsellm_cuda.dense_gradient(dy, w_down, g, u, dl1, dz, du, h, counters)
+    return dz, du, h
 
 
 def _check(engine: int, m: int, saving: bool) -> None:

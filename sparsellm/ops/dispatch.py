@@ -24,7 +24,8 @@ TILE_SECONDS_PER_NONZERO = 0.036e-9
 ROW_SECONDS = 20e-6  # of any batch
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
 ROW_WIDTH = 2048
-DENSE_FLOPS = 680e12  # per second, cuBLAS and the elementwise product
+DENSE_SECONDS = 30e-6  # of any batch: its products' last tiles, which leave multiprocessors idle
+DENSE_FLOPS = 860e12  # per second, the other products
 FEW_TOKENS = 64  # at most: the row engine reads one weight matrix and little of two, dense reads three
 FEW_TOKENS_MAX_DENSITY = 0.15  # of one token; above, the row engine takes longer than the dense products
 FEW_TOKENS_MAX_SHARE = 1.5  # nonzeros of all tokens, of N: two weight rows for each, and dense reads 2 N in order
@@ -41,7 +42,7 @@ ROOM_MULTIPLE = 32  # nonzeros per token
 TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
 
 # Forward and backward, gated (a non-gated layer has five eighths of the dense products and three fifths of the others).
-DENSE_TRAINING_FLOPS = 740e12  # per second, cuBLAS and both elementwise halves
+DENSE_TRAINING_FLOPS = 780e12  # per second, all products and what is done where they end
 DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
 TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
 TILE_TRAINING_FLOPS = 490e12  # per second, these
@@ -85,7 +86,7 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
     listed = TILE_SECONDS_PER_NONZERO * nnz
     gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
     return {
-        DENSE: 4 * tokens * width * neurons / DENSE_FLOPS,
+        DENSE: DENSE_SECONDS + 4 * tokens * width * neurons / DENSE_FLOPS,
         ROW: PACKING_SECONDS + ROW_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
         TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }
@@ -110,6 +111,6 @@ def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union:
     listed = TRAINING_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH
     gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_TRAINING_FLOPS
     return {
-        DENSE: DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
+        DENSE: DENSE_SECONDS + DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
         TILE: PACKING_SECONDS + TRAINING_SECONDS + TRAINING_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }

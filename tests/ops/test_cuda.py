@@ -312,10 +312,12 @@ def row_ffn(x, w_up, w_down_t, *args):
     y.copy_(h @ w_down_t)
 
 
-def pointwise(z, u, h, l1_partials, l1, fired, counters, tickets):
+def give_hidden(z, u, h, l1_partials, l1, fired, counters, tickets):
     m, n = z.shape
-    expect(l1_partials, torch.float32, twell.tiles(m, 128) * twell.tiles(n, 256))
+    expect(h, z.dtype, m, n)
+    expect(l1_partials, torch.float32, twell.tiles(m, 128) * 2 * twell.tiles(n, 256) * 3)
     expect(tickets, torch.int32, 1)
+    assert not tickets.any()
     assert not fired.any()
     assert not counters.any()
     g = torch.relu(z)
@@ -326,14 +328,36 @@ def pointwise(z, u, h, l1_partials, l1, fired, counters, tickets):
     counters[:3] = torch.stack([made.nnz, made.overflow * 0, made.union])
 
 
+def pointwise(z, *args):
+    assert len(z) < cuda.MIN_FUSED_TOKENS
+    give_hidden(z, *args)
+
+
+def dense_hidden(x, w_gate, w_up, g, u, *args):
+    assert len(x) >= cuda.MIN_FUSED_TOKENS
+    z, up = x @ w_gate.T, None if w_up is None else x @ w_up.T
+    for kept, value in ((g, torch.relu(z)), (u, up)):
+        if kept is not None:
+            expect(kept, x.dtype, len(x), len(w_gate))
+            kept.copy_(value)
+    give_hidden(z, up, *args)
+
+
+def dense_gradient(dy, w_down, g, u, dl1, dz, du, h, counters):
+    assert len(dy) >= cuda.MIN_FUSED_TOKENS
+    assert not counters.any()
+    expect(w_down, dy.dtype, dy.shape[1], g.shape[1])
+    pointwise_gradient(g, u, dy @ w_down, dl1, dz, du, h)
+
+
 @pytest.fixture
 def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
     functions = (
         gate_pack, pack_rows, order_workspace, token_order, tile_plan, tile_up, neuron_plan, tile_gradient, tile_spmm,
-        tile_operands, tile_weights, transpose, row_workspace, row_rest_workspace, row_ffn, row_rest, pointwise,
-        pointwise_gradient, rest_backward_workspace, rest_backward,
+        tile_operands, tile_weights, transpose, row_workspace, row_rest_workspace, row_ffn, row_rest, dense_hidden,
+        dense_gradient, pointwise, pointwise_gradient, rest_backward_workspace, rest_backward,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]

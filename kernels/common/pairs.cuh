@@ -1,0 +1,242 @@
+// The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, tile by finished tile.
+//
+// One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
+// tiles, and each CTA fetches half of the tile of w for both. The consumers leave a finished tile as bf16 in shared memory;
+// three otherwise idle warps make of it what is wanted while the next tile is multiplied. The first two rounds of pairs
+// are dealt; what follows goes to the cluster that is there first.
+#pragma once
+
+#include <algorithm>
+
+#include "common/host.h"
+#include "common/tile.cuh"
+#include "common/twell.cuh"
+
+namespace sparsellm {
+
+constexpr int kFinishWarps = 3;
+constexpr int kDealtRounds = 2;
+// Rounds whose pairs are kept. While the second CTA finishes round p it knows the pairs up to p + 2 and no more, so the
+// first one begins p + 3 at most, and draws p + 5: six at a time.
+constexpr int kRounds = 8;
+
+struct PairShared {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t tile_full;
+  uint64_t tile_free;
+  uint64_t drawn[kRounds];
+  uint32_t pairs[kRounds];  // of round r, at r % kRounds: what the cluster multiplies; one behind the last: nothing
+  uint32_t fired[2][8];     // bits of the neurons that fire for some token of the tile; two tiles in flight
+};
+
+constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // and a bit per neuron
+static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
+
+// Pairs are visited column by column, and then the next rows: what is in flight shares few rows of x, and all of w
+// stays in L2. Where w is too large for that, band by band of its columns.
+constexpr int64_t kBandBytes = 24 << 20;
+
+// What is multiplied: tokens by column tiles of 256.
+struct PairProduct {
+  int64_t m;
+  int column_tiles, k_blocks, band_tiles;
+
+  __host__ __device__ uint32_t row_pairs() const { return static_cast<uint32_t>((m + 2 * kTileM - 1) / (2 * kTileM)); }
+};
+
+// Of tokens [m, k] by `column_tiles` tiles.
+inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
+  const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // at most
+  const int64_t band_tiles = ceil_div(column_tiles, ceil_div(column_tiles, in_band));
+  return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
+}
+
+// Launches a kernel of pairs. neurons: of a column tile.
+template <class Kernel, class... Arguments>
+cudaError_t launch_pairs(bool early, Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
+                         Arguments&&... arguments) {
+  int count = 0;
+  const cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  const int64_t pairs = static_cast<int64_t>(product.row_pairs()) * product.column_tiles;
+  const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
+  const uint32_t bytes = kPairBytes + static_cast<uint32_t>(product.column_tiles) * (neurons / 8);
+  return launch_with(early, kernel, grid, kThreads, bytes, 2, stream, arguments...);
+}
+
+// The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).
+__device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
+  return row * 512 + ((chunk ^ (row & 7)) << 4);
+}
+
+struct PairMemory {
+  uint32_t stages, tile;
+  PairShared* shared;
+  uint32_t* fired;  // [column tiles, kWords] what this CTA has said in `fired`
+
+  __device__ __forceinline__ explicit PairMemory(uint8_t* raw)
+      : stages((ptx::smem_address(raw) + 1023) & ~1023u),
+        tile(stages + kStages * kStageBytes),
+        shared(reinterpret_cast<PairShared*>(raw + (tile + kTileBytes - ptx::smem_address(raw)))),
+        fired(reinterpret_cast<uint32_t*>(shared + 1)) {}
+};
+
+// A finished tile, as the warps that finish it see it.
+struct FinishedTile {
+  int64_t token_tile;
+  int column_tile, rows;  // rows: <= 0 beyond the last token
+
+  __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
+};
+
+// All of a kernel. kWords: of 32 neurons each, in a column tile; 0 if nothing fires here. kMajorMN: of w, as in multiply.
+// fetch(column_tile, rank, kb, b, full): starts what CTA `rank` of a cluster copies of w to the stage's B, for both.
+// bf16(j, low, high): two columns of the tile's 16 from 16 j on, rounded. take(tile, warp, fired): what warp 0, 1 or 2
+// makes of the finished tile; sets the bits of neurons that fire. tell(tile, lane, word): by lanes 4 w, the word w of
+// these bits, of all. end(): once. counters: kDrawn and kUnion are counted.
+template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take, class Tell, class End>
+__device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
+                                               const CUtensorMap& x_map, const CUtensorMap& w_map,
+                                               unsigned long long* counters, uint8_t* said, Fetch fetch,
+                                               Bf16 bf16, Take take, Tell tell, End end) {
+  constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
+  static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "registers are given in eights");
+  PairShared& shared = *memory.shared;
+  const uint32_t stages = memory.stages, tile = memory.tile;
+  const uint32_t full = ptx::smem_address(shared.full);
+  const uint32_t empty = ptx::smem_address(shared.empty);
+  const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
+  const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
+  const uint32_t drawn = ptx::smem_address(shared.drawn);
+
+  const int warp = ptx::warp_index();
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t rank = ptx::cluster_rank();
+  const int column_tiles = product.column_tiles;
+  const uint32_t row_pairs = product.row_pairs(), pairs = row_pairs * column_tiles;
+  const auto pair_in = [&](uint32_t round) {
+    ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
+    return shared.pairs[round % kRounds];
+  };
+  const auto tile_of_pair = [&](uint32_t pair) -> FinishedTile {
+    const uint32_t band_pairs = row_pairs * product.band_tiles;
+    const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
+    const int first = band * product.band_tiles, width = min(product.band_tiles, column_tiles - first);
+    const int64_t token_tile = static_cast<int64_t>(within / width) * 2 + rank;
+    const int64_t rows = min(static_cast<int64_t>(kTileM), product.m - token_tile * kTileM);
+    return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows)};
+  };
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(full + 8 * s, 1);
+      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // of both CTAs: half of each stage comes from the other
+    }
+    ptx::mbarrier_init(tile_full, kConsumerWarps);
+    ptx::mbarrier_init(tile_free, kFinishWarps);
+    for (int r = 0; r < kRounds; ++r) ptx::mbarrier_init(drawn + 8 * r, 1);
+    for (int r = 0; r < kDealtRounds; ++r) {
+      shared.pairs[r] = (r * gridDim.x + blockIdx.x) / 2;
+      ptx::mbarrier_arrive(drawn + 8 * r);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
+  for (int i = threadIdx.x; i < column_tiles * kWords; i += kThreads) memory.fired[i] = 0;
+  __syncthreads();
+  ptx::cluster_sync();
+  ptx::griddepcontrol_launch_dependents();
+
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<kFinishRegisters>();
+    if (warp == 0) {
+      if (lane == 0) {
+        ptx::tma_prefetch_descriptor(&x_map);
+        ptx::tma_prefetch_descriptor(&w_map);
+        Ring ring;
+        uint32_t pair;
+        for (uint32_t round = 0; (pair = pair_in(round)) < pairs; ++round) {
+          const FinishedTile of = tile_of_pair(pair);
+          const int row = static_cast<int>(of.row0());
+          for (int kb = 0; kb < product.k_blocks; ++kb) {
+            ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+            const uint32_t a = stages + ring.stage * kStageBytes;
+            ptx::mbarrier_arrive_expect_tx(full + 8 * ring.stage, kStageBytes);
+            ptx::tma_load_2d(a, &x_map, kb * kTileK, row, full + 8 * ring.stage);
+            fetch(of.column_tile, rank, kb, a + kABytes, full + 8 * ring.stage);
+            ring.advance();
+          }
+        }
+      }
+    } else {
+      ptx::griddepcontrol_wait();  // for what zeroes the counters
+      unsigned long long in_union = 0;
+      // The pair of two rounds on: the first CTA draws it, for both.
+      const auto draw = [&](uint32_t round) {
+        const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
+        ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
+        if (rank != 0) return;
+        const uint32_t next = kDealtRounds * gridDim.x / 2 + static_cast<uint32_t>(atomicAdd(counters + kDrawn, 1));
+        const uint32_t to = ptx::smem_address(shared.pairs + slot);
+        for (uint32_t r = 0; r < 2; ++r) ptx::st_async_cluster(to, r, next, barrier);
+      };
+      uint32_t round = 0, pair;
+      for (; (pair = pair_in(round)) < pairs; ++round) {
+        if (warp == 1 && lane == 0) draw(round);
+        const uint32_t parity = round & 1;
+        const FinishedTile of = tile_of_pair(pair);
+        ptx::mbarrier_wait(tile_full, parity);
+        take(of, warp - 1, shared.fired[parity]);
+        if (lane == 0) ptx::mbarrier_arrive(tile_free);
+        if constexpr (kWords != 0) {
+          ptx::bar_sync(1, 32 * kFinishWarps);
+          if (warp == 1 && of.rows > 0 && lane < 4 * kWords) {
+            constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
+            const uint32_t word = shared.fired[parity][lane / 4];
+            const uint32_t known = memory.fired[of.column_tile * kWords + lane / 4];
+            __syncwarp(kActive);
+            if (lane % 4 == 0) {
+              shared.fired[parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
+              memory.fired[of.column_tile * kWords + lane / 4] = known | word;
+              tell(of, lane, word);
+              in_union += __popc(word);
+            }
+            for (uint32_t rest = (word & ~known) >> (lane % 4 * 8) & 0xff; rest != 0; rest &= rest - 1) {
+              said[of.column_tile * (32 * kWords) + 8 * lane + __ffs(rest) - 1] = 1;
+            }
+          }
+        }
+      }
+      pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
+      end();
+      if (in_union != 0) atomicAdd(counters + kUnion, in_union);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kMultiplyRegisters>();
+    const int warpgroup = warp / 4 - 1;
+    const uint32_t row = (warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
+    Ring ring;
+    bool more = true;
+    for (uint32_t round = 0; more; ++round) {
+      float d[128];
+      const auto release = [&](uint32_t stage) {
+        if (lane < 2) ptx::mbarrier_arrive_cluster(empty + 8 * stage, lane);
+      };
+      const auto ahead = [&] { more = pair_in(round + 1) < pairs; };
+      multiply<4, kMajorMN, false>(d, ring, product.k_blocks, stages, 0, full, warpgroup, release, ahead);
+      ptx::mbarrier_wait(tile_free, round & 1 ^ 1);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
+        ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), bf16(j, d[8 * j], d[8 * j + 1]),
+                         bf16(j, d[8 * j + 2], d[8 * j + 3]), bf16(j, d[8 * j + 4], d[8 * j + 5]),
+                         bf16(j, d[8 * j + 6], d[8 * j + 7]));
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(tile_full);
+    }
+  }
+  ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
+}
+
+}  // namespace sparsellm

@@ -1,0 +1,129 @@
+// dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics that gate_pack gives; its
+// factors g and u are written only if they are asked for. Not gated (w_up == null): h = relu(x w_gate^T).
+//
+// A product of pairs (common/pairs.cuh). Gated, a column tile is 128 neurons: 128 rows of w_gate, which the first CTA of
+// a cluster fetches, and the same 128 of w_up, which the second one does. Of the finished tile, g beside u, three warps
+// make h while the next one is multiplied.
+//
+// Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, -0.0 gives 0.0 and
+// NaN stays NaN; h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum
+// of |h| as rounded, in a fixed order: within a thread, a warp, then over the warps by the last CTA. Same bits in every
+// run.
+#include "common/pairs.cuh"
+#include "dense/elementwise.cuh"
+#include "row/ordered_sum.cuh"
+
+namespace sparsellm {
+namespace {
+
+struct Hidden {
+  __nv_bfloat16 *g, *u, *h;  // [m, n] g and u: null if not wanted
+  float* l1_partials;        // [MT * column tiles * kFinishWarps]
+  float* l1;
+  uint8_t* fired;
+  unsigned long long* counters;
+  int32_t* tickets;
+};
+
+template <bool kGated>
+__global__ void __launch_bounds__(kThreads, 1)
+    dense_hidden_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
+                        const __grid_constant__ CUtensorMap up_map, const PairProduct pairs, int64_t n,
+                        const Hidden out) {
+  constexpr int kNeurons = kGated ? kTileN / 2 : kTileN;  // of a column tile
+  constexpr int kLanes = kNeurons / 8;                    // of a row
+  constexpr int kStep = 32 / kLanes;                      // rows of a warp at once
+  extern __shared__ uint8_t raw[];
+  __shared__ float l1_warps[kThreads / 32];
+  __shared__ bool last;
+  const PairMemory memory(raw);
+  const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes;
+  unsigned long long nonzeros = 0;
+  const CUtensorMap& w_map = kGated && ptx::cluster_rank() == 1 ? up_map : gate_map;
+  const auto fetch = [&](int column_tile, uint32_t rank, int kb, uint32_t b, uint32_t full) {
+    const int row = column_tile * kNeurons + (kGated ? 0 : static_cast<int>(rank) * (kTileN / 2));
+    ptx::tma_load_2d_multicast(b + rank * (kBBytes / 2), &w_map, kb * kTileK, row, full, 3);
+  };
+  const auto bf16 = [](int j, float low, float high) {
+    return !kGated || j < 8 ? ptx::cvt_relu_bf16x2(low, high) : ptx::cvt_bf16x2(low, high);
+  };
+  const auto take = [&](const FinishedTile& of, int warp, uint32_t* fired) {
+    const int64_t column = static_cast<int64_t>(of.column_tile) * kNeurons + 8 * chunk;
+    const int rows = column < n ? of.rows : 0;  // behind the last neuron stand zeros of w: times infinity, no zeros
+    uint32_t seen = 0;
+    float sum = 0.0f;
+#pragma unroll 2
+    for (int row = kStep * warp + lane / kLanes; row < rows; row += kStep * kFinishWarps) {
+      const uint4 g = ptx::ld_shared_v4(memory.tile + tile_offset(row, chunk));
+      uint4 h = g;
+      const int64_t at = (of.row0() + row) * n + column;
+      if constexpr (kGated) {
+        const uint4 u = ptx::ld_shared_v4(memory.tile + tile_offset(row, kLanes + chunk));
+        h = dense::product(g, u);
+        if (out.u != nullptr) ptx::st_global_v4(out.u + at, u);
+      }
+      if (out.g != nullptr) ptx::st_global_v4(out.g + at, g);
+      ptx::st_global_v4(out.h + at, h);
+      const uint32_t bits = nonzero_bits(g);
+      seen |= bits;
+      nonzeros += __popc(bits);
+      sum += dense::magnitudes(h);
+    }
+    __syncwarp();
+    if constexpr (kGated) seen |= __shfl_xor_sync(~0u, seen, kLanes);
+    if (seen != 0 && lane < kLanes) atomicOr(fired + lane / 4, seen << lane % 4 * 8);
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      const int64_t tile = of.token_tile * pairs.column_tiles + of.column_tile;
+      if (of.rows > 0) out.l1_partials[tile * kFinishWarps + warp] = sum;
+    }
+  };
+  const auto tell = [](const FinishedTile&, uint32_t, uint32_t) {};
+  const auto end = [&] {
+    if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
+  };
+  multiply_pairs<kNeurons / 32, 0>(memory, pairs, x_map, w_map, out.counters, out.fired, fetch, bf16, take, tell, end);
+
+  // The last CTA adds up l1.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int64_t token_tiles = (pairs.m + kTileM - 1) / kTileM;
+  const float all = ordered_sum(out.l1_partials, token_tiles * pairs.column_tiles * kFinishWarps, l1_warps);
+  if (threadIdx.x == 0) {
+    *out.l1 = all;
+    *out.tickets = 0;
+  }
+}
+
+}  // namespace
+
+cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, int64_t m, int64_t k, int64_t n, void* g,
+                         void* u, void* h, float* l1_partials, float* l1, uint8_t* fired, int64_t* counters,
+                         int32_t* tickets, cudaStream_t stream) {
+  CUtensorMap x_map, gate_map, up_map;
+  const bool gated = w_up != nullptr;
+  const int neurons = gated ? kTileN / 2 : kTileN;
+  cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
+  if (error == cudaSuccess) error = tensor_map(&gate_map, w_gate, n, k, kTileN / 2);
+  if (error == cudaSuccess) error = tensor_map(&up_map, gated ? w_up : w_gate, n, k, kTileN / 2);
+  if (error != cudaSuccess) return error;
+  const Hidden out = {static_cast<__nv_bfloat16*>(g),
+                      static_cast<__nv_bfloat16*>(u),
+                      static_cast<__nv_bfloat16*>(h),
+                      l1_partials,
+                      l1,
+                      fired,
+                      reinterpret_cast<unsigned long long*>(counters),
+                      tickets};
+  const PairProduct pairs = pair_product_of(m, k, ceil_div(n, neurons));
+  return launch_pairs(false, gated ? dense_hidden_kernel<true> : dense_hidden_kernel<false>, pairs, neurons, stream,
+                      x_map, gate_map, up_map, pairs, n, out);
+}
+
+}  // namespace sparsellm
