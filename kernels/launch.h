@@ -198,7 +198,7 @@ cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
 
 // The dense engine's products but for the last, and the statistics: h = relu(x w_gate^T) * (x w_up^T), without w_up
 // relu(x w_gate^T); the two factors to g and u, bf16 [M, N], where these are not null. l1, and, zeroed by the caller,
-// fired and counters. l1_partials: float32 [MT * 2 NT * 3], 16-byte aligned. tickets: [1] zero on entry and on exit.
+// fired and counters. l1_partials: float32 [MT * 2 NT], 16-byte aligned. tickets: [1] zero on entry and on exit.
 cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, int64_t m, int64_t k, int64_t n, void* g,
                          void* u, void* h, float* l1_partials, float* l1, uint8_t* fired, int64_t* counters,
                          int32_t* tickets, cudaStream_t stream);

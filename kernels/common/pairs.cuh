@@ -86,6 +86,7 @@ struct PairMemory {
 struct FinishedTile {
   int64_t token_tile;
   int column_tile, rows;  // rows: <= 0 beyond the last token
+  uint32_t parity;        // of the tiles of this CTA
 
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
@@ -93,8 +94,8 @@ struct FinishedTile {
 // All of a kernel. kWords: of 32 neurons each, in a column tile; 0 if nothing fires here. kMajorMN: of w, as in multiply.
 // fetch(column_tile, rank, kb, b, full): starts what CTA `rank` of a cluster copies of w to the stage's B, for both.
 // bf16(j, low, high): two columns of the tile's 16 from 16 j on, rounded. take(tile, warp, fired): what warp 0, 1 or 2
-// makes of the finished tile; sets the bits of neurons that fire. tell(tile, lane, word): by lanes 4 w, the word w of
-// these bits, of all. end(): once. counters: kDrawn and kUnion are counted.
+// makes of the finished tile; sets the bits of neurons that fire. tell(tile, lane, word): by lanes 4 w of one warp, once
+// all three have taken it, the word w of these bits. end(warp): after the last. counters: kDrawn and kUnion are counted.
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take, class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
                                                const CUtensorMap& x_map, const CUtensorMap& w_map,
@@ -119,13 +120,13 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
     ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
     return shared.pairs[round % kRounds];
   };
-  const auto tile_of_pair = [&](uint32_t pair) -> FinishedTile {
+  const auto tile_of_pair = [&](uint32_t pair, uint32_t round) -> FinishedTile {
     const uint32_t band_pairs = row_pairs * product.band_tiles;
     const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
     const int first = band * product.band_tiles, width = min(product.band_tiles, column_tiles - first);
     const int64_t token_tile = static_cast<int64_t>(within / width) * 2 + rank;
     const int64_t rows = min(static_cast<int64_t>(kTileM), product.m - token_tile * kTileM);
-    return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows)};
+    return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
   };
 
   if (threadIdx.x == 0) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
         Ring ring;
         uint32_t pair;
         for (uint32_t round = 0; (pair = pair_in(round)) < pairs; ++round) {
-          const FinishedTile of = tile_of_pair(pair);
+          const FinishedTile of = tile_of_pair(pair, round);
           const int row = static_cast<int>(of.row0());
           for (int kb = 0; kb < product.k_blocks; ++kb) {
             ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
@@ -184,20 +185,19 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
       uint32_t round = 0, pair;
       for (; (pair = pair_in(round)) < pairs; ++round) {
         if (warp == 1 && lane == 0) draw(round);
-        const uint32_t parity = round & 1;
-        const FinishedTile of = tile_of_pair(pair);
-        ptx::mbarrier_wait(tile_full, parity);
-        take(of, warp - 1, shared.fired[parity]);
+        const FinishedTile of = tile_of_pair(pair, round);
+        ptx::mbarrier_wait(tile_full, of.parity);
+        take(of, warp - 1, shared.fired[of.parity]);
         if (lane == 0) ptx::mbarrier_arrive(tile_free);
         if constexpr (kWords != 0) {
           ptx::bar_sync(1, 32 * kFinishWarps);
           if (warp == 1 && of.rows > 0 && lane < 4 * kWords) {
             constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
-            const uint32_t word = shared.fired[parity][lane / 4];
+            const uint32_t word = shared.fired[of.parity][lane / 4];
             const uint32_t known = memory.fired[of.column_tile * kWords + lane / 4];
             __syncwarp(kActive);
             if (lane % 4 == 0) {
-              shared.fired[parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
+              shared.fired[of.parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
               memory.fired[of.column_tile * kWords + lane / 4] = known | word;
               tell(of, lane, word);
               in_union += __popc(word);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
         }
       }
       pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
-      end();
+      end(warp - 1);
       if (in_union != 0) atomicAdd(counters + kUnion, in_union);
     }
   } else {

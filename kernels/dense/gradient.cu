@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
   };
   const auto tell = [](const FinishedTile&, uint32_t, uint32_t) {};
-  const auto end = [] {};
+  const auto end = [](int) {};
   multiply_pairs<0, 1, 136>(memory, pairs, dy_map, w_map, out.counters, nullptr, fetch, bf16, take, tell, end);
 }
 

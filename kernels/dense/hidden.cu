@@ -7,8 +7,8 @@
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, -0.0 gives 0.0 and
 // NaN stays NaN; h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum
-// of |h| as rounded, in a fixed order: within a thread, a warp, then over the warps by the last CTA. Same bits in every
-// run.
+// of |h| as rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in
+// every run.
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"
 #include "row/ordered_sum.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 struct Hidden {
   __nv_bfloat16 *g, *u, *h;  // [m, n] g and u: null if not wanted
-  float* l1_partials;        // [MT * column tiles * kFinishWarps]
+  float* l1_partials;        // [MT, column tiles]
   float* l1;
   uint8_t* fired;
   unsigned long long* counters;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kLanes = kNeurons / 8;                    // of a row
   constexpr int kStep = 32 / kLanes;                      // rows of a warp at once
   extern __shared__ uint8_t raw[];
-  __shared__ float l1_warps[kThreads / 32];
+  __shared__ float l1_warps[2][kFinishWarps];  // of two tiles in flight
   __shared__ bool last;
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes;
@@ -73,32 +73,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kGated) seen |= __shfl_xor_sync(~0u, seen, kLanes);
     if (seen != 0 && lane < kLanes) atomicOr(fired + lane / 4, seen << lane % 4 * 8);
     sum = warp_sum(sum);
-    if (lane == 0) {
-      const int64_t tile = of.token_tile * pairs.column_tiles + of.column_tile;
-      if (of.rows > 0) out.l1_partials[tile * kFinishWarps + warp] = sum;
+    if (lane == 0) l1_warps[of.parity][warp] = sum;
+  };
+  const auto tell = [&](const FinishedTile& of, uint32_t lane, uint32_t) {
+    if (lane != 0) return;
+    const float* warps = l1_warps[of.parity];
+    out.l1_partials[of.token_tile * pairs.column_tiles + of.column_tile] = (warps[0] + warps[1]) + warps[2];
+  };
+  // The last CTA adds up l1.
+  const auto end = [&](int warp) {
+    constexpr int kFinishThreads = 32 * kFinishWarps;
+    if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
+    if (warp == 0 && lane == 0) {  // who has written the partial sums
+      __threadfence();
+      last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
+    }
+    ptx::bar_sync(1, kFinishThreads);
+    if (!last) return;
+    __threadfence();
+    const int64_t tiles = (pairs.m + kTileM - 1) / kTileM * pairs.column_tiles;
+    const float sum = warp_sum(strided_sum(out.l1_partials, tiles, 32 * warp + lane, kFinishThreads));
+    if (lane == 0) l1_warps[0][warp] = sum;
+    ptx::bar_sync(1, kFinishThreads);
+    if (warp == 0 && lane == 0) {
+      *out.l1 = (l1_warps[0][0] + l1_warps[0][1]) + l1_warps[0][2];
+      *out.tickets = 0;
     }
   };
-  const auto tell = [](const FinishedTile&, uint32_t, uint32_t) {};
-  const auto end = [&] {
-    if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
-  };
   multiply_pairs<kNeurons / 32, 0>(memory, pairs, x_map, w_map, out.counters, out.fired, fetch, bf16, take, tell, end);
-
-  // The last CTA adds up l1.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const int64_t token_tiles = (pairs.m + kTileM - 1) / kTileM;
-  const float all = ordered_sum(out.l1_partials, token_tiles * pairs.column_tiles * kFinishWarps, l1_warps);
-  if (threadIdx.x == 0) {
-    *out.l1 = all;
-    *out.tickets = 0;
-  }
 }
 
 }  // namespace

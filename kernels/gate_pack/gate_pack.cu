@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto tell = [&](const FinishedTile& of, uint32_t lane, uint32_t word) {
     out.mask[(of.token_tile * column_tiles + of.column_tile) * 8 + lane / 4] = word;
   };
-  const auto end = [&] {
+  const auto end = [&](int) {
     if (nonzeros != 0) atomicAdd(counters + kNonzeros, nonzeros);
     if (overflow != 0) atomicAdd(counters + kOverflow, overflow);
   };

@@ -13,25 +13,29 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Over values[0, count) (16-byte aligned, written by other CTAs), by all threads of a CTA, whose number counts too; in
-// thread 0. scratch: shared, a float for each warp.
-__device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
+// Of values[0, count) (16-byte aligned, written by other CTAs) the share of thread `thread` of `threads`.
+__device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {
   constexpr int kBatch = 8;  // loads in flight in each thread
   const int64_t quads = count / 4;
   float sum = 0.0f;
-  for (int64_t start = threadIdx.x; start < quads; start += kBatch * blockDim.x) {
+  for (int64_t start = thread; start < quads; start += kBatch * threads) {
     float4 v[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64_t at = start + b * blockDim.x;
+      const int64_t at = start + b * threads;
       v[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (at < quads) v[b] = __ldcg(reinterpret_cast<const float4*>(values) + at);
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) sum += (v[b].x + v[b].y) + (v[b].z + v[b].w);
   }
-  if (threadIdx.x < count % 4) sum += __ldcg(values + 4 * quads + threadIdx.x);
-  sum = warp_sum(sum);
+  if (thread < count % 4) sum += __ldcg(values + 4 * quads + thread);
+  return sum;
+}
+
+// Over all of them, by all threads of a CTA, whose number counts too; in thread 0. scratch: shared, a float for each warp.
+__device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
+  const float sum = warp_sum(strided_sum(values, count, threadIdx.x, blockDim.x));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
   __syncthreads();
   float all = 0.0f;

@@ -25,7 +25,6 @@ NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
 MAX_TOKENS = 65_535 * 64  # of the tile engine with gradients (launch.h: kMaxSplitTokens)
 BLOCK = 64  # slots of the tile engine's unit (common/tile.cuh: kBlockColumns)
-FINISH_WARPS = 3  # of dense_hidden, each with a partial sum of l1 (common/pairs.cuh: kFinishWarps)
 CONSUMER_WARPS = 8  # of the up product, each with a partial sum of l1 (common/tile.cuh)
 ROW_CAPACITY = 512  # nonzeros of a row that have a place of their own; a row with more is long (launch.h: kRowCapacity)
 # Of the tile engine's lists and rows, 4 bytes a word.
@@ -405,7 +404,7 @@ def pointwise(z: Tensor, u: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor, T
 def _statistics(h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(partial sums of l1, l1, fired, counters, tickets) for the kernels that make h [M, N]."""
     m, n = h.shape
-    l1_partials, l1 = _l1(h, tiles(m, TOKEN_TILE) * 2 * tiles(n, COLUMN_TILE) * FINISH_WARPS)
+    l1_partials, l1 = _l1(h, tiles(m, TOKEN_TILE) * 2 * tiles(n, COLUMN_TILE))
     fired, tickets = _zeros(h.device, (n, torch.uint8), (1, torch.int32))
     return l1_partials, l1, fired, h.new_zeros(COUNTERS, dtype=torch.int64), tickets
 
