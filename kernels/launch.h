@@ -2,8 +2,8 @@
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
 // that one writes: gate_pack.cu, order/order.cu); the first kernel of gate_pack for more than 64 tokens, dense_hidden,
-// dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and layouts
-// (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+// dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and
+// layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -24,7 +24,7 @@ constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, 
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
-// counters: int64 [kCounters]. kDrawn: units of work that gate_pack has given out, for no one else.
+// counters: int64 [kCounters]. kDrawn: units of work that a kernel has given out, for no one else.
 enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kDrawn = 3, kCounters = 4 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
@@ -203,24 +203,23 @@ cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, in
                          void* u, void* h, float* l1_partials, float* l1, uint8_t* fired, int64_t* counters,
                          int32_t* tickets, cudaStream_t stream);
 
+// The elementwise half of dense_hidden alone, for few tokens, whose products are cuBLAS's: h = relu(z) * u, without u
+// relu(z); h may be z or u. l1_partials: float32 [MT * NT]; else as above.
+cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
+                      uint8_t* fired, int64_t* counters, int32_t* tickets, cudaStream_t stream);
+
 // dz, du and h, bf16 [M, N], of dh = dy w_down, g and u (DESIGN.md §2), w_down [K, N]. Non-gated: u and du are null.
 // counters: zeroed by the caller.
 cudaError_t dense_gradient(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
                            const void* u, const float* dl1, void* dz, void* du, void* h, int64_t* counters,
                            cudaStream_t stream);
 
-// The same for few tokens, whose products are cuBLAS's: the elementwise half in one pass, h = relu(z) * u (u == null: h = relu(z)), and the statistics:
-// l1, and, zeroed by the caller, fired, counters[kNonzeros] and counters[kUnion]. h may be z or u.
-cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials /* [MT * NT] */,
-                      float* l1, uint8_t* fired, int64_t* counters, int32_t* tickets /* [1] zero on entry, on exit */,
-                      cudaStream_t stream);
-
 // to [columns, rows] = the transpose of from [rows, columns], each float32 or bf16 (bf16 to float32: invalid); both
 // multiples of 8.
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream);
 
-// The elementwise half backward, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
+// The elementwise half of dense_gradient alone, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
 // (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.
 cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, const float* dl1, int64_t count, void* dz,
                                void* du, void* h, cudaStream_t stream);

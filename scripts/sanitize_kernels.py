@@ -126,9 +126,10 @@ def check(parts: Sequence[str]) -> list[str]:
             z, u = (x @ ws[0].T).cuda(), (x @ ws[1].T).cuda() if gated else None
             h, l1, _, counts = cuda.pointwise(z, u, torch.empty_like(z))
             compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
-            x, w_gate, *w_up, _ = on_device
-            h, _, _, l1, _, counts = cuda.dense_hidden(x, w_gate, w_up[0] if gated else None)
-            compare(f"{name}, dense", (h, l1, counts[0]), hidden(*inputs))
+            x_there, *ws_there, _ = on_device
+            h, g, u, l1, _, counts = cuda.dense_hidden(x_there, *ws_there, *(() if gated else (None,)), keep=True)
+            kept, right = (g, u)[: len(ws)], (torch.relu(x @ ws[0].T), x @ ws[-1].T)[: len(ws)]
+            compare(f"{name}, dense", (*kept, h, l1, counts[0]), (*right, *hidden(*inputs)))
         if "backward" in parts and m == CASES[0][0]:
             right = gradients("dense", *inputs)
             compare(f"{name}, backward, dense", *dense_gradients(*inputs))

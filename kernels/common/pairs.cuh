@@ -17,7 +17,8 @@ namespace sparsellm {
 constexpr int kFinishWarps = 3;
 constexpr int kDealtRounds = 2;
 // Rounds whose pairs are kept. While the second CTA finishes round p it knows the pairs up to p + 2 and no more, so the
-// first one begins p + 3 at most, and draws p + 5: six at a time.
+// first one begins p + 3 at most, and draws p + 5: six at a time. Where nothing fires, and so the warps that finish tiles
+// do not wait for one another, one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -52,7 +53,7 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs. neurons: of a column tile.
+// Launches a kernel of pairs. neurons: of a column tile, 0 if it does not count who fires.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(bool early, Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -96,7 +97,9 @@ struct FinishedTile {
 // bf16(j, low, high): two columns of the tile's 16 from 16 j on, rounded. take(tile, warp, fired): what warp 0, 1 or 2
 // makes of the finished tile; sets the bits of neurons that fire. tell(tile, lane, word): by lanes 4 w of one warp, once
 // all three have taken it, the word w of these bits. end(warp): after the last. counters: kDrawn and kUnion are counted.
-template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take, class Tell, class End>
+// kFinishRegisters: of a thread of these warps; what they have more, the consumers have less.
+template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
+          class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
                                                const CUtensorMap& x_map, const CUtensorMap& w_map,
                                                unsigned long long* counters, uint8_t* said, Fetch fetch,

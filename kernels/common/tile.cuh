@@ -2,7 +2,7 @@
 //
 // A CTA has three warpgroups: one that fills shared memory and does what else is to do (its four warps have roles of
 // their own), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them
-// under full/empty barriers: in gate_pack three of 48 KB, and 64 KB more hold a finished 128 x 256 tile while the next
+// under full/empty barriers: in pairs.cuh three of 48 KB, and 64 KB more hold a finished 128 x 256 tile while the next
 // one is multiplied; the others say what they have.
 #pragma once
 

@@ -5,10 +5,9 @@
 // a cluster fetches, and the same 128 of w_up, which the second one does. Of the finished tile, g beside u, three warps
 // make h while the next one is multiplied.
 //
-// Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, -0.0 gives 0.0 and
-// NaN stays NaN; h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum
-// of |h| as rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in
-// every run.
+// Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN; h
+// is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
+// in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every run.
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"
 #include "row/ordered_sum.cuh"

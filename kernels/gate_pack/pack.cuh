@@ -25,7 +25,8 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   const uint32_t column = column_tile * kColumnTile;
   uint32_t* words = segment_of(out, token, column_tile, column_tiles, words_per_tile);
   __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words_per_tile, words, wide, seen);
+  const uint32_t count =
+      pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words_per_tile, words, wide, seen);
   const bool tells = some && lane % 8 == 0;
   if (tells) {
     words[0] = count;

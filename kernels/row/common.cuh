@@ -54,7 +54,9 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
     for (int b = 0; b < kBatch; ++b) {
       const int tile = start + 16 * b + lane / 2;
       v[b] = make_uint4(0, 0, 0, 0);
-      if (tile < tiles) v[b] = reinterpret_cast<const uint4*>(segment_of(packed, row, tile, tiles, words_per_tile))[lane % 2];
+      if (tile < tiles) {
+        v[b] = reinterpret_cast<const uint4*>(segment_of(packed, row, tile, tiles, words_per_tile))[lane % 2];
+      }
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {

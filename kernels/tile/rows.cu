@@ -1,4 +1,5 @@
-// pack_rows: the nonzeros of each row side by side, out of its packed tiles. One warp to a row, one lane to a tile.
+// pack_rows: the nonzeros of each row side by side, out of its packed tiles. One warp to a row, one lane to a tile; a
+// wide segment is the whole warp's.
 //
 // A long row (more than kRowCapacity nonzeros) goes behind all others; its own place has what fits there, and at the
 // end where the row is. If long rows have no room, plan.totals tells.

@@ -33,14 +33,14 @@ MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of 
 COUNTED_TOKENS = 64  # up to which row_ffn may count the nonzeros itself (launch.h: kCountedTokens)
 ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
-MIN_FUSED_TOKENS = 2048  # of fewer, cuBLAS's products and elementwise kernels take less time than dense_hidden (LOG.md)
+MIN_FUSED_TOKENS = 2048  # of fewer, forward and backward, cuBLAS and elementwise kernels take less time (LOG.md)
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 
 
 class Saved(NamedTuple):
     """What a forward engine leaves to its backward, beside the inputs: flat, and empty where there is nothing."""
 
-    first: Tensor  # dense: g, [M * N] in the compute dtype. tile: u of each word of the lists (non-gated: empty)
+    first: Tensor  # dense: g (few tokens: z), [M * N], compute dtype. tile: u of the lists' words (non-gated: empty)
     second: Tensor  # dense: u, [M * N] (non-gated: empty). tile: empty
     lists: Tensor  # tile: int32, TilePlan's, with g (non-gated: h)
     index: Tensor  # tile: int32, the rest of TilePlan

@@ -10,8 +10,8 @@ recompiles; its engine saves what its backward needs: dense two planes of M x N,
 same mathematics (sparsellm.ops.reference).
 
 A plan is three integers: the engine, the compression of the packed gate, and the room of the tile engine. The row and
-tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes the
-fused elementwise kernel where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for
+tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes its
+own kernels where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for
 another.
 """
 

@@ -10,7 +10,10 @@ For others `assert_as_accurate` compares the error against float64 with that of 
 """
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -206,14 +209,25 @@ def run(engine: str, x: Tensor, ws: list[Tensor], compression: int = 8, w_down_t
     return operator(x, *ws, plan_of(engine, compression), w_down_t)
 
 
+def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(name, engine) for each of `engines`; dense twice: with the kernels for many tokens, and with those for few."""
+    for engine in engines:
+        if engine != "dense":
+            yield engine, engine
+            continue
+        for name, limit in (("dense, fused", 0), ("dense, apart", sys.maxsize)):
+            with patch.object(cuda, "MIN_FUSED_TOKENS", limit):
+                yield name, engine
+
+
 def check_exact(x: Tensor, ws: list[Tensor], compression: int, what: str, engines: tuple[str, ...] = ENGINES) -> None:
     """Every engine's results on a layer of integers are the right ones, bit for bit."""
     g, h, y = stepwise(x, ws)
     sums = torch.where(h.isfinite(), h, 0).abs().double() @ ws[-1].abs().double().T
     assert sums.max() < EXACT, f"{what}: the test's own sums are not exact"
     l1 = h.abs().sum(dtype=torch.float64)
-    for engine in engines:
-        name = f"{what}, compression {compression}, {engine}"
+    for way, engine in either_way(engines):
+        name = f"{what}, compression {compression}, {way}"
         poison()
         out = run(engine, x, ws, compression)
         assert_equal(out.y, y, f"{name}: y")

@@ -49,12 +49,12 @@ def small(m, k, seed):
 def check(x, ws, dy, what, engines=ENGINES, compression=8):
     names = ("dx", "dw_gate", "dw_up", "dw_down") if len(ws) == 3 else ("dx", "dw_up", "dw_down")
     expected = stepwise(x, ws, dy)
-    for engine in engines:
+    for way, engine in cases.either_way(engines):
         _, found = gradients(engine, x, ws, dy, compression)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
                 continue  # the sum of two products, each rounded
-            assert_equal(ours, right, f"{what}, {engine}: {name}")
+            assert_equal(ours, right, f"{what}, {way}: {name}")
 
 
 @GATED
@@ -66,17 +66,27 @@ def test_gradients_are_exact_whatever_fires(pattern, gated):
         check(x, ws, small(m, x.shape[1], seed=n), f"{pattern}, M {m}, N {n}")
 
 
+def check_shape(m, k, n, gated, **engines):
+    fires = cases.firing("synthetic29", m, n)
+    _, (_, *rest) = cases.integers(m, k, n, gated, seed=n)
+    generator = cases.random(m + k)
+    x = (torch.rand((m, k), device=DEVICE, generator=generator) < 4 / k).bfloat16()
+    first = torch.randint(-2, 3, (n, k), device=DEVICE, generator=generator).bfloat16()
+    first[:, 0] -= torch.where(fires.any(0), 0, 8)
+    check(x, [first, *rest], small(m, k, seed=k), f"M {m}, K {k}, N {n}", **engines)
+
+
 @GATED
 @pytest.mark.parametrize("m", cases.HEIGHTS)
 def test_gradients_are_exact_at_any_shape(m, gated):
     for k, n in ((8, 8), (264, 264), (768, 1000)):
-        fires = cases.firing("synthetic29", m, n)
-        _, (_, *rest) = cases.integers(m, k, n, gated, seed=n)
-        generator = cases.random(m + k)
-        x = (torch.rand((m, k), device=DEVICE, generator=generator) < 4 / k).bfloat16()
-        first = torch.randint(-2, 3, (n, k), device=DEVICE, generator=generator).bfloat16()
-        first[:, 0] -= torch.where(fires.any(0), 0, 8)
-        check(x, [first, *rest], small(m, k, seed=k), f"M {m}, K {k}, N {n}")
+        check_shape(m, k, n, gated)
+
+
+@GATED
+def test_gradients_of_the_dense_engine_are_exact_in_many_rounds(gated):
+    """More tiles for each CTA than the fused kernels keep drawn ones of."""
+    check_shape(20_001, 264, 2048, gated, engines=("dense",))
 
 
 @GATED
@@ -99,9 +109,10 @@ def test_gradients_are_as_accurate_as_dense(pattern, engine, gated):
 def test_gradients_repeat_bit_for_bit(gated):
     x, ws = cases.normal(20_000, 264, 1000, gated, rate=0.02)
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
-    (_, once), (_, again) = (gradients("tile", x, ws, dy) for _ in range(2))
-    for i, (a, b) in enumerate(zip(once, again, strict=True)):
-        assert_equal(a, b, f"gradient {i}, twice")
+    for way, engine in cases.either_way(ENGINES):
+        (_, once), (_, again) = (gradients(engine, x, ws, dy) for _ in range(2))
+        for i, (a, b) in enumerate(zip(once, again, strict=True)):
+            assert_equal(a, b, f"{way}: gradient {i}, twice")
 
 
 @GATED

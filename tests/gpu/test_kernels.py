@@ -134,6 +134,10 @@ def test_nothing_fires_behind_the_last_token(m):
     gate = torch.relu(cases.product(x, w))
     assert not gate.any()
     check_packed(gate_pack(x, w, 8), gate, 8, f"M {m}")
+    for way, _ in cases.either_way(("dense",)):
+        h, *_, counts = cuda.dense_hidden(x, w, None)
+        assert_equal(h, gate, f"M {m}, {way}: h")
+        assert not counts.any(), f"M {m}, {way}: counts {counts.tolist()}"
 
 
 # The operators: one right answer.
@@ -145,6 +149,13 @@ def test_every_engine_is_exact_at_any_shape(m, gated):
     for i, (k, n) in enumerate(cases.LAYERS):
         x, ws = cases.integers(m, k, n, gated, seed=i)
         check_exact(x, ws, COMPRESSIONS[(i + m) % 4], f"M {m}, K {k}, N {n}")
+
+
+@GATED
+def test_the_dense_engine_is_exact_in_many_rounds(gated):
+    """More tiles for each CTA than its kernel keeps drawn ones of."""
+    x, ws = cases.integers(20_001, 264, 2048, gated)
+    check_exact(x, ws, 8, "M 20,001", engines=("dense",))
 
 
 @GATED
