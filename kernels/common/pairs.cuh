@@ -1,9 +1,9 @@
 // The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, tile by finished tile.
 //
 // One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
-// tiles, and each CTA fetches half of the tile of w for both. The consumers leave a finished tile as bf16 in shared memory;
-// three otherwise idle warps make of it what is wanted while the next tile is multiplied. The first two rounds of pairs
-// are dealt; what follows goes to the cluster that is there first.
+// tiles, and each CTA fetches half of the tile of w for both. The consumers leave a finished tile as bf16 in shared
+// memory; three otherwise idle warps make of it what is wanted while the next tile is multiplied. The first two rounds
+// of pairs are dealt; what follows goes to the cluster that is there first.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace sparsellm {
 constexpr int kFinishWarps = 3;
 constexpr int kDealtRounds = 2;
 // Rounds whose pairs are kept. While the second CTA finishes round p it knows the pairs up to p + 2 and no more, so the
-// first one begins p + 3 at most, and draws p + 5: six at a time. Where nothing fires, and so the warps that finish tiles
-// do not wait for one another, one of them may be a round ahead: seven.
+// first one begins p + 3 at most, and draws p + 5: six at a time. Where it is not counted who fires, the warps that
+// finish tiles do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -92,12 +92,16 @@ struct FinishedTile {
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
 
-// All of a kernel. kWords: of 32 neurons each, in a column tile; 0 if nothing fires here. kMajorMN: of w, as in multiply.
-// fetch(column_tile, rank, kb, b, full): starts what CTA `rank` of a cluster copies of w to the stage's B, for both.
-// bf16(j, low, high): two columns of the tile's 16 from 16 j on, rounded. take(tile, warp, fired): what warp 0, 1 or 2
-// makes of the finished tile; sets the bits of neurons that fire. tell(tile, lane, word): by lanes 4 w of one warp, once
-// all three have taken it, the word w of these bits. end(warp): after the last. counters: kDrawn and kUnion are counted.
-// kFinishRegisters: of a thread of these warps; what they have more, the consumers have less.
+// All of a kernel.
+//   kWords                    of 32 neurons each, in a column tile; 0 if it is not counted who fires
+//   kMajorMN                  of w, as in multiply
+//   kFinishRegisters          of a thread of the warps that finish tiles; what they have more, the consumers have less
+//   counters                  kDrawn and kUnion are counted
+//   fetch(column_tile, rank, kb, b, full)  starts what CTA `rank` of a cluster copies of w to the stage's B, for both
+//   bf16(j, low, high)        two columns of the tile's 16 from 16 j on, rounded
+//   take(tile, warp, fired)   what warp 0, 1 or 2 makes of the finished tile; sets the bits of neurons that fire
+//   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken it: the word w of these bits
+//   end(warp)                 after the last
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
           class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,

@@ -1,5 +1,5 @@
-// dense_gradient: from dh = dy w_down, dz, du and h as dense matrices; dh itself is never written. Not gated (u == null):
-// dz and h.
+// dense_gradient: from dh = dy w_down, dz, du and h as dense matrices; dh itself is never written. Not gated
+// (u == null): dz and h.
 //
 // A product of pairs (common/pairs.cuh). Of the finished tile, dh, and g and u from memory, three warps make what is
 // written, while the next one is multiplied. w_down [K, N] is an MN-major operand.

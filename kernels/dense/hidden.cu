@@ -8,9 +8,9 @@
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN; h
 // is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
 // in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every run.
+#include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"
-#include "row/ordered_sum.cuh"
 
 namespace sparsellm {
 namespace {

@@ -1,5 +1,5 @@
-// pointwise: the dense engine's elementwise half in one pass over memory: h = relu(z) * u, and the statistics that
-// gate_pack gives. One CTA per 128 tokens x 256 columns, eight columns to a lane; bound by DRAM.
+// pointwise: for few tokens, the dense engine's elementwise half in one pass over memory: h = relu(z) * u, and the
+// statistics that gate_pack gives. One CTA per 128 tokens x 256 columns, eight columns to a lane; bound by DRAM.
 //
 // h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
 // Not gated (u == null): h = relu(z). l1_partials is 16-byte aligned; tickets is zero on entry and on exit.
@@ -8,9 +8,9 @@
 // neuron is active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order:
 // within a thread, a warp, a CTA, then over CTAs by the last of them. Same bits in every run.
 #include "common/host.h"
+#include "common/ordered_sum.cuh"
 #include "common/twell.cuh"
 #include "dense/elementwise.cuh"
-#include "row/ordered_sum.cuh"
 
 namespace sparsellm {
 namespace {

@@ -1,8 +1,8 @@
 // What both kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values, sums.
 #pragma once
 
+#include "common/ordered_sum.cuh"
 #include "common/twell.cuh"
-#include "row/ordered_sum.cuh"
 
 namespace sparsellm::row {
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
       }
     }
     __syncwarp();
-    for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {  // all lanes on one tile, several tiles' loads in flight
+    for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {  // all lanes on one tile, loads of several in flight
       constexpr int kLoads = 2;
       uint4 eight[kLoads];
       uint32_t ahead = wide;
@@ -66,7 +66,8 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
         const uint32_t column = (first + __ffs(ahead) - 1) * kColumnTile + 8 * lane;
         eight[i] = make_uint4(0, 0, 0, 0);
         if (ahead != 0 && column < n) {
-          eight[i] = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + token * n + column);
+          const __nv_bfloat16* row = static_cast<const __nv_bfloat16*>(packed.wide) + token * n;
+          eight[i] = *reinterpret_cast<const uint4*>(row + column);
         }
         ahead &= ahead - 1;
       }

@@ -12,6 +12,7 @@ For others `assert_as_accurate` compares the error against float64 with that of 
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -209,15 +210,14 @@ def run(engine: str, x: Tensor, ws: list[Tensor], compression: int = 8, w_down_t
     return operator(x, *ws, plan_of(engine, compression), w_down_t)
 
 
-def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(name, engine) for each of `engines`; dense twice: with the kernels for many tokens, and with those for few."""
+def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractContextManager]]:
+    """(name, engine, where to run it) of each engine; dense twice: with the kernels for many tokens, and for few."""
     for engine in engines:
-        if engine != "dense":
-            yield engine, engine
-            continue
-        for name, limit in (("dense, fused", 0), ("dense, apart", sys.maxsize)):
-            with patch.object(cuda, "MIN_FUSED_TOKENS", limit):
-                yield name, engine
+        if engine == "dense":
+            yield "dense, fused", engine, patch.object(cuda, "MIN_FUSED_TOKENS", 0)
+            yield "dense, apart", engine, patch.object(cuda, "MIN_FUSED_TOKENS", sys.maxsize)
+        else:
+            yield engine, engine, nullcontext()
 
 
 def check_exact(x: Tensor, ws: list[Tensor], compression: int, what: str, engines: tuple[str, ...] = ENGINES) -> None:
@@ -226,10 +226,11 @@ def check_exact(x: Tensor, ws: list[Tensor], compression: int, what: str, engine
     sums = torch.where(h.isfinite(), h, 0).abs().double() @ ws[-1].abs().double().T
     assert sums.max() < EXACT, f"{what}: the test's own sums are not exact"
     l1 = h.abs().sum(dtype=torch.float64)
-    for way, engine in either_way(engines):
+    for way, engine, there in either_way(engines):
         name = f"{what}, compression {compression}, {way}"
         poison()
-        out = run(engine, x, ws, compression)
+        with there:
+            out = run(engine, x, ws, compression)
         assert_equal(out.y, y, f"{name}: y")
         if l1 < EXACT or l1.isnan():
             assert_equal(out.l1, l1.float(), f"{name}: l1")

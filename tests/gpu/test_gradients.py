@@ -49,8 +49,9 @@ def small(m, k, seed):
 def check(x, ws, dy, what, engines=ENGINES, compression=8):
     names = ("dx", "dw_gate", "dw_up", "dw_down") if len(ws) == 3 else ("dx", "dw_up", "dw_down")
     expected = stepwise(x, ws, dy)
-    for way, engine in cases.either_way(engines):
-        _, found = gradients(engine, x, ws, dy, compression)
+    for way, engine, there in cases.either_way(engines):
+        with there:
+            _, found = gradients(engine, x, ws, dy, compression)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
                 continue  # the sum of two products, each rounded
@@ -109,8 +110,9 @@ def test_gradients_are_as_accurate_as_dense(pattern, engine, gated):
 def test_gradients_repeat_bit_for_bit(gated):
     x, ws = cases.normal(20_000, 264, 1000, gated, rate=0.02)
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
-    for way, engine in cases.either_way(ENGINES):
-        (_, once), (_, again) = (gradients(engine, x, ws, dy) for _ in range(2))
+    for way, engine, there in cases.either_way(ENGINES):
+        with there:
+            (_, once), (_, again) = (gradients(engine, x, ws, dy) for _ in range(2))
         for i, (a, b) in enumerate(zip(once, again, strict=True)):
             assert_equal(a, b, f"{way}: gradient {i}, twice")
 

@@ -33,7 +33,8 @@ __device__ __forceinline__ float strided_sum(const float* values, int64_t count,
   return sum;
 }
 
-// Over all of them, by all threads of a CTA, whose number counts too; in thread 0. scratch: shared, a float for each warp.
+// Over all of them, by all threads of a CTA, whose number counts too; in thread 0. scratch: shared, a float for each
+// warp.
 __device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
   const float sum = warp_sum(strided_sum(values, count, threadIdx.x, blockDim.x));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
