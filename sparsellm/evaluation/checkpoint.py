@@ -64,7 +64,8 @@ def evaluate_checkpoint(
     "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note"}}, "failed": {TASK: reason}, "mean",
     "validation": {"loss" in nats per token, "perplexity", "tokens"}, "data", "versions", "output_dir"}, and under
     "torch" the tasks, mean and validation once more with compare_kernels. Standard errors are null for a single row,
-    "mean" if a task failed, "validation" without a run. A task that fails leaves the others alone.
+    "mean" if a task failed, "validation" without a run, the version of a package that is not installed. A task that
+    fails leaves the others alone.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,18 @@ class Request:
             "mean": found[0]["mean"],
             VALIDATION: found[0][VALIDATION],
             "data": self.config.data_dir or "hub",
-            "versions": {package: version(package) for package in PACKAGES},
+            "versions": {package: version_of(package) for package in PACKAGES},
             "output_dir": str(self.output),
             **({"torch": found[1]} if self.config.compare_kernels else {}),
         }
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None of a package that runs from its source tree and is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def rows_of(held_out: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import lm_eval
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
-from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, results, tasks
+from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
 from sparsellm.model import accelerate
 from sparsellm.training.checkpoint import Checkpoints
 from sparsellm.training.metrics import METRICS, WandbRun, read
@@ -137,6 +138,22 @@ def test_scoring_draws_no_random_numbers(bare, rows):
     assert result["rows"] == 6
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+
+
+def test_a_package_that_is_not_installed_has_no_version(bare, rows, monkeypatch):
+    """`python -m sparsellm.evaluate` in a clone without `pip install`: the scores are not lost for it."""
+    installed = request.version
+
+    def version(package):
+        if package == "sparsellm":
+            raise PackageNotFoundError(package)
+        return installed(package)
+
+    monkeypatch.setattr(request, "version", version)
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"]))
+    assert found == json.loads((bare / "evaluation/results.json").read_text())
+    assert found["versions"].pop("sparsellm") is None
+    assert found["versions"] == {name: installed(name) for name in ("lm_eval", "torch", "transformers", "datasets")}
 
 
 def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
