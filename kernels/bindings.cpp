@@ -263,12 +263,12 @@ void row_rest(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, SPARSELLM_
 }
 
 void dense_hidden(Tensor x, Tensor w_gate, OptionalTensor w_up, OptionalTensor g, OptionalTensor u, Tensor h,
-                  Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters, Tensor tickets) {
+                  Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters) {
   const Call call("dense_hidden", x);
   call.check(sparsellm::dense_hidden(call.data(x), call.data(w_gate), call.data(w_up), x.size(0), x.size(1),
                                      w_gate.size(0), call.data(g), call.data(u), call.data(h),
                                      call.data<float>(l1_partials), call.data<float>(l1), call.data<uint8_t>(fired),
-                                     call.data<int64_t>(counters), call.data<int32_t>(tickets), call.stream()));
+                                     call.data<int64_t>(counters), call.stream()));
 }
 
 void dense_gradient(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1, Tensor dz, OptionalTensor du,
@@ -279,12 +279,11 @@ void dense_gradient(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor
                                        call.data(h), call.data<int64_t>(counters), call.stream()));
 }
 
-void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters,
-               Tensor tickets) {
+void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters) {
   const Call call("pointwise", z);
   call.check(sparsellm::pointwise(call.data(z), call.data(u), z.size(0), z.size(1), call.data(h),
                                   call.data<float>(l1_partials), call.data<float>(l1), call.data<uint8_t>(fired),
-                                  call.data<int64_t>(counters), call.data<int32_t>(tickets), call.stream()));
+                                  call.data<int64_t>(counters), call.stream()));
 }
 
 void pointwise_gradient(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1, Tensor dz, OptionalTensor du, Tensor h) {
@@ -348,13 +347,13 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "Tensor counters, Tensor totals, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
   library.def(
       "dense_hidden(Tensor x, Tensor w_gate, Tensor? w_up, Tensor(a!)? g, Tensor(b!)? u, Tensor(c!) h, "
-      "Tensor(d!) l1_partials, Tensor(e!) l1, Tensor(f!) fired, Tensor(g!) counters, Tensor(h!) tickets) -> ()");
+      "Tensor(d!) l1_partials, Tensor(e!) l1, Tensor(f!) fired, Tensor(g!) counters) -> ()");
   library.def(
       "dense_gradient(Tensor dy, Tensor w_down, Tensor g, Tensor? u, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, "
       "Tensor(c!) h, Tensor(d!) counters) -> ()");
   library.def(
       "pointwise(Tensor z, Tensor? u, Tensor(a!) h, Tensor(b!) l1_partials, Tensor(c!) l1, Tensor(d!) fired, "
-      "Tensor(e!) counters, Tensor(f!) tickets) -> ()");
+      "Tensor(e!) counters) -> ()");
   library.def(
       "pointwise_gradient(Tensor z, Tensor? u, Tensor dh, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor(c!) h) "
       "-> ()");

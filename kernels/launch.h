@@ -1,7 +1,7 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
-// that one writes: gate_pack.cu, order/order.cu); the first kernel of gate_pack for more than 64 tokens, dense_hidden,
+// that one writes: common/clear.cuh, order/order.cu); the first kernel of gate_pack for more than 64 tokens, dense_hidden,
 // dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and
 // layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
 //
@@ -197,19 +197,22 @@ int64_t rest_backward_workspace(int64_t m, int64_t n);
 cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
 
 // The dense engine's products but for the last, and the statistics: h = relu(x w_gate^T) * (x w_up^T), without w_up
-// relu(x w_gate^T); the two factors to g and u, bf16 [M, N], where these are not null. l1, and, zeroed by the caller,
-// fired and counters. l1_partials: float32 [MT * 2 NT], 16-byte aligned. tickets: [1] zero on entry and on exit.
+// relu(x w_gate^T); the two factors to g and u, bf16 [M, N], where these are not null. l1, fired [N] (8-byte aligned) and
+// counters, int64 [kDenseCounters], of which the last is not for others. l1_partials: float32 [MT * 2 NT], 16-byte
+// aligned.
+constexpr int kDenseCounters = kCounters + 1;
 cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, int64_t m, int64_t k, int64_t n, void* g,
                          void* u, void* h, float* l1_partials, float* l1, uint8_t* fired, int64_t* counters,
-                         int32_t* tickets, cudaStream_t stream);
+                         cudaStream_t stream);
 
 // The elementwise half of dense_hidden alone, for few tokens, whose products are cuBLAS's: h = relu(z) * u, without u
-// relu(z); h may be z or u. l1_partials: float32 [MT * NT]; else as above.
+// relu(z); h may be z or u. l1_partials: float32 [MT * ceil(N / kPointwiseColumns)]; else as above.
+constexpr int kPointwiseColumns = 64;
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
-                      uint8_t* fired, int64_t* counters, int32_t* tickets, cudaStream_t stream);
+                      uint8_t* fired, int64_t* counters, cudaStream_t stream);
 
 // dz, du and h, bf16 [M, N], of dh = dy w_down, g and u (DESIGN.md §2), w_down [K, N]. Non-gated: u and du are null.
-// counters: zeroed by the caller.
+// counters: int64 [kCounters], for nobody else.
 cudaError_t dense_gradient(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
                            const void* u, const float* dl1, void* dz, void* du, void* h, int64_t* counters,
                            cudaStream_t stream);

@@ -53,9 +53,10 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs. neurons: of a column tile, 0 if it does not count who fires.
+// Launches a kernel of pairs, early: `clear`, not early, comes before. neurons: of a column tile, 0 if it does not count
+// who fires.
 template <class Kernel, class... Arguments>
-cudaError_t launch_pairs(bool early, Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
+cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
   int count = 0;
   const cudaError_t error = multiprocessors(&count);
@@ -63,7 +64,7 @@ cudaError_t launch_pairs(bool early, Kernel kernel, const PairProduct& product, 
   const int64_t pairs = static_cast<int64_t>(product.row_pairs()) * product.column_tiles;
   const int64_t grid = 2 * (pairs < count / 2 ? pairs : count / 2);
   const uint32_t bytes = kPairBytes + static_cast<uint32_t>(product.column_tiles) * (neurons / 8);
-  return launch_with(early, kernel, grid, kThreads, bytes, 2, stream, arguments...);
+  return launch_early(kernel, grid, kThreads, bytes, 2, stream, arguments...);
 }
 
 // The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).

@@ -6,6 +6,7 @@
 //
 // Numerics: dh is accumulated in float32 over K and rounded to bf16 once; the rest as in elementwise.cuh. Same bits in
 // every run.
+#include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"
 
@@ -96,11 +97,12 @@ cudaError_t dense_gradient(const void* dy, const void* w_down, int64_t m, int64_
   CUtensorMap dy_map, w_map;
   cudaError_t error = tensor_map(&dy_map, dy, m, k, kTileM);
   if (error == cudaSuccess) error = tensor_map(&w_map, w_down, k, n, kTileK);
+  if (error == cudaSuccess) error = clear(nullptr, 0, nullptr, 0, counters, kCounters, false, stream);
   if (error != cudaSuccess) return error;
   const auto in = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
   const auto out = [](void* pointer) { return static_cast<__nv_bfloat16*>(pointer); };
   const PairProduct pairs = pair_product_of(m, k, ceil_div(n, kTileN));
-  return launch_pairs(false, u != nullptr ? dense_gradient_kernel<true> : dense_gradient_kernel<false>, pairs, 0, stream,
+  return launch_pairs(u != nullptr ? dense_gradient_kernel<true> : dense_gradient_kernel<false>, pairs, 0, stream,
                       dy_map, w_map, pairs, n, Inputs{in(g), in(u), dl1},
                       Outputs{out(dz), out(du), out(h), reinterpret_cast<unsigned long long*>(counters)});
 }

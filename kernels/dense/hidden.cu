@@ -8,6 +8,7 @@
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN; h
 // is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
 // in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every run.
+#include "common/clear.cuh"
 #include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"
@@ -20,8 +21,9 @@ struct Hidden {
   float* l1_partials;        // [MT, column tiles]
   float* l1;
   uint8_t* fired;
-  unsigned long long* counters;
-  int32_t* tickets;
+  unsigned long long* counters;  // behind them, tickets
+
+  __device__ __forceinline__ unsigned long long* tickets() const { return counters + kCounters; }
 };
 
 template <bool kGated>
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
     if (warp == 0 && lane == 0) {  // who has written the partial sums
       __threadfence();
-      last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
+      last = atomicAdd(out.tickets(), 1) == gridDim.x - 1;
     }
     ptx::bar_sync(1, kFinishThreads);
     if (!last) return;
@@ -94,10 +96,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const float sum = warp_sum(strided_sum(out.l1_partials, tiles, 32 * warp + lane, kFinishThreads));
     if (lane == 0) l1_warps[0][warp] = sum;
     ptx::bar_sync(1, kFinishThreads);
-    if (warp == 0 && lane == 0) {
-      *out.l1 = (l1_warps[0][0] + l1_warps[0][1]) + l1_warps[0][2];
-      *out.tickets = 0;
-    }
+    if (warp == 0 && lane == 0) *out.l1 = (l1_warps[0][0] + l1_warps[0][1]) + l1_warps[0][2];
   };
   multiply_pairs<kNeurons / 32, 0>(memory, pairs, x_map, w_map, out.counters, out.fired, fetch, bf16, take, tell, end);
 }
@@ -106,13 +105,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, int64_t m, int64_t k, int64_t n, void* g,
                          void* u, void* h, float* l1_partials, float* l1, uint8_t* fired, int64_t* counters,
-                         int32_t* tickets, cudaStream_t stream) {
+                         cudaStream_t stream) {
   CUtensorMap x_map, gate_map, up_map;
   const bool gated = w_up != nullptr;
   const int neurons = gated ? kTileN / 2 : kTileN;
   cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
   if (error == cudaSuccess) error = tensor_map(&gate_map, w_gate, n, k, kTileN / 2);
   if (error == cudaSuccess) error = tensor_map(&up_map, gated ? w_up : w_gate, n, k, kTileN / 2);
+  if (error == cudaSuccess) error = clear(nullptr, 0, fired, n / 8, counters, kDenseCounters, false, stream);
   if (error != cudaSuccess) return error;
   const Hidden out = {static_cast<__nv_bfloat16*>(g),
                       static_cast<__nv_bfloat16*>(u),
@@ -120,10 +120,9 @@ cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, in
                       l1_partials,
                       l1,
                       fired,
-                      reinterpret_cast<unsigned long long*>(counters),
-                      tickets};
+                      reinterpret_cast<unsigned long long*>(counters)};
   const PairProduct pairs = pair_product_of(m, k, ceil_div(n, neurons));
-  return launch_pairs(false, gated ? dense_hidden_kernel<true> : dense_hidden_kernel<false>, pairs, neurons, stream,
+  return launch_pairs(gated ? dense_hidden_kernel<true> : dense_hidden_kernel<false>, pairs, neurons, stream,
                       x_map, gate_map, up_map, pairs, n, out);
 }
 

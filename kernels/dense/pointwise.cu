@@ -1,12 +1,14 @@
 // pointwise: for few tokens, the dense engine's elementwise half in one pass over memory: h = relu(z) * u, and the
-// statistics that gate_pack gives. One CTA per 128 tokens x 256 columns, eight columns to a lane; bound by DRAM.
+// statistics that gate_pack gives. One CTA per 128 tokens x 64 columns, eight columns to a lane, whose loads are all in
+// flight together.
 //
 // h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
-// Not gated (u == null): h = relu(z). l1_partials is 16-byte aligned; tickets is zero on entry and on exit.
+// Not gated (u == null): h = relu(z). l1_partials is 16-byte aligned.
 //
 // Numerics: relu(z) is exact, -0.0 gives 0.0 and NaN stays NaN (as the canonical one); h is rounded to bf16 once. A
 // neuron is active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order:
 // within a thread, a warp, a CTA, then over CTAs by the last of them. Same bits in every run.
+#include "common/clear.cuh"
 #include "common/host.h"
 #include "common/ordered_sum.cuh"
 #include "common/twell.cuh"
@@ -17,86 +19,87 @@ namespace {
 
 constexpr int kPointwiseThreads = 256;
 constexpr int kPointwiseWarps = kPointwiseThreads / 32;
-constexpr int kPointwiseBatch = 4;  // rows whose loads are in flight together in each warp
-static_assert(kTokenTile % (kPointwiseWarps * kPointwiseBatch) == 0, "warps take whole batches");
+constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // of a row
+constexpr int kPointwiseRows = 32 / kPointwiseLanes * kPointwiseWarps;  // that the CTA loads at once
+constexpr int kPointwiseBatch = kTokenTile / kPointwiseRows;
 
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads, 4)
     pointwise_kernel(const __nv_bfloat16* z, const __nv_bfloat16* u, int64_t m, int64_t n, __nv_bfloat16* h,
-                     float* l1_partials, float* l1, uint8_t* fired, unsigned long long* counters, int32_t* tickets) {
-  __shared__ uint32_t seen_words[kColumnTile / 32];
+                     float* l1_partials, float* l1, uint8_t* fired, unsigned long long* counters) {
+  __shared__ uint32_t seen_words[kPointwiseColumns / 32];
   __shared__ float l1_warps[kPointwiseWarps];
   __shared__ uint32_t nonzeros_warps[kPointwiseWarps];
   __shared__ bool last;
   const int warp = threadIdx.x / 32;
-  const uint32_t lane = threadIdx.x % 32;
-  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const int64_t row0 = static_cast<int64_t>(blockIdx.x / column_tiles) * kTokenTile;
-  const int64_t tile_column = static_cast<int64_t>(blockIdx.x % column_tiles) * kColumnTile;
-  const int64_t column = tile_column + 8 * lane;
-  if (threadIdx.x < kColumnTile / 32) seen_words[threadIdx.x] = 0;
+  const uint32_t lane = threadIdx.x % 32, chunk = lane % kPointwiseLanes;
+  const int parts = static_cast<int>((n + kPointwiseColumns - 1) / kPointwiseColumns);
+  const int64_t row0 = static_cast<int64_t>(blockIdx.x / parts) * kTokenTile;
+  const int64_t first_column = static_cast<int64_t>(blockIdx.x % parts) * kPointwiseColumns;
+  const int64_t column = first_column + 8 * chunk;
+  if (threadIdx.x < kPointwiseColumns / 32) seen_words[threadIdx.x] = 0;
 
   float sum = 0.0f;
   uint32_t seen = 0, nonzeros = 0;
   const int rows = column < n ? static_cast<int>(min(static_cast<int64_t>(kTokenTile), m - row0)) : 0;
-  for (int first = warp; first < rows; first += kPointwiseWarps * kPointwiseBatch) {
-    uint4 gate[kPointwiseBatch], up[kPointwiseBatch];
+  uint4 gate[kPointwiseBatch], up[kPointwiseBatch];
 #pragma unroll
-    for (int b = 0; b < kPointwiseBatch; ++b) {
-      const int row = first + kPointwiseWarps * b;
-      gate[b] = up[b] = make_uint4(0, 0, 0, 0);
-      if (row < rows) {
-        const int64_t at = (row0 + row) * n + column;
-        gate[b] = __ldcs(reinterpret_cast<const uint4*>(z + at));
-        if constexpr (kGated) up[b] = __ldcs(reinterpret_cast<const uint4*>(u + at));
-      }
+  for (int b = 0; b < kPointwiseBatch; ++b) {
+    const int row = threadIdx.x / kPointwiseLanes + kPointwiseRows * b;
+    gate[b] = up[b] = make_uint4(0, 0, 0, 0);
+    if (row < rows) {
+      const int64_t at = (row0 + row) * n + column;
+      gate[b] = __ldcs(reinterpret_cast<const uint4*>(z + at));
+      if constexpr (kGated) up[b] = __ldcs(reinterpret_cast<const uint4*>(u + at));
     }
+  }
 #pragma unroll
-    for (int b = 0; b < kPointwiseBatch; ++b) {
-      const int row = first + kPointwiseWarps * b;
-      const uint4 g = dense::relu(gate[b]);
-      const uint4 out = kGated ? dense::product(g, up[b]) : g;
-      const uint32_t bits = nonzero_bits(g);
-      seen |= bits;
-      nonzeros += __popc(bits);
-      sum += dense::magnitudes(out);
-      if (row < rows) ptx::st_global_v4(h + (row0 + row) * n + column, out);
-    }
+  for (int b = 0; b < kPointwiseBatch; ++b) {
+    const int row = threadIdx.x / kPointwiseLanes + kPointwiseRows * b;
+    const uint4 g = dense::relu(gate[b]);
+    const uint4 out = kGated ? dense::product(g, up[b]) : g;
+    const uint32_t bits = nonzero_bits(g);
+    seen |= bits;
+    nonzeros += __popc(bits);
+    sum += dense::magnitudes(out);
+    if (row < rows) ptx::st_global_v4(h + (row0 + row) * n + column, out);
   }
   sum = warp_sum(sum);
   nonzeros = __reduce_add_sync(~0u, nonzeros);
+#pragma unroll
+  for (int offset = kPointwiseLanes; offset < 32; offset *= 2) seen |= __shfl_xor_sync(~0u, seen, offset);
   __syncthreads();  // seen_words is clear
-  if (seen != 0) atomicOr(&seen_words[lane / 4], seen << (lane % 4 * 8));
+  if (seen != 0 && lane < kPointwiseLanes) atomicOr(&seen_words[chunk / 4], seen << (chunk % 4 * 8));
   if (lane == 0) {
     l1_warps[warp] = sum;
     nonzeros_warps[warp] = nonzeros;
   }
   __syncthreads();
-  if (seen_words[warp] >> lane & 1) fired[tile_column + threadIdx.x] = 1;
+  ptx::griddepcontrol_wait();  // for what zeroes the statistics
+  if (threadIdx.x < kPointwiseColumns && (seen_words[threadIdx.x / 32] >> lane & 1) != 0) {
+    fired[first_column + threadIdx.x] = 1;
+  }
   if (threadIdx.x == 0) {
     float cta_sum = 0.0f;
     uint32_t cta_nonzeros = 0, in_union = 0;
     for (int w = 0; w < kPointwiseWarps; ++w) {
       cta_sum += l1_warps[w];
       cta_nonzeros += nonzeros_warps[w];
-      in_union += __popc(seen_words[w]);
     }
+    for (int w = 0; w < kPointwiseColumns / 32; ++w) in_union += __popc(seen_words[w]);
     l1_partials[blockIdx.x] = cta_sum;
     if (cta_nonzeros != 0) {
       atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
       atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
     }
     __threadfence();
-    last = atomicAdd(tickets, 1) == static_cast<int>(gridDim.x) - 1;
+    last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
   }
   __syncthreads();
   if (!last) return;
   __threadfence();
   const float all = ordered_sum(l1_partials, gridDim.x, l1_warps);
-  if (threadIdx.x == 0) {
-    *l1 = all;
-    *tickets = 0;
-  }
+  if (threadIdx.x == 0) *l1 = all;
 }
 
 // Eight entries to a thread; dz may be dh.
@@ -133,12 +136,14 @@ cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, con
 }
 
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
-                      uint8_t* fired, int64_t* counters, int32_t* tickets, cudaStream_t stream) {
-  const int64_t grid = ceil_div(m, kTokenTile) * ceil_div(n, kColumnTile);
-  return launch(u == nullptr ? pointwise_kernel<false> : pointwise_kernel<true>, grid, kPointwiseThreads, 0, 1, stream,
-                static_cast<const __nv_bfloat16*>(z), static_cast<const __nv_bfloat16*>(u), m, n,
-                static_cast<__nv_bfloat16*>(h), l1_partials, l1, fired,
-                reinterpret_cast<unsigned long long*>(counters), tickets);
+                      uint8_t* fired, int64_t* counters, cudaStream_t stream) {
+  const cudaError_t error = clear(nullptr, 0, fired, n / 8, counters, kDenseCounters, false, stream);
+  if (error != cudaSuccess) return error;
+  const int64_t grid = ceil_div(m, kTokenTile) * ceil_div(n, kPointwiseColumns);
+  return launch_early(u == nullptr ? pointwise_kernel<false> : pointwise_kernel<true>, grid, kPointwiseThreads, 0, 1,
+                      stream, static_cast<const __nv_bfloat16*>(z), static_cast<const __nv_bfloat16*>(u), m, n,
+                      static_cast<__nv_bfloat16*>(h), l1_partials, l1, fired,
+                      reinterpret_cast<unsigned long long*>(counters));
 }
 
 }  // namespace sparsellm

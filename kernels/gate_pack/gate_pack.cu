@@ -4,8 +4,7 @@
 //
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
 // is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.
-#include <algorithm>
-
+#include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "gate_pack/fewest.cuh"
 #include "gate_pack/small.cuh"
@@ -61,19 +60,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   multiply_pairs<8, 0>(memory, product, x_map, w_map, counters, out.fired, fetch, bf16, take, tell, end);
 }
 
-// Zeroes what the next kernel adds to, and lets that one start meanwhile. This one starts as any kernel does, when all
-// before it is done: x and w are complete, and only what writes to global memory waits for this one. With few tokens it
-// starts early itself, if there is need of it: the next one reads and writes only when whatever precedes it, this one or
-// another, and so all before that, is done.
-__global__ void clear_kernel(const Packed out, int64_t rows, int64_t fired_octets, int64_t counters) {
-  ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < rows) out.row_counts[i] = 0;
-  if (i < fired_octets) reinterpret_cast<uint64_t*>(out.fired)[i] = 0;
-  if (i < counters) out.counters[i] = 0;
-}
-
 }  // namespace
 
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
@@ -81,9 +67,8 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   const bool are_few = m <= kSmallTokens, counts = !(for_row && row_ffn_counts(m, k));
   if (counts) {
     const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
-    const int64_t words = std::max({m, fired_octets, zeroed});
     const cudaError_t error =
-        launch_with(are_few, clear_kernel, ceil_div(words, 256), 256, 0, 1, stream, out, m, fired_octets, zeroed);
+        clear(out.row_counts, m, out.fired, fired_octets, out.counters, zeroed, are_few, stream);
     if (error != cudaSuccess) return error;
   }
   if (are_few) {
@@ -95,7 +80,7 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kTileN / 2);
   if (error != cudaSuccess) return error;
   const PairProduct product = pair_product_of(m, k, ceil_div(n, kTileN));
-  return launch_pairs(true, gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, words_per_tile, out);
+  return launch_pairs(gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, words_per_tile, out);
 }
 
 }  // namespace sparsellm

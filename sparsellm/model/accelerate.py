@@ -133,8 +133,8 @@ class SparseFeedForward(nn.Module):
             out = gated_ffn(rows, self._weight("gate_proj"), up, down, plan, w_down_t)
         else:
             out = nongated_ffn(rows, up, down, plan, w_down_t)
-        if counting and self.counts is not None:
-            self.counts.copy_(torch.stack((out.nnz, out.union)))
+        if counting and self.counts is not None and has_choice(rows.shape[0]):
+            torch.stack((out.nnz, out.union), out=self.counts)
             self.tokens = rows.shape[0]
         y = out.y.view(x.shape)
         return out._replace(y=y) if self.returns_statistics else y
@@ -158,7 +158,7 @@ class SparseFeedForward(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         m = rows.shape[0]
-        if self.engine is None and (FEW_TOKENS < m < MANY_TOKENS or not sparse_engines_take(device, dtype)):
+        if self.engine is None and not (has_choice(m) and sparse_engines_take(device, dtype)):
             return self.dense
         return self.plans[int(m >= MANY_TOKENS)]  # torch 2.11 compiles no other index
 
@@ -187,9 +187,7 @@ class SparseFeedForward(nn.Module):
         return True
 
     def decide(self, tokens: int, nnz: int, union: int) -> None:
-        """Choose the engine for calls of the size of one of `tokens` tokens that gave these counts."""
-        if FEW_TOKENS < tokens < MANY_TOKENS:
-            return
+        """Choose the engine for calls of the size of one of `tokens` tokens, with a choice, that gave these counts."""
         neurons, width = self.up_proj.weight.shape
         plan = self.plans[int(tokens >= MANY_TOKENS)]
         engine = choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))
@@ -260,6 +258,11 @@ class Dispatch:
         self.sent = counts, counted
         for block, _ in counted:
             block.tokens = 0
+
+
+def has_choice(tokens: int) -> bool:
+    """Whether a call of so many tokens may take a sparse engine: few may, and many; between the two it stays dense."""
+    return not FEW_TOKENS < tokens < MANY_TOKENS
 
 
 def sparse_engines_take(device_type: str, dtype: torch.dtype) -> bool:

@@ -20,6 +20,8 @@ from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORD_BITS
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, drawn (launch.h: Counter)
+DENSE_COUNTERS = COUNTERS + 1  # the dense engine's, int64 (launch.h: kDenseCounters)
+POINTWISE_COLUMNS = 64  # of `pointwise`'s partial sums of l1 (launch.h: kPointwiseColumns)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
@@ -387,8 +389,8 @@ def dense_hidden(
     else:
         h = x.new_empty((m, n))
         g, u = (torch.empty_like(h) if keep and some else None for some in (True, w_up is not None))
-        l1_partials, l1, fired, counters, tickets = _statistics(h)
-        torch.ops.sparsellm_cuda.dense_hidden(x, w_gate, w_up, g, u, h, l1_partials, l1, fired, counters, tickets)
+        l1_partials, l1, fired, counters = _statistics(h, 2 * tiles(n, COLUMN_TILE))
+        torch.ops.sparsellm_cuda.dense_hidden(x, w_gate, w_up, g, u, h, l1_partials, l1, fired, counters)
         statistics = [l1, fired.view(torch.bool), counters[:3]]
     g, u = (x.new_empty(0) if t is None or not keep else t for t in (g, u))
     return h, g, u, *statistics
@@ -396,17 +398,17 @@ def dense_hidden(
 
 def pointwise(z: Tensor, u: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(h, l1, fired, counts): h = relu(z) * u, or relu(z) without u, [M, N], to `h`, which may be z."""
-    l1_partials, l1, fired, counters, tickets = _statistics(z)
-    torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters, tickets)
+    l1_partials, l1, fired, counters = _statistics(z, tiles(z.shape[1], POINTWISE_COLUMNS))
+    torch.ops.sparsellm_cuda.pointwise(z, u, h, l1_partials, l1, fired, counters)
     return h, l1, fired.view(torch.bool), counters[:3]
 
 
-def _statistics(h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(partial sums of l1, l1, fired, counters, tickets) for the kernels that make h [M, N]."""
+def _statistics(h: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(partial sums of l1, l1, fired, counters) for the kernels that make h [M, N], a token tile's in `parts` parts."""
     m, n = h.shape
-    l1_partials, l1 = _l1(h, tiles(m, TOKEN_TILE) * 2 * tiles(n, COLUMN_TILE))
-    fired, tickets = _zeros(h.device, (n, torch.uint8), (1, torch.int32))
-    return l1_partials, l1, fired, h.new_zeros(COUNTERS, dtype=torch.int64), tickets
+    l1_partials, l1 = _l1(h, tiles(m, TOKEN_TILE) * parts)
+    fired, counters = h.new_empty(n, dtype=torch.uint8), h.new_empty(DENSE_COUNTERS, dtype=torch.int64)
+    return l1_partials, l1, fired, counters
 
 
 def dense_gradient(
@@ -419,7 +421,7 @@ def dense_gradient(
         torch.ops.sparsellm_cuda.pointwise_gradient(g, u, dz, dl1, dz, du, h)
     else:
         dz = torch.empty_like(g)
-        counters = dy.new_zeros(COUNTERS, dtype=torch.int64)
+        counters = dy.new_empty(COUNTERS, dtype=torch.int64)
         torch.ops.sparsellm_cuda.dense_gradient(dy, w_down, g, u, dl1, dz, du, h, counters)
     return dz, du, h
 

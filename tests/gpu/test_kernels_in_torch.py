@@ -6,6 +6,7 @@ import kernel_cases as cases
 import pytest
 import torch
 from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparsellm
@@ -110,7 +111,7 @@ def test_work_goes_to_the_current_stream(m, engine):
 
 def test_a_new_plan_does_not_recompile():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("inductor")
     function = torch.compile(gated_ffn, fullgraph=True, backend=counter)
     x, ws = cases.integers(300, 264, 1000)
     w_down_t = neuron_major(ws[-1])

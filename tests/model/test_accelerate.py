@@ -334,6 +334,18 @@ def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollo
     assert hollow.of(model, few) == ["row"] * 2
 
 
+def test_between_few_and_many_tokens_calls_stay_dense_and_count_nothing(hollow, monkeypatch):
+    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 1, 1
+    for count, engines in ((64, ["row", "row"]), (65, ["dense", "dense"]), (127, ["dense", "dense"])):
+        for _ in range(2):
+            assert hollow.of(model, tokens(count)) == engines
+    assert vars(model)[module.ATTRIBUTE].sent is None
+    assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
+    assert hollow.of(model, tokens(128)) == ["row"] * 2
+
+
 def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypatch):
     asked = []
 
@@ -568,6 +580,7 @@ def test_lengths_that_vary_compile_once_for_few_and_once_for_many_tokens(monkeyp
 def test_a_compiled_decoder_trains_the_same_bits_and_validates_on_the_operator(monkeypatch):
     """What the trainer does: steps with gradients, validation without, compiled layer by layer."""
     monkeypatch.setattr(module.build, "load", lambda: None)
+    monkeypatch.setattr(module, "MANY_TOKENS", 128)
     monkeypatch.setattr(module, "sparse_engines_take", lambda _device, dtype: dtype == torch.float32)
     ids, results = tokens(100, 2), []
     for accelerated in (False, True):

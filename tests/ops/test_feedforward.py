@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsellm.ops import gated_ffn, neuron_major, nongated_ffn, plan_of, saved_bytes
 
@@ -202,7 +203,7 @@ def test_backward_computes_as_forward_whatever_autocast_says_then(gated):
 
 def test_a_new_plan_does_not_recompile():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(gated_ffn, fullgraph=True, backend=counter)
     x, ws = tokens(9, 16, torch.float32), weights(16, 24, True, torch.float32, requires_grad=False)
     expected = gated_ffn(x, *ws, plan_of())

@@ -169,8 +169,11 @@ def test_the_counters_are_those_of_the_kernels():
     for name, value in (
         ("kCountedTokens", cuda.COUNTED_TOKENS), ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS),
         ("kBlockColumns", cuda.BLOCK), ("kConsumerWarps", cuda.CONSUMER_WARPS),
+        ("kPointwiseColumns", cuda.POINTWISE_COLUMNS),
     ):  # fmt: skip
         assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
+    assert "constexpr int kDenseCounters = kCounters + 1;" in header
+    assert cuda.DENSE_COUNTERS == cuda.COUNTERS + 1
 
 
 def test_words_hold_a_column_of_the_widest_layer():
