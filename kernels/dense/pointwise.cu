@@ -88,12 +88,12 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
     }
     for (int w = 0; w < kPointwiseColumns / 32; ++w) in_union += __popc(seen_words[w]);
     l1_partials[blockIdx.x] = cta_sum;
+    __threadfence();
+    last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
     if (cta_nonzeros != 0) {
       atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
       atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
     }
-    __threadfence();
-    last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
   }
   __syncthreads();
   if (!last) return;
