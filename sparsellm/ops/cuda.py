@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, ROW, TILE
+from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, MIN_ORDERED_TOKENS, ROW, TILE
 from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORD_BITS, PackedGate, tiles
 
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
@@ -35,8 +35,7 @@ MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of 
 COUNTED_TOKENS = 64  # up to which row_ffn may count the nonzeros itself (launch.h: kCountedTokens)
 ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
-MIN_FUSED_TOKENS = 2048  # of fewer, forward and backward, cuBLAS and elementwise kernels take less time (LOG.md)
-MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
+MIN_FUSED_TOKENS = 1344  # of fewer, forward and backward, cuBLAS and elementwise kernels take less time (LOG.md)
 
 
 class Saved(NamedTuple):

@@ -18,7 +18,9 @@ ENGINES = ("dense", "row", "tile")  # their names
 
 PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
 TILE_FLOPS = 760e12  # per second, gathered products of the tile engine
-TILE_SECONDS = 50e-6  # lists, order and plan of any batch
+TILE_SECONDS = 50e-6  # lists, order and plan of any batch of MIN_ORDERED_TOKENS tokens or more
+UNORDERED_SECONDS = 28e-6  # lists and plan of fewer
+UNORDERED_SECONDS_PER_MEAN = 0.25e-6  # and their fullest tile's last items, by nonzeros per token
 TILE_SECONDS_PER_TOKEN = 2.3e-9
 TILE_SECONDS_PER_NONZERO = 0.036e-9
 ROW_SECONDS = 20e-6  # of any batch
@@ -34,6 +36,7 @@ FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
 TILE_MAX_NONZEROS = 320  # per token of LARGE_BATCH tokens or more: it was measured with up to 300
 LARGE_BATCH = 16_384  # tokens
+MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 SMALL_BATCH_MAX_NONZEROS = 256  # of fewer: measured with up to 116, and few full tiles leave multiprocessors idle
 LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
 # Real batches differ by several times, and one without room takes ten times as long or more.
@@ -85,10 +88,13 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
     """Seconds of everything after the gate product, by engine; arguments as of `choose_engine`."""
     listed = TILE_SECONDS_PER_NONZERO * nnz
     gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
+    batch = TILE_SECONDS
+    if tokens < MIN_ORDERED_TOKENS:
+        batch = UNORDERED_SECONDS + UNORDERED_SECONDS_PER_MEAN * nnz / max(tokens, 1)
     return {
         DENSE: DENSE_SECONDS + 4 * tokens * width * neurons / DENSE_FLOPS,
         ROW: PACKING_SECONDS + ROW_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
-        TILE: PACKING_SECONDS + TILE_SECONDS + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
+        TILE: PACKING_SECONDS + batch + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }
 
 
