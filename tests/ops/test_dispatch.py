@@ -123,7 +123,7 @@ def test_no_tokens_and_no_nonzeros_are_cases_too():
     ],
 )  # fmt: skip
 def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
-    """Measured through the operator, less cuBLAS's gate product of the same run; at 300 per token, of other runs (467)."""
+    """Measured through the operator, less cuBLAS's gate product of the same run; at 300 per token, of others (467)."""
     seconds = estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
     assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.12)
 
