@@ -1,9 +1,10 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
-// ends, but touches no memory of the caller's before that one is done (within gate_pack and token_order, which know what
-// that one writes: common/clear.cuh, order/order.cu); the first kernel of gate_pack for more than 64 tokens, dense_hidden,
-// dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does. Callers have checked shapes and
-// layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it is used.
+// ends, but touches no memory of the caller's before that one is done (within gate_pack, the dense engine's and
+// token_order, which know what that one writes: common/clear.cuh, order/order.cu); the first kernel of gate_pack for more
+// than 64 tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does.
+// Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it
+// is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row

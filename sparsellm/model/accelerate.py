@@ -116,8 +116,8 @@ class SparseFeedForward(nn.Module):
         # Until measured, single tokens are taken to be sparse and batches to be dense.
         self.plans, self.dense = (plan_of(engine or "row"), plan_of(engine or "dense")), plan_of("dense")
         self.w_down_t = None
-        self.counts: Tensor | None = None  # int64 [2], nnz and union of the latest call, on its device
-        self.tokens = 0  # of that call; 0: none since the counts were sent
+        self.counts: Tensor | None = None  # int64 [2], on its device: nnz and union of the latest call
+        self.tokens = 0  # of that call; 0: it had no choice and was not counted, or its counts were sent
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         rows = x.reshape(-1, x.shape[-1])
@@ -133,9 +133,10 @@ class SparseFeedForward(nn.Module):
             out = gated_ffn(rows, self._weight("gate_proj"), up, down, plan, w_down_t)
         else:
             out = nongated_ffn(rows, up, down, plan, w_down_t)
-        if counting and self.counts is not None and has_choice(rows.shape[0]):
-            torch.stack((out.nnz, out.union), out=self.counts)
-            self.tokens = rows.shape[0]
+        if counting and self.counts is not None:
+            self.tokens = rows.shape[0] if has_choice(rows.shape[0]) else 0
+            if self.tokens:
+                torch.stack((out.nnz, out.union), out=self.counts)
         y = out.y.view(x.shape)
         return out._replace(y=y) if self.returns_statistics else y
 
@@ -187,7 +188,7 @@ class SparseFeedForward(nn.Module):
         return True
 
     def decide(self, tokens: int, nnz: int, union: int) -> None:
-        """Choose the engine for calls of the size of one of `tokens` tokens, with a choice, that gave these counts."""
+        """Choose the engine for calls as large as one of `tokens` tokens (`has_choice`) that gave these counts."""
         neurons, width = self.up_proj.weight.shape
         plan = self.plans[int(tokens >= MANY_TOKENS)]
         engine = choose_engine(tokens, width, neurons, nnz, union, current=int(plan[0]))

@@ -21,7 +21,7 @@ from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORD_BITS
 ALIGNMENT = 16  # bytes: TMA and 16-byte loads
 COUNTERS = 4  # int64: nonzeros, overflow, union, drawn (launch.h: Counter)
 DENSE_COUNTERS = COUNTERS + 1  # the dense engine's, int64 (launch.h: kDenseCounters)
-POINTWISE_COLUMNS = 64  # of `pointwise`'s partial sums of l1 (launch.h: kPointwiseColumns)
+POINTWISE_COLUMNS = 64  # of each of `pointwise`'s partial sums of l1 (launch.h: kPointwiseColumns)
 TOTALS = 8  # int32 (launch.h: Total)
 NEURON_TOTALS = 4  # int32 (launch.h: NeuronTotal)
 SPLIT_UNITS = 384  # that pieces of tiles leave sums of (launch.h: kSplitUnits)
@@ -35,7 +35,7 @@ MAX_WORDS = (1 << 32) - (1 << 14)  # words are counted in uint32, in strides of 
 COUNTED_TOKENS = 64  # up to which row_ffn may count the nonzeros itself (launch.h: kCountedTokens)
 ROW_TICKETS = 320  # int32 (launch.h: kRowTickets)
 SCRATCH = (TOTALS + ROW_TICKETS) // 2  # int64 behind the counters, zero before (by gate_pack) and after every engine
-MIN_FUSED_TOKENS = 1344  # of fewer, forward and backward, cuBLAS and elementwise kernels take less time (LOG.md)
+MIN_FUSED_TOKENS = 1344  # of fewer, cuBLAS and elementwise kernels mostly take less time, of more mostly not (LOG.md)
 
 
 class Saved(NamedTuple):

@@ -342,6 +342,11 @@ def test_between_few_and_many_tokens_calls_stay_dense_and_count_nothing(hollow, 
         for _ in range(2):
             assert hollow.of(model, tokens(count)) == engines
     assert vars(model)[module.ATTRIBUTE].sent is None
+    with monkeypatch.context() as capture:
+        capture.setattr(module, "_is_capturing", lambda: True)
+        hollow.of(model, tokens(5))
+    hollow.of(model, tokens(100))
+    assert vars(model)[module.ATTRIBUTE].sent is None  # what the graph will count is not there yet
     assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
     assert hollow.of(model, tokens(128)) == ["row"] * 2
 
