@@ -1,0 +1,221 @@
+"""Which engine the blocks of an accelerated model ask for, from earlier counts, and the copy of W_d for sparse ones."""
+
+import pytest
+import torch
+from model.small_models import MODELS, assert_same, blocks, layers, logits, make, tokens
+from torch import nn
+
+import sparsellm
+from sparsellm.model import Decoder
+from sparsellm.model import accelerate as module
+from sparsellm.ops import plan_of
+
+# Which engine runs.
+
+
+@pytest.mark.parametrize("name", ["llama", "decoder"])
+def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollow, monkeypatch):
+    monkeypatch.setattr(  # the real one leaves layers as small as these dense
+        module, "choose_engine", lambda tokens, width, neurons, nnz, union, current: int(nnz <= tokens * neurons // 10)
+    )
+    model, many, few = make(name), tokens(256), tokens(5)
+    sparsellm.accelerate(model, "cuda")
+    sparse, full = (1, 1), (5 * 60, 5)
+    hollow.nnz, hollow.union = sparse
+    assert hollow.of(model, many) == ["dense"] * 2  # unmeasured
+    hollow.nnz, hollow.union = full
+    assert hollow.of(model, few) == ["row"] * 2  # unmeasured, too
+    assert hollow.of(model, few) == ["dense"] * 2
+    assert hollow.of(model, many) == ["row"] * 2  # what few tokens counted is theirs
+    hollow.nnz, hollow.union = 5 * 6, 5
+    hollow.of(model, few)
+    assert hollow.of(model, few) == ["row"] * 2
+
+
+def test_between_few_and_many_tokens_calls_stay_dense_and_count_nothing(hollow, monkeypatch):
+    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 1, 1
+    for count, engines in ((64, ["row", "row"]), (65, ["dense", "dense"]), (127, ["dense", "dense"])):
+        for _ in range(2):
+            assert hollow.of(model, tokens(count)) == engines
+    assert vars(model)[module.ATTRIBUTE].sent is None
+    with monkeypatch.context() as capture:
+        capture.setattr(module, "_is_capturing", lambda: True)
+        hollow.of(model, tokens(5))
+    hollow.of(model, tokens(100))
+    assert vars(model)[module.ATTRIBUTE].sent is None  # what the graph will count is not there yet
+    assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
+    assert hollow.of(model, tokens(128)) == ["row"] * 2
+
+
+def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypatch):
+    asked = []
+
+    def choose(*arguments, current):
+        asked.append((*arguments, current))
+        return len(asked) % 3
+
+    monkeypatch.setattr(module, "choose_engine", choose)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 7, 9
+    seen = [hollow.of(model, tokens(200)) for _ in range(4)]
+    assert seen == [["dense", "dense"], ["row", "tile"], ["dense", "row"], ["tile", "dense"]]
+    assert asked[:4] == [(200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 0), (200, 32, 64, 7, 9, 1), (200, 32, 64, 7, 9, 2)]
+
+
+def test_the_tile_engine_has_room_for_several_times_what_was_counted(hollow, monkeypatch):
+    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 2)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    ids = tokens(200)
+    for nnz, room in ((200 * 80, 320), (200 * 100, 416), (200 * 320, 1280)):
+        hollow.nnz, hollow.union = nnz, 9
+        for _ in range(2):  # the second call decides from the first
+            hollow.of(model, ids)
+        assert [block.plans[1].tolist() for block in blocks(model)] == [[2, 8, room]] * 2
+
+
+def test_blocks_that_do_not_count_are_no_hindrance(hollow):
+    """A model in training of which one layer is not: its block alone runs on the operator."""
+    model = sparsellm.accelerate(make("llama"), "cuda").train()
+    layers(model)[1].eval()
+    hollow.nnz, hollow.union = 1, 1
+    ids = tokens(200)
+    model(input_ids=ids)
+    dispatch = vars(model)[module.ATTRIBUTE]
+    assert [block for block, _ in dispatch.sent[1]] == [blocks(model)[1]]
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+
+
+def test_counts_under_way_are_not_waited_for(hollow):
+    class Event:
+        there = False
+
+        def query(self):
+            return self.there
+
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    dispatch = vars(model)[module.ATTRIBUTE]
+    hollow.nnz, hollow.union = 64 * 5, 5
+    hollow.of(model, tokens(5))
+    sent, dispatch.arrival = dispatch.sent, Event()
+    assert hollow.of(model, tokens(5)) == ["row"] * 2
+    assert dispatch.sent is sent  # one at a time
+    dispatch.arrival.there = True
+    assert hollow.of(model, tokens(5)) == ["dense"] * 2
+    assert dispatch.sent is not sent
+
+
+def test_nothing_is_prepared_or_chosen_during_capture(hollow, monkeypatch):
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 64 * 5, 5
+    hollow.of(model, tokens(5))
+    with monkeypatch.context() as capture:
+        capture.setattr(module, "_is_capturing", lambda: True)
+        assert hollow.of(model, tokens(5)) == ["row"] * 2
+    assert hollow.of(model, tokens(5)) == ["dense"] * 2
+
+
+@pytest.mark.parametrize("engine", ["dense", "row", "tile"])
+def test_a_fixed_engine_is_kept_and_counts_nothing(engine, hollow):
+    model = sparsellm.accelerate(make("llama"), "cuda", engine)
+    hollow.nnz, hollow.union = 64 * 5, 5
+    for ids in (tokens(5), tokens(200), tokens(5)):
+        assert hollow.of(model, ids) == [engine] * 2
+    assert vars(model)[module.ATTRIBUTE].sent is None
+    assert all((block.w_down_t is None) == (engine == "dense") for block in blocks(model))
+
+
+def test_training_makes_no_copies(hollow):
+    model = sparsellm.accelerate(make("llama").train(), "cuda")
+    model(tokens(5)).logits.sum().backward()
+    assert [block.w_down_t for block in blocks(model)] == [None] * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_follows_its_own_plan(name, hollow):
+    """Whatever calls without gradients have left: copies that have become stale, counts under way."""
+    model = sparsellm.accelerate(make(name).train(), "cuda")
+    plans = [plan_of("dense", room=room) for room in (1, 2)]
+    for block, plan in zip(blocks(model), plans, strict=True):
+        block.training_plan = plan
+    for _ in range(2):
+        logits(model, tokens(200))
+        counts = [block.counts.clone() for block in blocks(model)]
+        with torch.no_grad():
+            for block in blocks(model):
+                block.down_proj.weight.mul_(2)
+        assert all(block.w_down_t is not None for block in blocks(model))
+        hollow.engines.clear()
+        hollow.copies.clear()
+        (model.logits(tokens(9)) if isinstance(model, Decoder) else model(tokens(9)).logits).sum().backward()
+        assert (hollow.engines, hollow.copies) == (["dense"] * 2, [None] * 2)
+        assert all(torch.equal(block.counts, count) for block, count in zip(blocks(model), counts, strict=True))
+
+
+def test_other_dtypes_run_dense_without_a_copy(hollow):
+    model = sparsellm.accelerate(make("llama").double(), "cuda")
+    assert hollow.of(model, tokens(5)) == ["dense"] * 2
+    assert hollow.copies == [None] * 2
+
+
+# The neuron-major copy of W_d: the stand-in refuses one that is not of the weight as it is.
+
+
+def test_the_copy_is_made_once_for_each_change_of_the_weight(hollow):
+    model = sparsellm.accelerate(make("llama"), "cuda", "row")
+
+    def copies():
+        hollow.copies.clear()
+        hollow.of(model, tokens(5))
+        return hollow.copies[:]
+
+    first = copies()
+    assert all(a is b for a, b in zip(copies(), first, strict=True))
+    weight = blocks(model)[0].down_proj.weight
+    with torch.no_grad():
+        weight.mul_(2)
+    changed = copies()
+    assert changed[0] is not first[0]
+    assert changed[1] is first[1]
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+    loaded = copies()
+    assert all(a is not b for a, b in zip(loaded, changed, strict=True))
+    blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64))
+    assert copies()[1] is loaded[1]
+    weight = blocks(model)[1].down_proj.weight
+    weight.data = weight.data.clone() * 2
+    assert copies()[1] is not loaded[1]
+
+
+def test_moves_to_another_dtype_and_back_are_noticed(hollow):
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    assert hollow.of(model, tokens(5)) == ["row"] * 2
+    hollow.of(model.to(torch.bfloat16), tokens(5))
+    assert [block.w_down_t for block in blocks(model)] == [None] * 2
+    hollow.copies.clear()
+    hollow.of(model.float(), tokens(5))
+    assert all(a.weight.dtype == torch.float32 for a in hollow.copies)
+
+
+@pytest.mark.parametrize("layer_count", [1, 2])
+def test_a_stack_called_without_its_head_chooses_too(layer_count, hollow):
+    model = sparsellm.accelerate(make("llama", num_hidden_layers=layer_count), "cuda")
+    hollow.nnz, hollow.union = 64 * 5, 5
+    for engine in ("row", "dense"):
+        hollow.engines.clear()
+        with torch.no_grad():
+            model.model(tokens(5))
+        assert hollow.engines == [engine] * layer_count
+
+
+def test_parts_called_without_the_model_are_right_too(hollow):
+    model = make("decoder")
+    expected = logits(model, tokens(200))
+    sparsellm.accelerate(model, "cuda", "tile")
+    assert_same(model.logits(tokens(200)).detach(), expected)
+    with torch.no_grad():
+        blocks(model)[0].down_proj.weight.mul_(2)
+    model.logits(tokens(200))
