@@ -11,8 +11,7 @@ same mathematics (sparsellm.ops.reference).
 
 A plan is three integers: the engine, the compression of the packed gate, and the room of the tile engine. The row and
 tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere, and takes its
-own kernels where the kernels are already loaded (sparsellm.ops.build). No engine ever stands in for
-another.
+own kernels where they are already loaded (sparsellm.ops.build). No engine ever stands in for another.
 """
 
 from typing import NamedTuple
