@@ -39,9 +39,9 @@ from torch import Tensor
 from scripts import shaped_firing
 from scripts.ffn_patterns import TOKEN_TILE
 from sparsellm import data
+from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, from_overrides
 from sparsellm.distributed import Ranks, process_group
-from sparsellm.train import check, device_type, set_determinism
 from sparsellm.training.loop import Trainer
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
 

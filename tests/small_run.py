@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from sparsellm.commands.train import device_type
 from sparsellm.config import Config, from_overrides
 from sparsellm.distributed import process_group
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build
-from sparsellm.train import device_type
 from sparsellm.training.loop import Trainer
 from sparsellm.training.plans import Plans
 

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
     {"ops"}, {"config", "distributed", "run_layout"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
-    {"sweeps"},
+    {"sweeps"}, {"commands"}, {"cli"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [{"errors", "schema"}, {"values"}, {"rules", "compose"}, {"__init__"}]

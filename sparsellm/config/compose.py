@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
@@ -45,28 +43,24 @@ for _schema, _composition in COMPOSITIONS.items():
 
 def entry_point(
     check: Callable[[AnyConfig], list[str]], schema: type[AnyConfig] = Config
-) -> Callable[[Callable[[AnyConfig], int]], Callable[[], None]]:
-    """Make `main(config)` a command line: composes a `schema` with sys.argv, checks, calls, exits.
+) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
+    """Make `main(config)` a command line, `main(arguments, program)`: compose a `schema`, check, call.
 
-    `check` lists what is wrong with a configuration. Exit codes: what `main` returns; 2 for a refused configuration,
-    with every mistake listed; 1 where Hydra itself refuses.
+    `check` lists what is wrong with a configuration. The exit code: what `main` returns, or 2 for a refused
+    configuration, with every mistake listed.
     """
 
-    def decorate(main: Callable[[AnyConfig], int]) -> Callable[[], None]:
-        def run(composed: DictConfig) -> None:
+    def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
+        def command(arguments: list[str], program: str) -> int:
             try:
-                config, found = _typed(schema, composed, HydraConfig.get().runtime.choices)
-                if found := found + check(config):
+                if {"-m", "--multirun"} & set(arguments):
+                    raise ConfigError(["--multirun runs all jobs in every rank: start a command for each"])
+                config = from_overrides(arguments, schema)
+                if found := check(config):
                     raise ConfigError(found)
-                code = main(config)
+                return main(config)
             except ConfigError as error:
-                code = refuse(error)
-            sys.exit(code)
-
-        def command() -> None:
-            if {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra would leave a file before any of our code runs
-                sys.exit(refuse(ConfigError(["--multirun runs all jobs in every rank: start a command for each"])))
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=COMPOSITIONS[schema])(run)()
+                return refuse(error)
 
         return command
 

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from analysis.test_activity import small_model
 from datasets import Dataset
 from evaluation.conftest import LAST
 
-from sparsellm import analyze
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, report, study
+from sparsellm.commands import analyze
 from sparsellm.config import AnalyzeConfig, ConfigError, Dtype, load
 from sparsellm.data import open_validation, tokenizer
 from sparsellm.distributed import process_group
@@ -217,10 +216,7 @@ def test_speed_ups_are_shown_where_they_were_measured(run, monkeypatch):
 @pytest.mark.parametrize(("argument", "code"), [("sequences=4", 0), ("sequences=0", 2), ("output_dir=FILE/x", 1)])
 def test_the_command(run, text, argument, code, monkeypatch, capsys):
     arguments = [f"checkpoint={run}", argument.replace("FILE", str(text))]
-    monkeypatch.setattr(sys, "argv", ["sparsellm.analyze", *arguments])
-    with pytest.raises(SystemExit) as end:
-        analyze.main()
-    assert end.value.code == code
+    assert analyze.main(arguments, "analyze") == code
     shown = capsys.readouterr()
     if code:
         assert shown.out == ""

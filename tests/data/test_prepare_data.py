@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm import prepare_data
+from sparsellm.commands import prepare_data
 from sparsellm.config import Config, from_overrides
 from sparsellm.data import mistakes
 from sparsellm.data.manifest import preparation_command, read, recipe, token_limit
@@ -22,10 +22,7 @@ def refused(
 
     def run(arguments: list[str]) -> str:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["prepare_data", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            prepare_data.main()
-        assert stop.value.code == 2
+        assert prepare_data.main(arguments, "prepare_data") == 2
         return capsys.readouterr().err
 
     return run

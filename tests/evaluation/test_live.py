@@ -15,7 +15,8 @@ import pytest
 import torch
 from small_run import signal_after
 
-from sparsellm import data, train
+from sparsellm import data
+from sparsellm.commands import train
 from sparsellm.config import EvaluateConfig, from_overrides
 from sparsellm.distributed import process_group
 from sparsellm.evaluation import downstream, evaluate_checkpoint, live
@@ -198,9 +199,7 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
         (local / name).mkdir(exist_ok=True)
         (local / name / "validation.jsonl").write_text("not a row\n")
     assert train.check(config) == []
-    monkeypatch.setattr(sys, "argv", ["train", *asked, f"evaluation.data_dir={local}", "run.name=refused"])
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
+    assert train.main([*asked, f"evaluation.data_dir={local}", "run.name=refused"], "train") == 2
     said = capsys.readouterr().err
     for name in ("hellaswag", "piqa"):
         assert f"\n  - evaluation.tasks: {name} cannot be scored, for the rows in {local / name}" in said

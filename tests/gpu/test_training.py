@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_run import small_trainer
 
+from sparsellm.commands.train import set_determinism
 from sparsellm.ops import gated_ffn, nongated_ffn, plan_of
 from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE
-from sparsellm.train import set_determinism
 from sparsellm.training import plans
 from sparsellm.training.metrics import METRICS, read
 

@@ -9,7 +9,7 @@ starts in ./starts, resumes from the rows that are there, and stops at SIGTERM l
 import sys
 from pathlib import Path
 
-from sparsellm import sweep
+from sparsellm.commands import sweep
 from sparsellm.config import L1Normalization, l1_coefficient_as
 from sparsellm.sweeps import commands
 
@@ -66,4 +66,4 @@ def evaluate(sweep, point):
 
 if __name__ == "__main__":
     commands.train, commands.evaluate = train, evaluate
-    sys.exit(sweep.main(sys.argv[1:]))
+    sys.exit(sweep.main(sys.argv[1:], "sweep"))

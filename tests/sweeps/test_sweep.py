@@ -15,8 +15,8 @@ import pytest
 import sweep_with_stand_ins
 from evaluation.small_rows import write_rows
 
+from sparsellm.commands.sweep import main
 from sparsellm.config import from_overrides
-from sparsellm.sweep import main
 from sparsellm.sweeps import commands
 from sparsellm.sweeps.launch import Launcher
 
@@ -38,7 +38,7 @@ def sweep(tmp_path, monkeypatch, capfd):
 
     def start(*arguments):
         capfd.readouterr()
-        return main(list(arguments)), *capfd.readouterr()
+        return main(list(arguments), "sweep"), *capfd.readouterr()
 
     return start
 
@@ -216,12 +216,12 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", lambda *command, **_: pytest.fail(f"started {command}"))
-        assert main(scored) == 0
+        assert main(scored, "sweep") == 0
     assert results(tmp_path) == straight
     started, run = [], Launcher.run
     monkeypatch.setattr(Launcher, "run", lambda self, command, log: started.append(command) or run(self, command, log))
     parts[0].unlink()
-    assert main(scored) == 0
+    assert main(scored, "sweep") == 0
     assert [command[2] for command in started] == ["sparsellm.evaluate"]
     assert parts[0].is_relative_to(tmp_path / started[0][3].removeprefix("checkpoint="))
     assert results(tmp_path) == straight

@@ -1,0 +1,42 @@
+"""The command line: `sparsellm COMMAND ...`, or `python -m sparsellm.COMMAND ...`, alone or under torchrun.
+
+A command's first line is on the screen before torch, which takes seconds, is imported.
+"""
+
+import importlib
+import os
+import sys
+
+COMMANDS = {
+    "train": "pretrain a model, or go on with a run",
+    "prepare_data": "turn documents into tokens on disk",
+    "evaluate": "score a checkpoint on seven tasks and on its run's held-out text",
+    "sweep": "train, evaluate and compare runs over lists of values",
+    "analyze": "count where a checkpoint's neurons fire",
+}
+HELP = ("-h", "--help")
+
+
+def main() -> None:
+    """The program `sparsellm`."""
+    command, *arguments = sys.argv[1:] or HELP
+    command = command.replace("-", "_") if command not in HELP else command
+    if command in HELP or command not in COMMANDS:
+        width = max(map(len, COMMANDS))
+        listed = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
+        text = f"sparsellm COMMAND [key=value ...]\n\n{listed}\n\nsparsellm COMMAND --help lists a command's keys."
+        if command in HELP:
+            print(text)
+            sys.exit(0)
+        print(f"sparsellm: {command} is not a command:\n{text}", file=sys.stderr)
+        sys.exit(2)
+    run(command, arguments, f"sparsellm {command}")
+
+
+def run(command: str, arguments: list[str] | None = None, program: str | None = None) -> None:
+    """Do `command`, and exit with its code. `arguments`: by default the process's own; `program`: its name in help."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if int(os.environ.get("RANK", "0")) == 0 and not set(arguments) & {*HELP, "--cfg"}:
+        print(f"sparsellm {command}: starting", file=sys.stderr, flush=True)
+    module = importlib.import_module(f"sparsellm.commands.{command}")
+    sys.exit(module.main(arguments, program or f"python -m sparsellm.{command}"))

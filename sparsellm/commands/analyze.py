@@ -1,0 +1,21 @@
+"""python -m sparsellm.analyze checkpoint=PATH [text=FILE] [key=value] : where sparsity lives in a checkpoint.
+
+One process, on a CPU or a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be analyzed, 2 for a refused
+configuration.
+"""
+
+import sys
+
+from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, report
+from sparsellm.config import AnalyzeConfig, entry_point
+
+
+@entry_point(mistakes, AnalyzeConfig)
+def main(config: AnalyzeConfig) -> int:
+    try:
+        results, folder = analyze_checkpoint(config)
+    except AnalysisError as error:
+        print(f"sparsellm: {error}", file=sys.stderr)
+        return 1
+    print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}, beside it tables (.csv) and figures (.png)")
+    return 0

@@ -1,0 +1,53 @@
+"""python -m sparsellm.evaluate checkpoint=PATH [data_dir=DIR] [key=value] : score a checkpoint on seven tasks.
+
+And, for a checkpoint of a run, on its held-out text. Alone or under torchrun. Exit codes: 0 when everything has a
+score, 1 when something has not (the rest is reported), 2 for a refused configuration, 130 when interrupted.
+"""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from sparsellm.config import EvaluateConfig, entry_point, load
+from sparsellm.distributed import MainRankFailed
+from sparsellm.evaluation import results
+from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
+from sparsellm.evaluation.locate import locate
+from sparsellm.run_layout import CONFIG
+from sparsellm.training import run_folder
+from sparsellm.training.metrics import WandbRun
+
+
+@entry_point(mistakes, EvaluateConfig)
+def main(config: EvaluateConfig) -> int:
+    try:
+        found = evaluate_checkpoint(config, record, show)
+    except MainRankFailed:
+        return 1  # the main rank says why
+    except KeyboardInterrupt:
+        print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except EvaluationError as error:
+        print(f"sparsellm: {error}", file=sys.stderr)
+        return 1
+    return 1 if found["failed"] else 0
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{results.table(found)}\n\n{Path(found['output_dir'], results.RESULTS)}", flush=True)
+
+
+def record(found: dict[str, Any]) -> None:
+    """Add the scores to the Weights & Biases record of their run, if it keeps one and is not going on."""
+    run = locate(found["checkpoint"]).run
+    if run is None:
+        return
+    try:
+        with run_folder.claim(run):
+            config = load(run / CONFIG)
+            wandb = WandbRun(config, config.logging, run)
+            wandb.evaluation(found["step"], results.scores(found))
+            wandb.close(0)
+    except run_folder.RunFolderError as error:
+        print(f"Weights & Biases is skipped: {error}", file=sys.stderr)

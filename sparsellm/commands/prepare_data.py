@@ -1,0 +1,63 @@
+"""Documents to tokens on disk: `python -m sparsellm.prepare_data data=fineweb_edu`, with the overrides of training.
+
+The same command goes on after a kill, does nothing when all is done, and adds what is missing when more is asked for.
+"""
+
+from pathlib import Path
+
+from sparsellm import config as configuration
+from sparsellm.config import Config, ConfigError, entry_point
+from sparsellm.data import DataError, Manifest, prepare
+from sparsellm.data.manifest import block_mistakes, token_limit
+from sparsellm.data.preparation import preparation_mistakes
+
+
+def check(config: Config) -> list[str]:
+    """What keeps `config` from being prepared."""
+    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
+    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
+    mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
+    return mistakes or preparation_mistakes(config)
+
+
+@entry_point(check)
+def main(config: Config) -> int:
+    print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
+    try:
+        manifest = prepare(config)
+    except DataError as error:
+        raise ConfigError([str(error)]) from error
+    print(_summary(manifest, config))
+    if mistakes := block_mistakes(manifest, Path(config.data.path), config.training.sequence_length):
+        raise ConfigError(mistakes)
+    return 0
+
+
+def _amount(config: Config) -> str:
+    limit, training = token_limit(config), config.training
+    if limit is None:
+        return "the whole corpus"
+    if config.data.max_tokens is not None:
+        return f"{limit:,} training tokens (data.max_tokens)"
+    return (
+        f"the {limit:,} training tokens that the experiment reads ({training.steps:,} steps x {training.batch_size:,}"
+        f" sequences x {training.sequence_length:,} tokens, and 1 to predict)"
+    )
+
+
+def _summary(manifest: Manifest, config: Config) -> str:
+    lines = [
+        f"{config.data.path} is ready; its tokenizer has {manifest.vocab_size:,} ids.",
+        *(
+            f"  {name}: {split.tokens:,} tokens of {split.documents:,} documents, {split.blocks:,} blocks of"
+            f" {manifest.sequence_length:,} and {split.dropped_tail:,} tokens after the last one"
+            for name, split in (("train", manifest.train), ("validation", manifest.validation))
+        ),
+    ]
+    if manifest.empty_documents:
+        lines.append(f"  left out: {manifest.empty_documents:,} documents without text")
+    if manifest.unparsable_modules:
+        lines.append(f"  left out: {manifest.unparsable_modules:,} modules that cannot be parsed")
+    if (limit := token_limit(config)) is not None and manifest.train.tokens < limit:
+        lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
+    return "\n".join(lines)

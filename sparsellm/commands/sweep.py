@@ -1,0 +1,77 @@
+"""python -m sparsellm.sweep [key=value,value...] [sweep.key=value] [evaluate.key=value] : train, evaluate, compare.
+
+    python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
+
+Every key of sparsellm.train may have a list of values; each of their combinations is an ordinary run. They are trained
+one after another, on all GPUs of this machine, and evaluated with the options evaluate.*; what is finished is not done
+again, so the same command goes on after an interruption. sweeps/NAME/ gets sweep.csv, sweep.md, sweep.png, sweep.pdf
+and a log of each run. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an array script; the other
+options are SweepConfig's in sparsellm/config/schema.py.
+
+Exit codes: 0 complete, 1 if a run failed (the others are done all the same), 128 + signal when stopped, 2 for a refused
+configuration.
+"""
+
+import sys
+
+from sparsellm.config import ConfigError, SweepMode
+from sparsellm.sweeps import commands, report
+from sparsellm.sweeps.launch import Launcher
+from sparsellm.sweeps.plan import Point, Sweep, plan
+
+
+def main(arguments: list[str], program: str) -> int:
+    try:
+        sweep = plan(arguments)
+        if sweep.options.mode == SweepMode.print:
+            print(commands.text(sweep, arguments))
+            return 0
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        print(f"sparsellm: {error}", file=sys.stderr)
+        return 2
+    if sweep.options.mode == SweepMode.slurm:
+        script = sweep.folder / "slurm.sh"
+        report.write(script, commands.slurm_script(sweep, arguments).encode())
+        print(f"{script} does {len(sweep.points)} runs, each in a task of its own: sbatch {script}")
+        return 0
+    return run(sweep)
+
+
+def run(sweep: Sweep) -> int:
+    """Train and evaluate what is not done yet; write the table and the figure after each run."""
+    count, failures = len(sweep.points), []
+    numbers = range(count) if sweep.options.point is None else [sweep.options.point]
+    print(f"{sweep.folder}: {count} runs, {sum(point.is_finished() for point in sweep.points)} of them trained")
+    with Launcher() as launcher:
+        for number in numbers:
+            point = sweep.points[number]
+            title = f"[{number + 1}/{count}] {point.name}"
+            print(f"\n{title}  {point.describe()}", flush=True)
+            if failure := do(sweep, point, launcher):
+                failures.append(f"{title}: {failure}")
+                print(f"sparsellm: {failures[-1]}", file=sys.stderr, flush=True)
+            text = report.write_all(sweep)
+            if launcher.signal is not None:
+                print(f"{sweep.name}: stopped; the same command goes on", flush=True)
+                return 128 + launcher.signal
+    print(f"\n{text}")
+    for failure in failures:
+        print(f"sparsellm: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
+    """Train and evaluate one point as far as that is left to do: what failed, or None, also if a signal came."""
+    log = sweep.log(point)
+    with launcher.claim(log) as file:
+        steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
+        if sweep.options.evaluate and not sweep.is_evaluated(point):
+            steps.append(("evaluation", commands.evaluate(sweep, point)))
+        for step, command in steps:
+            if launcher.signal is not None:
+                return None
+            code = launcher.run(command, file)
+            if code and launcher.signal is None:
+                return f"its {step} ended with exit code {code}; see {log}"
+    return None

@@ -1,0 +1,66 @@
+"""python -m sparsellm.train [experiment=...] [group=choice] [group.key=value] : pretrain a model.
+
+Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration, 1 for a run
+that cannot go on (damaged data or checkpoint, divergence).
+"""
+
+import os
+import sys
+
+import torch
+
+from sparsellm import data, distributed
+from sparsellm.config import Config, RuntimeConfig, entry_point, mistakes
+from sparsellm.distributed import (
+    MainRankFailed,
+    main_rank_from_environment,
+    process_group,
+    world_size_from_environment,
+)
+from sparsellm.evaluation import live
+from sparsellm.ops.build import KernelsUnavailable
+from sparsellm.training import report, run_folder
+from sparsellm.training.checkpoint import CheckpointError
+from sparsellm.training.loop import Trainer, TrainingDiverged
+
+
+def device_type(runtime: RuntimeConfig) -> str:
+    return distributed.device_type(runtime.device.name)
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Before the first CUDA call: deterministic algorithms everywhere, or torch's faster defaults."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
+
+
+def check(config: Config) -> list[str]:
+    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
+    found = mistakes(config, world_size_from_environment()) + run_folder.mistakes(config)
+    return found if run_folder.is_finished(config) else found + data.mistakes(config) + live.mistakes(config)
+
+
+@entry_point(check)
+def main(config: Config) -> int:
+    if run_folder.is_finished(config):
+        if main_rank_from_environment():
+            print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
+        return 0
+    set_determinism(config.runtime.deterministic)
+    with process_group(device_type(config.runtime)) as ranks:
+        try:
+            evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
+            opened = data.open_data(config, ranks)
+            with run_folder.open_folder(config, ranks) as (config, folder):
+                return Trainer(config, ranks, opened, folder, evaluation).fit()
+        except MainRankFailed:
+            return 1  # the main rank says why
+        except (CheckpointError, TrainingDiverged, KernelsUnavailable) as error:  # the same on all ranks
+            if ranks.is_main:
+                print(f"sparsellm: {error}", file=sys.stderr)
+            return 1
+        except (data.DataError, run_folder.RunFolderError) as error:
+            print(f"sparsellm: rank {ranks.rank}: {error}", file=sys.stderr)
+            return 1
