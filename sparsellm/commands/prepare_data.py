@@ -1,6 +1,7 @@
-"""Documents to tokens on disk: `python -m sparsellm.prepare_data data=fineweb_edu`, with the overrides of training.
+"""python -m sparsellm.prepare_data [experiment=...] [data=...] [group.key=value] : turn documents into tokens on disk.
 
-The same command goes on after a kill, does nothing when all is done, and adds what is missing when more is asked for.
+Takes the overrides of training, and prepares the tokens that such a run reads. The same command goes on after a kill,
+does nothing when all is done, and adds what is missing when more is asked for.
 """
 
 from pathlib import Path
@@ -12,15 +13,18 @@ from sparsellm.data.manifest import block_mistakes, token_limit
 from sparsellm.data.preparation import preparation_mistakes
 
 
-def check(config: Config) -> list[str]:
-    """What keeps `config` from being prepared."""
+def values(config: Config) -> list[str]:
     # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
     matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
-    mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
-    return mistakes or preparation_mistakes(config)
+    return [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
 
 
-@entry_point(check)
+def check(config: Config) -> list[str]:
+    """What keeps `config` from being prepared."""
+    return values(config) or preparation_mistakes(config)
+
+
+@entry_point(check, values)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:

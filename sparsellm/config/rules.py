@@ -21,6 +21,7 @@ from sparsellm.config.schema import (
 )
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
 
+RUN_NAME = r"[A-Za-z0-9._-]+"
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -159,8 +160,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
     )
     require(
-        run.name is not None and re.fullmatch(r"[a-z0-9._-]+", run.name) is not None and run.name not in (".", ".."),
-        f"run.name is {run.name!r}: use only a-z, 0-9, '.', '_' and '-'",
+        run.name is not None and re.fullmatch(RUN_NAME, run.name) is not None and run.name not in (".", ".."),
+        f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-'",
     )
 
     if data.source == Source.hub:
