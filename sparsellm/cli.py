@@ -3,6 +3,7 @@
 A command's first line is on the screen before torch, which takes seconds, is imported.
 """
 
+import difflib
 import importlib
 import os
 import sys
@@ -28,7 +29,9 @@ def main() -> None:
         if command in HELP:
             print(text)
             sys.exit(0)
-        print(f"sparsellm: {command} is not a command:\n{text}", file=sys.stderr)
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+        print(f"sparsellm: {command} is not a command: {hint}\n{text}", file=sys.stderr)
         sys.exit(2)
     run(command, arguments, f"sparsellm {command}")
 

@@ -57,7 +57,7 @@ def composition(overrides: list[str], schema: type[AnyConfig] = Config) -> Compo
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
     if config.run.name is None:
-        config.run.name = _run_name(config, typed, chosen, capped=bool(notes))
+        config.run.name = _run_name(config, typed, chosen.get(EXPERIMENT), capped=bool(notes))
     return Composition(config, typed.mistakes, notes, chosen)
 
 
@@ -113,20 +113,25 @@ def _cap_warmup(values: Flat) -> list[str]:
     ]
 
 
-def _run_name(config: Config, typed: Typed, chosen: dict[str, str | None], capped: bool) -> str:
+def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool) -> str:
     """EXPERIMENT-relu-steps_800-3f2a91c0: what differs from the experiment, and the fingerprint of all that counts."""
-    experiment = chosen.get(EXPERIMENT)
-    alone = _composed(((EXPERIMENT, experiment),))[1] if experiment else chosen
-    groups = {group: c for group, c in typed.groups.items() if group != EXPERIMENT and c != alone.get(group)}
-    parts = [groups[group] for group in sorted(groups) if group not in FREE_GROUPS]
-    before = definition(build(Config, nested(_layers(Typed(typed.groups))[0])))
+    alone, with_groups = (
+        definition(build(Config, nested(_layers(Typed(groups))[0])))
+        for groups in ({EXPERIMENT: experiment}, typed.groups)
+    )
+    groups, keys = [], []
     for key, value in definition(config).items():
-        spelled = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is not None else "null"
-        plain = re.fullmatch(r"[\w.+-]{1,20}", spelled, re.ASCII) is not None
-        if value != before[key] and plain and not (capped and key == WARMUP):
-            parts.append(f"{key.rpartition('.')[2]}_{spelled.replace('+', '')}")
+        group, _, last = key.partition(".")
+        if value == alone[key] or (capped and key == WARMUP):
+            continue
+        if group in typed.groups and value == with_groups[key]:
+            groups.append(typed.groups[group])
+            continue
+        spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
+        if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
+            keys.append(f"{last}_{spelled}")
     shown: list[str] = []
-    for part in parts:
+    for part in dict.fromkeys(groups + keys):
         if len("-".join([*shown, part])) <= NAME_PARTS:
             shown.append(part)
     return "-".join([experiment or "run", *shown, fingerprint(config)])

@@ -105,7 +105,7 @@ class DataConfig:
     """The corpus, and how it becomes tokens."""
 
     name: str = key("stdlib_docs", "what the corpus is called, in `path` and in logs")
-    source: Source = key(Source.stdlib_docs, "the standard library's own documentation, a hub data set, or local files")
+    source: Source = key(Source.stdlib_docs, "Python's own documentation, a hub data set, or local files")
     dataset: str | None = key(None, "hub name OWNER/NAME, for source=hub")
     subset: str | None = key(None, "the hub data set's config name")
     split: str = key("train", "the hub data set's split")

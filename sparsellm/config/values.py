@@ -87,7 +87,8 @@ def unknown_key(name: str, schema: type) -> str:
     close = close or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
     close = close or [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{name} is not a key: {hint}{f'{".".join(path)} has' if path else 'there are'} {listed}"
+    where = f"{'.'.join(path)} has" if path else "there are"
+    return f"{name} is not a key: {hint}{where} {listed}"
 
 
 def unknown_keys(schema: type, values: dict[str, Any]) -> list[str]:

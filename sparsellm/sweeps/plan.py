@@ -37,8 +37,9 @@ from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
 from sparsellm.training import run_folder
 
 COEFFICIENT = "sparsity.l1_coefficient"
-# What makes the baseline of any run: all its other `sparsity` overrides give way.
-DENSE = {"sparsity": ["sparsity=dense_silu"]}
+# What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said once more for
+# the table, which has a column of what was swept.
+DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 
 
 @dataclass(frozen=True)
