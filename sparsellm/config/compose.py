@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
 from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
-from sparsellm.config.values import FREE_GROUPS, build, definition, fingerprint, flat, from_dict, nested, to_dict
+from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 
 AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
 Flat = dict[str, Any]  # group.key -> plain value
