@@ -102,8 +102,8 @@ class DataConfig:
     split: str = "train"
     files: list[str] = field(default_factory=list)  # parquet, jsonl or text; glob patterns, for source=files
     text_column: str = "text"
-    tokenizer: str | None = None  # hub name or local folder; stdlib_docs trains its own
-    tokenizer_vocab_size: int = 4_096  # of the tokenizer that stdlib_docs trains
+    tokenizer: str | None = None  # hub name or local folder; null: trained on the text, for stdlib_docs and files
+    tokenizer_vocab_size: int = 4_096  # of the tokenizer that is trained on the text
     path: str | None = None  # default: data/<name>
     max_tokens: int | None = None  # training tokens to prepare; default: what the experiment needs
     validation_fraction: float = 0.005  # of the documents, held out by their content
