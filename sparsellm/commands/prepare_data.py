@@ -50,12 +50,13 @@ def _summary(manifest: Manifest, config: Config) -> str:
     lines = [f"{config.data.path} is ready; {tokenizer}."]
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
         count = blocks(split.tokens, length)
+        rest = split.tokens - 1 - count * length
         lines.append(
-            f"  {name}: {split.tokens:,} tokens of {split.documents:,} documents, {count:,} blocks of {length:,} and"
-            f" {split.tokens - 1 - count * length:,} tokens after the last one"
+            f"  {name}: {split.tokens:,} tokens of {_number(split.documents, 'document')},"
+            f" {_number(count, 'block')} of {length:,} and {_number(rest, 'token')} after the last one"
         )
     if manifest.cut:
-        share = f"data.validation_fraction={config.data.validation_fraction} and at least one block"
+        share = f"data.validation_fraction={config.data.validation_fraction} of it, and at least one block"
         lines.append(
             f"  the documents are too few to hold out whole ones: held out are the last {manifest.validation.tokens:,}"
             f" tokens of the text ({share})"
@@ -67,3 +68,7 @@ def _summary(manifest: Manifest, config: Config) -> str:
     if (limit := token_limit(config)) is not None and manifest.train.tokens < limit:
         lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
