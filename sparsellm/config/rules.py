@@ -174,9 +174,15 @@ def mistakes(config: Config, world_size: int) -> list[str]:
             data.tokenizer is None,
             f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",
         )
-    else:
-        require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
-    require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
+    elif data.source == Source.hub or data.streaming:
+        # Prepared files may do without: a tokenizer is trained on them.
+        because = "data.streaming=true" if data.streaming else f"data.source={data.source.name}"
+        require(data.tokenizer is not None, f"{because} needs data.tokenizer=NAME or a folder")
+    require(
+        data.max_tokens is None or data.max_tokens > training.sequence_length,
+        f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
+        " block of training.sequence_length",
+    )
     return found + _amount_mistakes(config.evaluation, "evaluation.")
 
 

@@ -111,11 +111,13 @@ class DataConfig:
     split: str = key("train", "the hub data set's split")
     files: list[str] = key([], "parquet, jsonl or text files; glob patterns, for source=files")
     text_column: str = key("text", "of parquet and jsonl")
-    tokenizer: str | None = key(None, "hub name, or a local folder; stdlib_docs trains its own")
-    tokenizer_vocab_size: int = key(4_096, "ids of the tokenizer that stdlib_docs trains")
+    tokenizer: str | None = key(None, "hub name, or a local folder; null: trained on the text (not for hub data)")
+    tokenizer_vocab_size: int = key(4_096, "ids of the tokenizer that is trained on the text")
     path: str | None = key(None, "folder of the prepared tokens; null: data/NAME")
     max_tokens: int | None = key(None, "training tokens to prepare; null: what the experiment reads")
-    validation_fraction: float = key(0.005, "of the documents, held out by their content")
+    validation_fraction: float = key(
+        0.005, "of the documents held out, by their content; of the text where these are too few"
+    )
     streaming: bool = key(False, "tokenize while training instead of preparing first")
     seed: int = key(0, "of the order of the blocks")
 
