@@ -27,13 +27,13 @@ BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_tra
 
 
 class Command(NamedTuple):
-    document: str
+    document: Path
     name: str  # of COMMANDS, or what follows sparsellm. or scripts.
     arguments: list[str]
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.document}: {self.name} {' '.join(self.arguments)}"
+        return f"{self.document.stem}: {self.name} {' '.join(self.arguments)}"
 
 
 def commands(document: Path) -> list[Command]:
@@ -52,7 +52,7 @@ def commands(document: Path) -> list[Command]:
         name = words[start].removeprefix("sparsellm.").removeprefix("scripts.")
         if name.isupper():
             continue  # `sparsellm COMMAND`, `python -m sparsellm.X`: said of all commands
-        found.append(Command(document.name, name, words[start + 1 :], ranks))
+        found.append(Command(document, name, words[start + 1 :], ranks))
     return found
 
 
@@ -89,15 +89,23 @@ def test_a_command_in_the_documents_is_accepted(command):
 
 def test_every_command_is_documented():
     assert {command.name for command in ALL} == COMMANDS | {"bench_train", "ops.build"}
-    assert {c.name for c in ALL if c.document == "README.md"} == COMMANDS
+    assert {c.name for c in ALL if c.document == ROOT / "README.md"} == COMMANDS
 
 
 def test_commands_are_found_in_blocks_and_in_sentences(tmp_path):
     document = tmp_path / "X.md"
-    document.write_text(
-        "Say `sparsellm COMMAND`:\n\n    torchrun ... --nproc_per_node 8 -m sparsellm.train b=2 \\\n"
-        "        'c=[3, 4]'   # why\n\n```\npython -m sparsellm.analyze d=5\n```\n\n    sparsellm.accelerate(model)\n\nOr `sparsellm train\na=1`.\n"
-    )
+    document.write_text("""Say `sparsellm COMMAND`:
+
+    torchrun ... --nproc_per_node 8 -m sparsellm.train b=2 \\
+        'c=[3, 4]'  # why
+    sparsellm.accelerate(model)
+
+```
+python -m sparsellm.analyze d=5
+```
+Or `sparsellm train
+a=1`.
+""")
     assert [(c.name, c.arguments, c.ranks) for c in commands(document)] == [
         ("train", ["b=2", "c=[3, 4]"], 8), ("analyze", ["d=5"], 1), ("train", ["a=1"], 1),
     ]  # fmt: skip
