@@ -57,8 +57,7 @@ def groups() -> list[str]:
 def parse(texts: list[str], schema: type = Config) -> Typed:
     """Sort and convert `texts`; of what is typed twice the last one counts, as in a shell."""
     typed = Typed()
-    rest = iter(_without_dashes(texts, typed.mistakes))
-    for text in rest:
+    for text in _without_dashes(texts, typed.mistakes, schema):
         name, equals, raw = text.partition("=")
         name = name.lstrip("+")  # Hydra's sign for a key that is not there yet: here all are
         if name.startswith("~"):
@@ -72,7 +71,7 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
     return typed
 
 
-def _without_dashes(texts: list[str], mistakes: list[str]) -> list[str]:
+def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
     """The `texts` that are no flags; of each flag, with the value behind it, what to write instead."""
     kept, rest = [], list(texts)
     while rest:
@@ -85,7 +84,10 @@ def _without_dashes(texts: list[str], mistakes: list[str]) -> list[str]:
             name, equals, value = text.lstrip("-").partition("=")
             if not equals:
                 value = rest.pop(0) if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE"
-            mistakes.append(f"{text} is not an option, for keys have no dashes: write {name.replace('-', '_')}={value}")
+            name = name.replace("-", "_")
+            known = name in flat_types(schema) or (schema is Config and name in groups())
+            what = f"write {name}={value}" if known else unknown_key(name, schema)
+            mistakes.append(f"{text} is not an option, for keys have no dashes: {what}")
     return kept
 
 
@@ -179,7 +181,7 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
     """
     axes, evaluate, options, found = {}, [], [], []
     parser = OverridesParser.create()
-    for text in _without_dashes(overrides, found):
+    for text in _without_dashes(overrides, found, Config):
         key, _, _ = text.lstrip("+").partition("=")
         group, _, name = key.partition(".")
         try:
