@@ -330,7 +330,7 @@ class Trainer:
         self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
         self.metrics = MetricsFile(self.folder / METRICS, self.step)
         self.wandb = WandbRun(config, self.folder)
-        engine = "PyTorch" if self.plans is None else "the CUDA kernels"
+        engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
         self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         self._say(report.aligned("Weights & Biases", self.wandb.place))
         self.progress = Progress(config.run.name, self.step, config.training.steps, self.tokens_per_step)

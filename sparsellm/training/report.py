@@ -22,7 +22,7 @@ def aligned(name: str, value: str) -> str:
 def opening(config: Config, ranks: Ranks, parameters: int, engine: str, available: int | None, folder: Path) -> str:
     """What is about to be trained, on what, and where, in a few lines.
 
-    `engine`: what computes the feedforward layers. `available`: training tokens; None for a stream.
+    `engine`: where the feedforward layers are computed. `available`: training tokens; None for a stream.
     """
     model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
     per_step = training.batch_size * training.sequence_length
@@ -38,7 +38,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
     return "\n".join(
         [
             f"{config.run.name}: {training.steps:,} steps of {per_step:,} tokens, {planned:,} in all",
-            aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers on {engine}"),
+            aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
             aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
                              f" neurons, {activation}"),
             aligned("data", f"{data.name} in {data.path}: {tokens}"),

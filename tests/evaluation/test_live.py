@@ -23,8 +23,9 @@ from sparsellm.evaluation import downstream, evaluate_checkpoint, live
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.training.loop import Trainer
-from sparsellm.training.metrics import METRICS, WandbRun, read
+from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.run_folder import open_folder
+from sparsellm.training.wandb_record import WandbRun
 
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 NAMES = ["hellaswag", "piqa", "arc_challenge"]
