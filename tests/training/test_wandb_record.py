@@ -125,7 +125,9 @@ def test_every_start_of_a_run_is_a_part_of_one_record_and_the_command_finds_them
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "run"
     for steps in (6, 12):
-        with small_trainer(folder, "logging=offline", "run.name=run", f"training.steps={steps}") as trainer:
+        with small_trainer(
+            folder, "runtime.compile=false", "logging=offline", "run.name=run", f"training.steps={steps}"
+        ) as trainer:
             assert trainer.fit() == 0
         monkeypatch.setattr(wandb_record.shutil, "which", lambda _: None)
     command = sync_command(folder)
