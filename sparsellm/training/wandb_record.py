@@ -4,6 +4,9 @@ A run has one record, whose id is in its folder. Each start of a training, and e
 online as it goes on; offline in a folder of its own, wandb/offline-run-*, which `wandb sync` uploads. Given the folder
 wandb/ of a run, `wandb sync` (0.31) takes all offline folders that it has not uploaded, and those of one id one after
 the other, in the order of their starts, into one record.
+
+wandb writes rows to the disk every 15 seconds. A run that was killed sooner leaves a file with a header alone, for which
+`wandb sync` refuses the whole folder: the next start removes such parts, which hold nothing.
 """
 
 import os
@@ -18,6 +21,7 @@ from typing import Any
 from sparsellm.config import Config, WandbMode, to_dict
 
 FOLDER = "wandb"  # in the run's folder
+HEADER_BYTES = 7  # of a .wandb file, before its first record
 TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
 
 
@@ -29,6 +33,9 @@ class WandbRun:
         self.place = "disabled"
         if config.logging.wandb == WandbMode.disabled:
             return
+        for part in offline_parts(folder):
+            if part.stat().st_size <= HEADER_BYTES:
+                shutil.rmtree(part.parent)
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
@@ -109,10 +116,14 @@ def record_id(folder: Path) -> str:
     return found
 
 
+def offline_parts(folder: Path) -> list[Path]:
+    """The files of the record of the run in `folder` that starts without a connection have left."""
+    return sorted((folder / FOLDER).glob("offline-run-*/*.wandb"))
+
+
 def sync_command(folder: Path) -> str | None:
     """What uploads the offline parts of the record of the run in `folder`; None: none waits for that."""
-    parts = (folder / FOLDER).glob("offline-run-*/*.wandb")
-    if all(part.with_name(part.name + ".synced").exists() for part in parts):
+    if all(part.with_name(part.name + ".synced").exists() for part in offline_parts(folder)):
         return None
     program = "wandb" if shutil.which("wandb") else f"{shlex.quote(sys.executable)} -m wandb"
     return f"{program} sync {shlex.quote(str(folder / FOLDER))}"
