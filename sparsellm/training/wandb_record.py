@@ -5,8 +5,8 @@ online as it goes on; offline in a folder of its own, wandb/offline-run-*, which
 wandb/ of a run, `wandb sync` (0.31) takes all offline folders that it has not uploaded, and those of one id one after
 the other, in the order of their starts, into one record.
 
-wandb writes rows to the disk every 15 seconds. A run that was killed sooner leaves a file with a header alone, for which
-`wandb sync` refuses the whole folder: the next start removes such parts, which hold nothing.
+wandb writes rows to the disk every 15 seconds. A run that was killed sooner leaves a file with a header alone, because
+of which `wandb sync` refuses the whole folder: the next start removes such files, which hold nothing.
 """
 
 import os

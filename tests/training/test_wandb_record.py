@@ -119,17 +119,27 @@ def test_the_command_names_the_record_of_the_run_until_it_is_uploaded(tmp_path, 
     assert sync_command(run) == f"{sys.executable} -m wandb sync '{run}/wandb'"
 
 
+def test_a_part_that_a_kill_left_without_a_row_is_removed_for_it_would_keep_the_others_from_being_uploaded(
+    tmp_path, started
+):
+    parts = [tmp_path / f"wandb/offline-run-2026112{day}_090000-ab/run-ab.wandb" for day in (3, 4)]
+    for part, content in zip(parts, (b":W&B\xf8\x4e\x00", b":W&B\xf8\x4e\x00 and a row"), strict=True):
+        part.parent.mkdir(parents=True)
+        part.write_bytes(content)
+    WandbRun(small_config("logging=offline"), tmp_path)
+    assert wandb_record.offline_parts(tmp_path) == parts[1:]
+    assert not parts[0].parent.exists()
+
+
 @pytest.mark.slow
 def test_every_start_of_a_run_is_a_part_of_one_record_and_the_command_finds_them_all(tmp_path, monkeypatch):
     """As wandb itself says, which reads the folders without a network."""
     monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = tmp_path / "run"
+    monkeypatch.setattr(wandb_record.shutil, "which", lambda _: None)
+    folder, options = tmp_path / "run", ["runtime.compile=false", "logging=offline", "run.name=run"]
     for steps in (6, 12):
-        with small_trainer(
-            folder, "runtime.compile=false", "logging=offline", "run.name=run", f"training.steps={steps}"
-        ) as trainer:
+        with small_trainer(folder, *options, f"training.steps={steps}") as trainer:
             assert trainer.fit() == 0
-        monkeypatch.setattr(wandb_record.shutil, "which", lambda _: None)
     command = sync_command(folder)
     assert command is not None
     parts = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
