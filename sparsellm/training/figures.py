@@ -39,7 +39,7 @@ def draw(config: Config, rows: list[Row]) -> dict[str, bytes]:
 
 def losses(config: Config, rows: list[Row]) -> Figure:
     """Left the whole run, from zero; right the same after the warm-up, close enough to tell the curves apart."""
-    settled = [row for row in rows if row["step"] > config.optimizer.warmup_steps]
+    settled = [row for row in rows if row["step"] > config.optimizer.warmup_steps and row["ce"] is not None]
     panels = [rows, settled] if len(settled) > 2 else [rows]
     figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
     figure.suptitle(config.run.name)
@@ -108,7 +108,7 @@ def _layers(axes: Axes, rows: list[Row], key: str, of: int) -> None:
     layers = next(len(row[key]) for row in rows if row[key] is not None)
     for layer, color in enumerate(layer_colors(axes, layers)):
         values = [None if row[key] is None else row[key][layer] / of for row in rows]
-        _curve(axes, rows, values, color=color, linewidth=1)
+        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # a curve at zero is seen on the axis
 
 
 def _curve(axes: Axes, rows: list[Row], values: list[float | None], **style: Any) -> None:

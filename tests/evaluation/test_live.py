@@ -168,7 +168,7 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     assert run([*asked, "run.name=no-model"])[0] == 0
     said = capsys.readouterr().err
     assert "sparsellm: step 3: evaluating piqa failed, training goes on: ScoringFailed: rank 1: OutOfMemory" in said
-    assert "step 4/4  hellaswag " in said
+    assert "step 4/4  accuracy  hellaswag " in said
     assert "sparsellm: step 4: evaluating the model failed, training goes on: ZeroDivisionError: division by" in said
 
 

@@ -93,6 +93,8 @@ def test_a_dense_run_has_its_losses_alone_and_a_step_without_a_loss_is_a_gap(con
     run = rows(4, 60, relu=False)
     run[2]["ce"] = run[2]["loss"] = None
     assert figures.draw(config, run).keys() == {"loss.png"}
+    diverged = [row | {"ce": None, "loss": None, "val_ce": None} for row in run]
+    assert figures.draw(config, run[:1] + diverged[1:]).keys() == {"loss.png"}
     assert [line.get_label() for line in figures.losses(config, run).axes[0].get_lines()] == ["training", "held-out"]
 
 
