@@ -52,9 +52,8 @@ class Progress:
         self.pace.mark(row["step"], time.monotonic())
         say(line(row, self.steps, self.pace.left(self.steps - row["step"])))
         if row["evaluation"] is not None:
-            scores = ("-" if score is None else f"{score:.4f}" for score in row["evaluation"].values())
-            named = (f"{name} {score}" for name, score in zip(row["evaluation"], scores, strict=True))
-            say(f"{_step(row, self.steps)}  accuracy  {'  '.join(named)}")
+            scores = {name: "-" if score is None else f"{score:.4f}" for name, score in row["evaluation"].items()}
+            say("  ".join([_step(row, self.steps), "accuracy", *(" ".join(each) for each in scores.items())]))
 
     def close(self) -> None:
         if self.bar is not None:
