@@ -9,8 +9,8 @@ batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gr
 buckets, while the last micro-batch's backward goes on.
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
-(`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to the
-host, and once, early on, to say how long the run will take (`Progress.step`).
+(`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
+the host, and once, early on, to say how long the run will take (`Progress.step`).
 """
 
 import os

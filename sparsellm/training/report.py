@@ -99,10 +99,10 @@ def finish(config: Config, folder: Path) -> str:
     rows = read(folder / METRICS)
     if not rows:
         return f"  {folder / METRICS} has no rows; checkpoint {run_folder.checkpoint(folder, config.training.steps)}"
-    from sparsellm.training import figures  # the main rank alone draws, at the end
+    from sparsellm.training import curves  # the main rank alone draws, at the end
 
     (folder / PLOTS).mkdir(exist_ok=True)
-    for name, content in figures.draw(config, rows).items():
+    for name, content in curves.draw(config, rows).items():
         (folder / PLOTS / name).write_bytes(content)
     return summary(config, rows, folder)
 

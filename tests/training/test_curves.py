@@ -5,7 +5,7 @@ import pytest
 from small_run import small_config
 
 from sparsellm.figures import STYLE
-from sparsellm.training import figures
+from sparsellm.training import curves
 
 
 def rows(layers, steps, relu=True):
@@ -39,7 +39,7 @@ def colour_bar(figure):
 
 @pytest.mark.parametrize("layers", [4, 38])
 def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, layers):
-    for draw in (figures.nonzeros, figures.dead_neurons):
+    for draw in (curves.nonzeros, curves.dead_neurons):
         figure = draw(config, rows(layers, 200))
         axes, (bar,) = figure.axes[0], colour_bar(figure)
         legend = axes.get_legend()
@@ -51,17 +51,17 @@ def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, la
 
 
 def test_dead_neurons_are_a_share_with_its_window_from_zero(config):
-    axes = figures.dead_neurons(config, rows(4, 200)).axes[0]
+    axes = curves.dead_neurons(config, rows(4, 200)).axes[0]
     assert " ".join(axes.get_ylabel().split()) == "share of 48 neurons silent for the last 100,000 tokens"
     assert axes.get_ylim()[0] == 0
     assert axes.get_lines()[3].get_ydata()[-1] == pytest.approx(3 / 48)
     assert axes.yaxis.get_major_formatter()(0.05, 0) == "5%"
-    none_dead = figures.dead_neurons(config, rows(4, 50)).axes[0]
+    none_dead = curves.dead_neurons(config, rows(4, 50)).axes[0]
     assert none_dead.get_ylim() == (0, pytest.approx(0.055, abs=0.05))
 
 
 def test_nonzeros_say_of_how_many_in_plain_numbers(config):
-    axes = figures.nonzeros(config, rows(4, 200)).axes[0]
+    axes = curves.nonzeros(config, rows(4, 200)).axes[0]
     assert axes.get_ylabel() == "nonzeros per token, of 48"
     assert axes.get_yscale() == "log"
     assert axes.yaxis.get_major_formatter()(2_000, 0) == "2,000"
@@ -69,7 +69,7 @@ def test_nonzeros_say_of_how_many_in_plain_numbers(config):
 
 def test_losses_begin_at_zero_and_are_told_apart_after_the_warm_up(config):
     run = rows(4, 400)
-    whole, settled = figures.losses(config, run).axes
+    whole, settled = curves.losses(config, run).axes
     assert whole.get_ylim()[0] == 0
     assert settled.get_title(loc="left") == "after the warm-up"
     low, high = settled.get_ylim()
@@ -84,19 +84,19 @@ def test_losses_begin_at_zero_and_are_told_apart_after_the_warm_up(config):
 
 
 def test_one_row_is_a_point(config):
-    (axes,) = figures.losses(config, rows(4, 1)).axes
+    (axes,) = curves.losses(config, rows(4, 1)).axes
     assert {line.get_marker() for line in axes.get_lines()} == {"o"}
-    assert figures.draw(config, rows(4, 1)).keys() == {"loss.png", "nonzeros.png", "dead_neurons.png"}
+    assert curves.draw(config, rows(4, 1)).keys() == {"loss.png", "nonzeros.png", "dead_neurons.png"}
 
 
 def test_a_dense_run_has_its_losses_alone_and_a_step_without_a_loss_is_a_gap(config):
     run = rows(4, 60, relu=False)
     run[2]["ce"] = run[2]["loss"] = None
-    assert figures.draw(config, run).keys() == {"loss.png"}
+    assert curves.draw(config, run).keys() == {"loss.png"}
     diverged = [row | {"ce": None, "loss": None, "val_ce": None} for row in run]
-    assert figures.draw(config, run[:1] + diverged[1:]).keys() == {"loss.png"}
-    assert [line.get_label() for line in figures.losses(config, run).axes[0].get_lines()] == ["training", "held-out"]
+    assert curves.draw(config, run[:1] + diverged[1:]).keys() == {"loss.png"}
+    assert [line.get_label() for line in curves.losses(config, run).axes[0].get_lines()] == ["training", "held-out"]
 
 
 def test_the_same_rows_give_the_same_bytes(config):
-    assert figures.draw(config, rows(2, 50)) == figures.draw(config, rows(2, 50))
+    assert curves.draw(config, rows(2, 50)) == curves.draw(config, rows(2, 50))
