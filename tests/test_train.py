@@ -254,6 +254,14 @@ def test_corrupt_data_is_refused_by_name(train, corpus, tmp_path):
 def test_wandb_offline_gets_the_rows(train, tmp_path):
     done = train("run.name=watched", "logging.wandb=online", "training.steps=41")
     assert done.returncode == 0, done.stderr
-    assert "offline, for there is no key" in done.stderr
+    assert "  Weights & Biases    offline, for there is no key" in done.stdout
     (record,) = (tmp_path / "runs/watched/wandb").glob("offline-run-*")
     assert list(record.glob("*.wandb"))
+    pictures = {path.name.partition("_")[0] for path in record.glob("files/media/images/plots/*.png")}
+    assert pictures == {"loss", "nonzeros", "dead"}
+    upload = "  Weights & Biases    to upload: "
+    assert [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith(upload)] == [
+        "runs/watched/wandb"
+    ]
+    again = train("run.name=watched", "logging.wandb=online", "training.steps=41")
+    assert upload in again.stdout  # of a finished run too

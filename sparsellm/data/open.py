@@ -26,6 +26,11 @@ class Data:
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | TokenStream
 
+    @property
+    def training_tokens(self) -> int | None:
+        """How many there are before they repeat; None for a stream, which does not know."""
+        return self.tokens.manifest.train.tokens if isinstance(self.tokens, PackedTokens) else None
+
     def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """This rank's share of one step after the other, without end, and the JSON-able state after each.
 
