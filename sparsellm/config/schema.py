@@ -239,7 +239,7 @@ class EvaluateConfig:
     tasks: list[str] = field(default_factory=list)  # of the seven; none named: all
     data_dir: str | None = None  # local rows, data_dir/TASK/SPLIT.jsonl or .parquet, and no network; default: the hub
     output_dir: str | None = None  # default: evaluation/ in the checkpoint, or evaluations/NAME where that is read-only
-    limit: int | None = None  # rows per task, and held-out sequences; for quick looks
+    limit: int | None = None  # rows per task, for quick looks; the held-out loss is over the run's blocks all the same
     batch_size: int | str = "auto"  # sequences per forward pass and rank
     dtype: Dtype = Dtype.auto
     device: Device = Device.auto
