@@ -14,7 +14,7 @@ from sparsellm.analysis import activity, numbers, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.distributed import device_type
-from sparsellm.evaluation import tasks
+from sparsellm.evaluation import hub, tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.progress import progress
 from sparsellm.model.acceptance import feedforward_blocks
@@ -49,7 +49,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     if found := mistakes(config):
         raise ConfigError(found)
     checkpoint = locate(config.checkpoint)
-    with tasks.offline(checkpoint.folder is not None):
+    with tasks.offline(checkpoint.folder is not None or not _reaches_hub(checkpoint)):
         opened = _open(config, checkpoint)
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
@@ -98,6 +98,14 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     return results, opened.output
 
 
+def _reaches_hub(checkpoint: Checkpoint) -> bool:
+    """Whether the hub answers; that something is looked for there is said before."""
+    print(hub.looking(checkpoint), file=sys.stderr, flush=True)
+    if (obstacle := hub.obstacle()) is not None:
+        print(obstacle, file=sys.stderr, flush=True)
+    return obstacle is None
+
+
 @dataclass(frozen=True)
 class Opened:
     model: nn.Module
@@ -112,11 +120,11 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        hub = AutoConfig.from_pretrained(checkpoint.model)
-        activation = getattr(hub, "hidden_act", None)
-        if hub.model_type not in ARCHITECTURES or activation != "relu":
+        described = AutoConfig.from_pretrained(checkpoint.model)
+        activation = getattr(described, "hidden_act", None)
+        if described.model_type not in ARCHITECTURES or activation != "relu":
             raise AnalysisError(
-                f"checkpoint {checkpoint} is a {hub.model_type} model with hidden_act {activation}: it should be"
+                f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
                 " llama or arcee with relu, whose zeros are exact"
             )
         identity = checkpoint.identity()
@@ -126,10 +134,12 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         if config.text is None:
             blocks = text.of_run(checkpoint, run, config.sequences)
         else:
-            length = run.training.sequence_length if run else min(LONGEST, hub.max_position_embeddings)
+            length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
             blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
-        if blocks.max() >= hub.vocab_size:
-            raise AnalysisError(f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {hub.vocab_size:,}")
+        if blocks.max() >= described.vocab_size:
+            raise AnalysisError(
+                f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {described.vocab_size:,}"
+            )
         choice = config.dtype.name
         dtype = "auto" if choice == "auto" else getattr(torch, choice)
         model = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype=dtype)
@@ -137,7 +147,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     except CheckpointNotFound as error:  # damaged
         raise AnalysisError(str(error)) from error
     except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
-        raise AnalysisError(f"checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from error
+        raise AnalysisError(hub.unreadable(checkpoint, error)) from error
     return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output)
 
 
