@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from sparsellm.analysis import activity, numbers, report, speed, text
+from sparsellm.analysis import activity, numbers, recordings, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.distributed import device_type
@@ -54,6 +54,8 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
+        if opened.recordings is not None:
+            _record(opened, config.batch_size)
     types = numbers.token_types(counted)
     most, least = numbers.extremes(types, config.min_count)
     for row in types:
@@ -113,6 +115,7 @@ class Opened:
     blocks: Tensor  # int64 [S, T]
     identity: str
     output: Path
+    recordings: Path | None
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
@@ -129,7 +132,8 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
             )
         identity = checkpoint.identity()
         run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
-        output = _output(config, checkpoint)
+        output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
+        recorded = _for_recordings(config)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.model)
         if config.text is None:
             blocks = text.of_run(checkpoint, run, config.sequences)
@@ -148,19 +152,40 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         raise AnalysisError(str(error)) from error
     except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
         raise AnalysisError(hub.unreadable(checkpoint, error)) from error
-    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output)
+    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded)
 
 
-def _output(config: AnalyzeConfig, checkpoint: Checkpoint) -> Path:
-    """The folder for the results, made. Raises AnalysisError if it cannot be written."""
-    output = checkpoint.output(ANALYSIS, config.output_dir)
+def _writable(folder: Path, key: str) -> Path:
+    """The folder that `key` names, made. Raises AnalysisError if it cannot be written."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / ".writable").touch()
-        (output / ".writable").unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
     except OSError as error:
-        raise AnalysisError(f"{output} cannot be written: {error}; choose another output_dir") from error
-    return output
+        raise AnalysisError(f"{folder} cannot be written: {error}; choose another {key}") from error
+    return folder
+
+
+def _for_recordings(config: AnalyzeConfig) -> Path | None:
+    """The folder for recordings, made; None if none are asked for. Raises AnalysisError."""
+    if config.recordings is None:
+        return None
+    folder = _writable(Path(config.recordings).expanduser(), "recordings")
+    if others := recordings.other_recordings(folder):
+        raise AnalysisError(
+            f"recordings={folder} has {', '.join(others)} already, and scripts/ take a folder of one recording: choose"
+            " another folder"
+        )
+    return folder
+
+
+def _record(opened: Opened, batch_size: int) -> None:
+    """Raises AnalysisError."""
+    try:
+        with progress("recording", recordings.recorded_sequences(opened.blocks), "sequence") as advance:
+            recordings.write(opened.recordings, opened.model, opened.blocks, batch_size, advance)
+    except OSError as error:
+        raise AnalysisError(f"recordings={opened.recordings} cannot be written: {error}") from error
 
 
 def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:

@@ -258,6 +258,9 @@ class AnalyzeConfig:
     batch_size: int = 8  # sequences per forward pass
     min_count: int = 20  # occurrences that a token needs to be among the most and least active
     output_dir: str | None = None  # default: analysis/ in the checkpoint, or analyses/NAME where that is read-only
+    recordings: str | None = (
+        None  # folder for what fires, token by token, as scripts/ take it; large, so none by default
+    )
     dtype: Dtype = Dtype.auto
     device: Device = Device.auto
     speed: bool = True  # time each layer, where the CUDA kernels run; times differ a little from run to run
