@@ -162,7 +162,7 @@ def _writable(folder: Path, key: str) -> Path:
         (folder / ".writable").touch()
         (folder / ".writable").unlink()
     except OSError as error:
-        raise AnalysisError(f"{folder} cannot be written: {error}; choose another {key}") from error
+        raise AnalysisError(f"{folder} cannot be written: {error}; choose another folder for {key}") from error
     return folder
 
 

@@ -26,7 +26,7 @@ from sparsellm.distributed import Ranks, device_type, first_error, main_first, p
 from sparsellm.evaluation import hub, tasks
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.evaluation.request import Request, rows_of
+from sparsellm.evaluation.request import TORCH, Request, rows_of
 from sparsellm.evaluation.results import (
     RESULTS,
     VALIDATION,
@@ -110,7 +110,9 @@ def is_complete(config: EvaluateConfig) -> bool:
         for folder in request.sides:
             finished = request.finished(folder, identity)
             parts = {name: finished.find(name, of) for name, of in rows.items()}
-            if None in parts.values() or any(parts[name]["measured"]["data"] != request.data for name in request.tasks):
+            if None in parts.values() or any(
+                parts[name]["measured"]["data"] != request.source for name in request.tasks
+            ):
                 return False
         return written == as_json(request.results(identity, failed={}))
     except (OSError, ValueError, KeyError, TypeError):
@@ -192,8 +194,8 @@ class Evaluation:
     def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
         """The task's finished part, if there is one; of the same rows in another folder, it is now of this one."""
         part = finished.find(task.name, task.identity)
-        if part is not None and part["measured"]["data"] != self.request.data:
-            part["measured"]["data"] = self.request.data
+        if part is not None and part["measured"]["data"] != self.request.source:
+            part["measured"]["data"] = self.request.source
             finished.add(task.name, task.identity, part)
         return part
 
@@ -205,7 +207,7 @@ class Evaluation:
             write(path, as_json(results))
         elif _identity_in(path) not in (None, weights):
             path.unlink()
-        for folder in self.request.sides:
+        for folder in (self.output, self.output / TORCH):
             discard_others(folder, weights)
 
     # The downstream tasks.

@@ -67,7 +67,7 @@ class Request:
         return data.open_validation(self.run_config(), Path(self.checkpoint.model))
 
     @cached_property
-    def data(self) -> str:
+    def source(self) -> str:
         """Where the rows of its tasks are from, as people are told."""
         return "hub" if self.config.data_dir is None else str(Path(self.config.data_dir).expanduser().resolve())
 
@@ -77,7 +77,7 @@ class Request:
             "dtype": dtype,
             "kernels": kernels,
             "device": device_type(self.config.device.name),
-            "data": self.data,
+            "data": self.source,
             "limit": self.config.limit,
             **{package: version_of(package) for package in PACKAGES},
         }

@@ -64,9 +64,11 @@ def kept(folder: Path, weights: str) -> Parts:
 
 def discard_others(folder: Path, weights: str) -> None:
     """Remove the finished parts in `folder` that are of other weights, with their samples."""
-    for name in {*TASKS, VALIDATION} - kept(folder, weights).keys():
-        _path(folder, name).unlink(missing_ok=True)
-        _samples(folder, name).unlink(missing_ok=True)
+    for name in (*TASKS, VALIDATION):
+        decided_by, _ = _read(folder, name)
+        if decided_by and decided_by.get("weights") != weights:
+            _path(folder, name).unlink()
+            _samples(folder, name).unlink(missing_ok=True)
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

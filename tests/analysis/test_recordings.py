@@ -76,7 +76,7 @@ def test_without_being_asked_nothing_is_recorded_and_the_command_says_where_it_w
 
 def test_a_folder_that_cannot_hold_a_recording_is_refused_before_anything_is_counted(run, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(AnalysisError, match=r"cannot be written: .*; choose another recordings"):
+    with pytest.raises(AnalysisError, match=r"cannot be written: .*; choose another folder for recordings"):
         analyzed(checkpoint=run, recordings=tmp_path / "file")
     (tmp_path / "firing_patterns_0p5b_l1.npz").touch()
     with pytest.raises(AnalysisError, match=r"has firing_patterns_0p5b_l1\.npz already.*choose another folder"):
