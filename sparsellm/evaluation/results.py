@@ -208,7 +208,7 @@ def _score_alike(other: dict[str, Any] | None, task: dict[str, Any]) -> float | 
 
 
 def _setting(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return "none" if value is None else str(value)
 
 
 def _beside(score: float, other: float | None) -> list[str]:

@@ -33,7 +33,7 @@ def test_a_line_per_task_never_cut():
     assert lines[1].endswith("x" * 300)
     assert lines[2] == "winogrande  0.2500  acc       0.2500  0.0100  -         -       1,234  test"
     assert lines[3] == "mean of 2   0.3750"
-    assert lines[4] == "measured with  dtype float32  kernels torch  device cpu  data hub  limit -  lm_eval 0.4.9"
+    assert lines[4] == "measured with  dtype float32  kernels torch  device cpu  data hub  limit none  lm_eval 0.4.9"
     assert lines[5] == "validation  loss 2.0000  perplexity 7.389  over 1,000 held-out tokens, as the run validates"
     assert len(lines) == 6
 
@@ -56,7 +56,7 @@ def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how
     assert lines[0].split()[-2:] == ["dtype", "kernels"]
     assert [line.split()[-2:] for line in lines[1:3]] == [["float32", "torch"], ["bfloat16", "cuda"]]
     assert lines[3] == "mean of 2  none, for the scores differ in dtype, kernels: score all tasks with one command"
-    assert lines[4] == "measured with  device cpu  data hub  limit -  lm_eval 0.4.9"
+    assert lines[4] == "measured with  device cpu  data hub  limit none  lm_eval 0.4.9"
     for other in ({"limit": 5}, {"data": "/rows"}, {"device": "cuda"}, {"lm_eval": "0.4.8"}):
         assert mean({"arc_easy": task(0.5), "piqa": task(0.7, **other)}, {}) is None, other
     assert mean({"arc_easy": task(0.5), "piqa": task(0.7, torch="2.11")}, {}) == pytest.approx(0.6)
