@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import sparsellm
+from scripts import ffn_patterns as patterns
 from scripts.bench_model import CONFIG, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.distributed import process_group
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many rows of each task")
     parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
-    parser.add_argument("--activations", type=Path, help="folder of recorded activations")
+    patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers (default: as recorded)")
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512])

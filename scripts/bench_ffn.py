@@ -291,7 +291,7 @@ def main() -> None:
                         help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training")  # fmt: skip
     parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, choices=patterns.PATTERNS, metavar="NAME",
                         help=f"of {' '.join(patterns.PATTERNS)}; all by default")  # fmt: skip
-    parser.add_argument("--activations", type=Path, help="folder of recorded activations")
+    patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs; replaces --m")
     mode.add_argument("--training", action="store_true", help="forward and backward")
@@ -316,8 +316,8 @@ def main() -> None:
     sizes = DECODE_TOKENS if args.decode else sorted(args.m or default)
     with torch.no_grad():
         for name in args.patterns:
-            if patterns.needs_recordings(name) and args.activations is None:
-                print(f"\n{name}: skipped, it needs --activations DIR")
+            if problem := patterns.obstacle(name, args.activations):
+                print(f"\n{name}: skipped, for {problem}")
                 continue
             try:
                 block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)
@@ -334,6 +334,8 @@ def main() -> None:
         (ffn_training.summary if args.training else summary)(results)
     if args.json:
         args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
+    if not results and not broken:
+        raise SystemExit("no pattern was measured")
     failures = sum("failure" in row for result in results for row in result["variants"])
     if failures or broken:
         raise SystemExit(f"{failures} variants and {len(broken)} patterns failed")

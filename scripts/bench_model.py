@@ -112,7 +112,7 @@ def warmed(models: dict[str, nn.Module | Exception], tokens: Tensor, sample: Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--activations", type=Path, help="folder of recorded activations")
+    patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers (default: as recorded)")
     parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what tokens of a cluster share")
     parser.add_argument("--batch", type=int, default=64)

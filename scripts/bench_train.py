@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
-from scripts.ffn_patterns import TOKEN_TILE
 from sparsellm import data
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, from_overrides
@@ -89,7 +89,7 @@ def measure(
         nonzeros, union, overflow = counted.tolist()
         result["nonzeros"], result["overflow"] = [count / tokens for count in nonzeros], int(sum(overflow))
         if min(union) >= 0:  # measured in all layers
-            result["union"] = [count * TOKEN_TILE / tokens for count in union]
+            result["union"] = [count * patterns.TOKEN_TILE / tokens for count in union]
     return result
 
 
@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--firing", type=firing, metavar="MEAN", help="freeze weights that fire so often per token, or `recorded`"
     )
-    parser.add_argument("--activations", type=Path, metavar="DIR", help="recorded activations, for --firing")
+    patterns.add_activations(parser)
     parser.add_argument(
         "--locality", type=float, default=0.0, help="0 to 1: random texts instead of data, for --firing"
     )
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.firing is None and (args.activations or args.locality):
         parser.error("--activations and --locality are for --firing")
     if args.firing == RECORDED and args.activations is None:
-        parser.error("--firing recorded needs --activations DIR")
+        parser.error(f"--firing recorded needs --activations DIR: {patterns.RECORD}")
     sizes = [f"runtime.micro_batch_size={size}" for size in args.micro_batches or []]
     if not 0 <= args.locality <= 1:
         parser.error(f"--locality is {args.locality:g}: it should be from 0 to 1")

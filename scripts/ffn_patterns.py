@@ -8,10 +8,13 @@ and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
-The last two need a folder of recorded activations, named `activations` below. Recorded tokens repeat, in their order,
-to reach any M. `gate_values` gives the recorded pattern itself, exactly, as a dense relu(z) without x.
+The last two need a folder of recordings, named `activations` below, which `python -m sparsellm.analyze checkpoint=PATH
+recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the one of a 0.5B model has layers 0 to 7).
+Recorded tokens repeat, in their order, to reach any M. `gate_values` gives the recorded pattern itself, exactly, as a
+dense relu(z) without x.
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsellm.analysis.recordings import GATE_WEIGHT, INPUT
+
 K, N = 2048, 5632
 TOKEN_TILE = 128
 CHUNK = 16_384  # tokens at a time, where float32 or boolean [M, N] would not fit
 
 SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
-_LAYERS = "firing_patterns_0p5b_l1.npz"
-RECORDED = {  # pattern: file, prefix of its arrays
-    "sparse": ("firing_pattern_sparse_l4.npz", ""),
-    **{f"layer{i}": (_LAYERS, f"layer{i}_") for i in (1, 2, 4, 7)},
-}
-LAYER4_INPUT, LAYER4_GATE = "layer4_input_bf16.npy", "layer4_gate_weight_bf16.npy"
+RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern: prefix of its arrays
+LAYERS = "firing_patterns*.npz"  # the file of all recorded patterns but this one
+SPARSE = "firing_pattern_sparse_l4.npz"  # `sparse`, one layer of a sparser model
+RECORD = "`python -m sparsellm.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 
 WEIGHT_STD = 0.02
@@ -52,21 +55,76 @@ class Block:
     mismatches: int = 0  # entries of a recorded pattern that it misses or adds
 
 
-def needs_recordings(name: str) -> bool:
-    return name not in SYNTHETIC
+def add_activations(parser: argparse.ArgumentParser) -> None:
+    """The option --activations DIR, refused where DIR holds no recording."""
+
+    def folder(text: str) -> Path:
+        try:
+            return layers_file(Path(text)).parent
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    parser.add_argument("--activations", type=folder, metavar="DIR", help=f"recorded firing patterns: {RECORD}")
+
+
+def layers_file(activations: Path) -> Path:
+    """The file of recorded layers in a folder. Raises ValueError where there is not exactly one."""
+    found = sorted(activations.glob(LAYERS))
+    if len(found) == 1:
+        return found[0]
+    problem = f"has {', '.join(path.name for path in found)}, but should have one" if found else f"has no {LAYERS}"
+    raise ValueError(f"{activations} {problem if activations.is_dir() else 'is no folder'}: {RECORD}")
+
+
+def obstacle(name: str, activations: Path | None, neurons: int = N) -> str | None:
+    """Why one of PATTERNS cannot be had from a folder of recordings, and what would help; None if it can."""
+    if name in SYNTHETIC:
+        return None
+    if activations is None:
+        return f"pattern {name!r} is recorded, so it needs --activations DIR: {RECORD}"
+    if name == "layer4gate":
+        for file, shape in ((INPUT, (None, K)), (GATE_WEIGHT, (neurons, K))):
+            path = activations / file
+            if not path.is_file():
+                return f"pattern {name!r} needs {path}: {RECORD}, with this file if the model has a layer 4"
+            found = np.load(path, mmap_mode="r").shape
+            if found[1] != shape[1] or shape[0] not in (None, found[0]):
+                return f"{path} is of a model of width {found[1]:,}: pattern {name!r} needs K {K:,}, N {neurons:,}"
+        return None
+    if name == "sparse" and not (activations / SPARSE).is_file():
+        return f"pattern 'sparse' needs {activations / SPARSE}; of a recorded sparser model, take pattern 'layer4'"
+    try:
+        path = activations / SPARSE if name == "sparse" else layers_file(activations)
+    except ValueError as error:
+        return str(error)
+    with np.load(path) as arrays:
+        if f"{RECORDED[name]}cols" not in arrays:
+            return f"{path} has no {name}, for it is of a model of {_layers(arrays)} layers: {RECORD}"
+        if (found := _neurons(arrays)) != neurons:
+            return f"{path} is of a model of N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
+    return None
+
+
+def _layers(arrays: np.lib.npyio.NpzFile) -> int:
+    return sum(name.endswith("_cols") for name in arrays)
+
+
+def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
+    """Of the recorded model. The project's first recordings do not say, and are of N 5,632."""
+    return int(arrays["neurons"]) if "neurons" in arrays else N
 
 
 def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
     """The block of one of PATTERNS at K 2048, N 5632; its first m tokens, with its weights, are a block of m tokens.
 
-    Raises ValueError where a pattern needs recordings and has none.
+    Raises ValueError where a pattern needs recordings and they do not have it.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
-    if activations is None:
-        raise ValueError(f"pattern {name!r} is recorded: it needs the folder of recorded activations")
+    if problem := obstacle(name, activations):
+        raise ValueError(problem)
     if name == "layer4gate":
-        x, w_gate = (_bfloat16(activations / file).to(device) for file in (LAYER4_INPUT, LAYER4_GATE))
+        x, w_gate = (_bfloat16(activations / file).to(device) for file in (INPUT, GATE_WEIGHT))
         return _block(repeat(x, tokens), w_gate, seed)
     firing = recorded(name, activations).to(device)
     fitted = fit(firing, K, seed)
@@ -169,19 +227,24 @@ def _thresholds(rates: np.ndarray) -> np.ndarray:
 
 
 def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
-    """bool [16384, N], on the CPU: where each neuron of a RECORDED pattern fired."""
-    file, prefix = RECORDED[name]
-    with np.load(activations / file) as arrays:
+    """bool [M, N], on the CPU: where each neuron of a RECORDED pattern fired. Raises ValueError as `build` does."""
+    if problem := obstacle(name, activations, neurons):
+        raise ValueError(problem)
+    prefix = RECORDED[name]
+    with np.load(activations / SPARSE if name == "sparse" else layers_file(activations)) as arrays:
         row_counts, columns = arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"]
     return dense_firing(row_counts, columns, neurons)
 
 
-def recorded_rates(activations: Path, neurons: int = N) -> np.ndarray:
-    """float64 [8, N]: the share of tokens for which each neuron of each recorded layer fired."""
-    with np.load(activations / _LAYERS) as arrays:
+def recorded_rates(activations: Path) -> np.ndarray:
+    """float64 [L, N] of the recorded model: the share of tokens for which each neuron of each layer fired.
+
+    Raises ValueError without a recording.
+    """
+    with np.load(layers_file(activations)) as arrays:
         return np.stack([
-            np.bincount(arrays[f"layer{i}_cols"], minlength=neurons) / len(arrays[f"layer{i}_row_counts"])
-            for i in range(8)
+            np.bincount(arrays[f"layer{i}_cols"], minlength=_neurons(arrays)) / len(arrays[f"layer{i}_row_counts"])
+            for i in range(_layers(arrays))
         ])  # fmt: skip
 
 

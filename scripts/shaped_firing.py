@@ -1,11 +1,11 @@
 """Whole models with random weights whose neurons fire at wanted rates: our Decoder, or a Hugging Face Llama.
 
-Layer l of L takes the rates of recorded layer floor(8 l / L), all times one factor where a mean is wanted; without
-recordings, lognormal rates (scripts/ffn_patterns.py). How: the embedding holds a constant direction, a token's own
-vector of heavy-tailed length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary
-(`shape_embedding`); random texts stay inside one cluster for 48 tokens (`random_text`). In one calibrating forward
-pass each gate then becomes w_i - t_i e, with e the mean direction of the layer's input and t_i the quantile at which
-neuron i fires as often as it should (`shape_to_rates`).
+Layer l of L takes the rates of layer floor(R l / L) of R recorded ones, all times one factor where a mean is wanted;
+without a recording, lognormal rates (scripts/ffn_patterns.py). How: the embedding holds a constant direction, a token's
+own vector of heavy-tailed length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary
+(`shape_embedding`); random texts stay inside one cluster for 48 tokens (`random_text`). In one calibrating forward pass
+each gate then becomes w_i - t_i e, with e the mean direction of the layer's input and t_i the quantile at which neuron
+i fires as often as it should (`shape_to_rates`).
 
 Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger than recorded, and the tile
 engine slower. At the recorded rates it was 1.20 times the recorded one on real text, and on random text 1.20, 1.05 and
@@ -40,7 +40,7 @@ def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float
     recorded.
 
     A model of another N than the recorded one takes the quantiles of the recorded rates. Raises ValueError for a mean
-    that they cannot be scaled to.
+    that they cannot be scaled to, and for a folder without a recording.
     """
     if mean is not None and not mean > 0:
         raise ValueError(f"the mean is {mean:g} nonzeros per token: it should be above 0")
@@ -49,7 +49,7 @@ def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float
         rates = np.stack([patterns.firing_rates(mean, neurons, seed) for seed in range(layers)])
     else:
         rates = patterns.recorded_rates(activations)
-        if neurons != patterns.N:
+        if neurons != rates.shape[1]:
             rates = np.quantile(rates, (np.arange(neurons) + 0.5) / neurons, axis=1).T
         rates = rates[np.arange(layers) * len(rates) // layers]
         if mean is None:

@@ -1,6 +1,9 @@
 """The patterns that benchmarks and GPU tests are fed, the tokens that bench_ffn decodes, and what benchmarks do with
 failures; tiny, on the CPU."""
 
+import importlib
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -96,9 +99,41 @@ def test_gate_values_are_the_pattern_repeated(few_neurons_firing):
     assert torch.equal(g > 0, few_neurons_firing.repeat(3, 1)[:1000])
 
 
+HOW = r"`python -m sparsellm\.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
+
+
 def test_a_recorded_pattern_without_its_folder_is_refused():
-    with pytest.raises(ValueError, match="layer1"):
+    with pytest.raises(ValueError, match=f"'layer1' is recorded, so it needs --activations DIR: {HOW}"):
         patterns.build("layer1", 128, "cpu")
+
+
+def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
+    for folder, problem in ((tmp_path / "none", "is no folder"), (tmp_path, r"has no firing_patterns\*\.npz")):
+        with pytest.raises(ValueError, match=f"{folder} {problem}: {HOW}"):
+            patterns.recorded("layer1", folder)
+        with pytest.raises(ValueError, match=f"{folder} {problem}: {HOW}"):
+            patterns.recorded_rates(folder)
+    pattern = {"row_counts": np.array([1], np.uint16), "cols": np.array([3], np.uint16)}
+    of_two_layers = {f"layer{i}_{name}": array for i in range(2) for name, array in pattern.items()}
+    np.savez(tmp_path / "firing_patterns.npz", neurons=48, **of_two_layers)
+    assert "is of a model of N 48: pattern 'layer1' needs N 5,632" in patterns.obstacle("layer1", tmp_path)
+    assert patterns.obstacle("layer1", tmp_path, neurons=48) is None
+    assert "has no layer7, for it is of a model of 2 layers" in patterns.obstacle("layer7", tmp_path)
+    assert "firing_pattern_sparse_l4.npz" in patterns.obstacle("sparse", tmp_path)
+    assert "layer4_input_bf16.npy" in patterns.obstacle("layer4gate", tmp_path)
+    assert patterns.obstacle("synthetic29", None) is None
+    (tmp_path / "firing_patterns_older.npz").touch()
+    with pytest.raises(ValueError, match=r"has firing_patterns\.npz, firing_patterns_older\.npz, but should have one"):
+        patterns.layers_file(tmp_path)
+
+
+@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_evaluate", "bench_train"])
+def test_scripts_refuse_a_folder_without_a_recording_and_say_how_to_make_one(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [script, "--activations", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"scripts.{script}").main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(rf"--activations: {tmp_path} has no firing_patterns\*\.npz: {HOW}", said)
 
 
 @pytest.mark.parametrize("tokens", bench_ffn.DECODE_TOKENS)

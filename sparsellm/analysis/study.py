@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from sparsellm.analysis import activity, numbers, report, speed, text
+from sparsellm.analysis import activity, numbers, recordings, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.distributed import device_type
-from sparsellm.evaluation import tasks
+from sparsellm.evaluation import hub, tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.progress import progress
 from sparsellm.model.acceptance import feedforward_blocks
@@ -49,11 +49,13 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     if found := mistakes(config):
         raise ConfigError(found)
     checkpoint = locate(config.checkpoint)
-    with tasks.offline(checkpoint.folder is not None):
+    with tasks.offline(checkpoint.folder is not None or not _reaches_hub(checkpoint)):
         opened = _open(config, checkpoint)
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
+        if opened.recordings is not None:
+            _record(opened, config.batch_size)
     types = numbers.token_types(counted)
     most, least = numbers.extremes(types, config.min_count)
     for row in types:
@@ -98,6 +100,14 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     return results, opened.output
 
 
+def _reaches_hub(checkpoint: Checkpoint) -> bool:
+    """Whether the hub answers; that something is looked for there is said before."""
+    print(hub.looking(checkpoint), file=sys.stderr, flush=True)
+    if (obstacle := hub.obstacle()) is not None:
+        print(obstacle, file=sys.stderr, flush=True)
+    return obstacle is None
+
+
 @dataclass(frozen=True)
 class Opened:
     model: nn.Module
@@ -105,6 +115,7 @@ class Opened:
     blocks: Tensor  # int64 [S, T]
     identity: str
     output: Path
+    recordings: Path | None
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
@@ -112,24 +123,27 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        hub = AutoConfig.from_pretrained(checkpoint.model)
-        activation = getattr(hub, "hidden_act", None)
-        if hub.model_type not in ARCHITECTURES or activation != "relu":
+        described = AutoConfig.from_pretrained(checkpoint.model)
+        activation = getattr(described, "hidden_act", None)
+        if described.model_type not in ARCHITECTURES or activation != "relu":
             raise AnalysisError(
-                f"checkpoint {checkpoint} is a {hub.model_type} model with hidden_act {activation}: it should be"
+                f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
                 " llama or arcee with relu, whose zeros are exact"
             )
         identity = checkpoint.identity()
         run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
-        output = _output(config, checkpoint)
+        output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
+        recorded = _for_recordings(config)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.model)
         if config.text is None:
             blocks = text.of_run(checkpoint, run, config.sequences)
         else:
-            length = run.training.sequence_length if run else min(LONGEST, hub.max_position_embeddings)
+            length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
             blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
-        if blocks.max() >= hub.vocab_size:
-            raise AnalysisError(f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {hub.vocab_size:,}")
+        if blocks.max() >= described.vocab_size:
+            raise AnalysisError(
+                f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {described.vocab_size:,}"
+            )
         choice = config.dtype.name
         dtype = "auto" if choice == "auto" else getattr(torch, choice)
         model = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype=dtype)
@@ -137,20 +151,41 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     except CheckpointNotFound as error:  # damaged
         raise AnalysisError(str(error)) from error
     except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
-        raise AnalysisError(f"checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from error
-    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output)
+        raise AnalysisError(hub.unreadable(checkpoint, error)) from error
+    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded)
 
 
-def _output(config: AnalyzeConfig, checkpoint: Checkpoint) -> Path:
-    """The folder for the results, made. Raises AnalysisError if it cannot be written."""
-    output = checkpoint.output(ANALYSIS, config.output_dir)
+def _writable(folder: Path, key: str) -> Path:
+    """The folder that `key` names, made. Raises AnalysisError if it cannot be written."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / ".writable").touch()
-        (output / ".writable").unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
     except OSError as error:
-        raise AnalysisError(f"{output} cannot be written: {error}; choose another output_dir") from error
-    return output
+        raise AnalysisError(f"{folder} cannot be written: {error}; choose another folder for {key}") from error
+    return folder
+
+
+def _for_recordings(config: AnalyzeConfig) -> Path | None:
+    """The folder for recordings, made; None if none are asked for. Raises AnalysisError."""
+    if config.recordings is None:
+        return None
+    folder = _writable(Path(config.recordings).expanduser(), "recordings")
+    if others := recordings.other_recordings(folder):
+        raise AnalysisError(
+            f"recordings={folder} has {', '.join(others)} already, and scripts/ take a folder of one recording: choose"
+            " another folder"
+        )
+    return folder
+
+
+def _record(opened: Opened, batch_size: int) -> None:
+    """Raises AnalysisError."""
+    try:
+        with progress("recording", recordings.recorded_sequences(opened.blocks), "sequence") as advance:
+            recordings.write(opened.recordings, opened.model, opened.blocks, batch_size, advance)
+    except OSError as error:
+        raise AnalysisError(f"recordings={opened.recordings} cannot be written: {error}") from error
 
 
 def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:

@@ -1,12 +1,14 @@
 """python -m sparsellm.analyze checkpoint=PATH [text=FILE] [key=value] : where sparsity lives in a checkpoint.
 
+With recordings=FOLDER it also writes which neurons fired, token by token: what scripts/ take as --activations FOLDER.
 One process, on a CPU or a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be analyzed, 2 for a refused
 configuration.
 """
 
 import sys
+from pathlib import Path
 
-from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, report
+from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, recordings, report
 from sparsellm.config import AnalyzeConfig, analyze_mistakes, entry_point
 
 
@@ -18,4 +20,6 @@ def main(config: AnalyzeConfig) -> int:
         print(f"sparsellm: {error}", file=sys.stderr)
         return 1
     print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}, beside it tables (.csv) and figures (.png)")
+    if config.recordings is not None:
+        print(f"{Path(config.recordings, recordings.FIRING)}, for the benchmarks: --activations {config.recordings}")
     return 0

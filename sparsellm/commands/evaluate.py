@@ -6,12 +6,13 @@ score, 1 when something has not (the rest is reported), 2 for a refused configur
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sparsellm.config import EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.distributed import MainRankFailed
-from sparsellm.evaluation import results
+from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
 from sparsellm.evaluation.locate import locate
 from sparsellm.run_layout import CONFIG
@@ -22,7 +23,7 @@ from sparsellm.training.wandb_record import WandbRun, sync_command
 @entry_point(mistakes, evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
-        found = evaluate_checkpoint(config, record, show)
+        found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:
         return 1  # the main rank says why
     except KeyboardInterrupt:
@@ -34,8 +35,10 @@ def main(config: EvaluateConfig) -> int:
     return 1 if found["failed"] else 0
 
 
-def show(found: dict[str, Any]) -> None:
-    print(f"{results.table(found)}\n\n{Path(found['output_dir'], results.RESULTS)}", flush=True)
+def show(asked: list[str], found: dict[str, Any]) -> None:
+    written = Path(found["output_dir"], results.RESULTS)
+    where = written if results.has_scores(found) else f"nothing has a score, so there is no {written}"
+    print(f"{results.table(found, asked)}\n\n{where}", flush=True)
 
 
 def record(found: dict[str, Any]) -> None:
@@ -47,9 +50,7 @@ def record(found: dict[str, Any]) -> None:
         with run_folder.claim(run):
             config = load(run / CONFIG)
             wandb = WandbRun(config, run)
-            wandb.evaluation(
-                found["step"], results.scores(found), f"{results.record_name(found)}/table", found["tasks"]
-            )
+            wandb.evaluation(found["step"], results.scores(found), results.record_table(found), found["tasks"])
             wandb.close(0)
             if wandb.place != "disabled":
                 upload = sync_command(run)

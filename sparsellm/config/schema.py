@@ -258,7 +258,9 @@ class EvaluateConfig:
     tasks: list[str] = key([], "of the seven; none named: all")
     data_dir: str | None = key(None, "local rows, DIR/TASK/SPLIT.jsonl or .parquet, and no network; null: the hub")
     output_dir: str | None = key(None, "null: evaluation/ in the checkpoint, evaluations/NAME where that is read-only")
-    limit: int | None = key(None, "rows per task, and held-out sequences, for quick looks; null: all")
+    limit: int | None = key(
+        None, "rows per task, for quick looks (the held-out loss is over the run's blocks all the same); null: all"
+    )
     batch_size: int | str = key("auto", "sequences per forward pass and rank")
     dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
     device: Device = key(Device.auto, "auto: a GPU where there is one")
@@ -279,6 +281,7 @@ class AnalyzeConfig:
     batch_size: int = key(8, "sequences per forward pass")
     min_count: int = key(20, "occurrences that a token needs to be among the most and least active")
     output_dir: str | None = key(None, "null: analysis/ in the checkpoint, analyses/NAME where that is read-only")
+    recordings: str | None = key(None, "folder for what fires, token by token, as scripts/ take it; large; null: none")
     dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
     device: Device = key(Device.auto, "auto: a GPU where there is one")
     speed: bool = key(True, "time each layer, where the CUDA kernels run; times differ a little from run to run")

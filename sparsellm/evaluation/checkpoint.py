@@ -23,11 +23,19 @@ from sparsellm.config import (
 )
 from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
-from sparsellm.evaluation import tasks
+from sparsellm.evaluation import hub, tasks
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.evaluation.request import Parts, Request, rows_of
-from sparsellm.evaluation.results import RESULTS, VALIDATION, as_json, write
+from sparsellm.evaluation.request import TORCH, Request, rows_of
+from sparsellm.evaluation.results import (
+    RESULTS,
+    VALIDATION,
+    Finished,
+    as_json,
+    discard_others,
+    has_scores,
+    write,
+)
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
 
@@ -57,23 +65,29 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Evaluate and write results.json; return its contents, the same on all ranks. Alone or under torchrun.
 
+    results.json has every score of these weights: those of this evaluation, and of earlier ones those of other tasks
+    and of tasks that failed this time. Scores of other weights go. Without any score no file is written.
+
     The main rank calls `record` with the contents before it writes them, so that what is written is recorded, and
     `show` after that, before any rank returns: torchrun ends the others once one has failed.
 
-    {"checkpoint", "step", "dtype", "kernels", "limit", "tasks": {TASK: {"metric", "score", "stderr", "acc",
-    "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note"}}, "failed": {TASK: reason}, "mean",
-    "validation": {"loss" in nats per token, "perplexity", "tokens"}, "data", "versions", "output_dir"}, and under
-    "torch" the tasks, mean and validation once more with compare_kernels. Standard errors are null for a single row,
-    "mean" if a task failed, "validation" without a run, the version of a package that is not installed. A task that
-    fails leaves the others alone.
+    {"checkpoint", "identity" of its weights, "step", "tasks": {TASK: {"metric", "score", "stderr", "acc", "acc_stderr",
+    "acc_norm", "acc_norm_stderr", "split", "rows", "note", "measured": {"dtype", "kernels", "device", "data", "limit",
+    and the version of each package}}}, "failed": {TASK: reason}, "mean", "validation": {"loss" in nats per token,
+    "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under "torch" the tasks, mean and validation once
+    more where kernels were compared. Standard errors are null for a single row, "mean" if a task failed that has no
+    earlier score or if the tasks were not all measured alike, "validation" without a run, the version of a package that
+    is not installed. A task that fails leaves the others alone.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """
     if found := mistakes(config):
         raise ConfigError(found)
     request = Request(config, locate(config.checkpoint))
-    with tasks.offline(request.is_local), process_group(device_type(config.device.name)) as ranks:
-        return Evaluation(request, ranks).run(record, show)
+    with process_group(device_type(config.device.name)) as ranks:
+        evaluation = Evaluation(request, ranks)
+        with tasks.offline(request.is_local or not evaluation.reaches_hub()):
+            return evaluation.run(record, show)
 
 
 def is_complete(config: EvaluateConfig) -> bool:
@@ -86,19 +100,21 @@ def is_complete(config: EvaluateConfig) -> bool:
     request = Request(config, locate(config.checkpoint))
     try:
         written = (request.output / RESULTS).read_text(encoding="utf-8")
-        if list(json.loads(written)["tasks"]) != request.tasks:
+        if not set(request.tasks) <= json.loads(written)["tasks"].keys():
             return False  # known without the rows
-        with tasks.offline(request.is_local):
+        with tasks.offline(request.is_local or hub.obstacle() is not None):
             identity = request.checkpoint.identity()
             rows = {name: tasks.load(name, config.data_dir).identity for name in request.tasks}
             if (held_out := request.held_out()) is not None:
                 rows[VALIDATION] = rows_of(held_out)
-        sides = []
         for folder in request.sides:
             finished = request.finished(folder, identity)
-            sides.append({name: finished.find(name, of) for name, of in rows.items()})
-        whole = all(part is not None for parts in sides for part in parts.values())
-        return whole and written == as_json(request.results(sides, failed={}))
+            parts = {name: finished.find(name, of) for name, of in rows.items()}
+            if None in parts.values() or any(
+                parts[name]["measured"]["data"] != request.source for name in request.tasks
+            ):
+                return False
+        return written == as_json(request.results(identity, failed={}))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -123,12 +139,21 @@ class Evaluation:
         identity = self._on_main(self._open)
         loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
         held_out = self._held_out()
-        sides = [self._side(folder, identity, loaded, held_out) for folder in self.request.sides]
-        results = self.request.results(sides, self.failed)
-        self._on_main(lambda: record(results))
-        self._on_main(lambda: write(self.output / RESULTS, as_json(results)))
+        for folder in self.request.sides:
+            self._side(folder, identity, loaded, held_out)
+        results = self._on_main(lambda: self.request.results(identity, self.failed))
+        self._on_main(lambda: self._finish(results, record))
         self._on_main(lambda: show(results))
         return results
+
+    def reaches_hub(self) -> bool:
+        """Whether the hub answers; what is looked for there is said before."""
+        if self.checkpoint.folder is None:
+            self._say(hub.looking(self.checkpoint))
+        if self.request.is_local or (obstacle := self._on_main(hub.obstacle)) is None:
+            return True
+        self._say(obstacle)
+        return False
 
     def _open(self) -> str:
         """Make the output folder, and say what the checkpoint holds."""
@@ -143,34 +168,47 @@ class Evaluation:
         try:
             return self.checkpoint.identity()
         except (OSError, ValueError) as error:
-            here = "" if self.checkpoint.folder else "there is no such folder here, and as a name on the hub "
-            raise EvaluationError(f"checkpoint={self.checkpoint}: {here}it cannot be read: {error}") from error
+            raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
 
     def _side(
         self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
-    ) -> Parts:
-        """All parts of the side in `folder`, those computed that it has not already."""
-        kernels, parts = self.request.sides[folder], {}
+    ) -> None:
+        """Finish all parts of the side in `folder` that are not finished."""
+        kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
         for name, task in loaded.items():
-            part = self._on_main(lambda name=name, task=task: finished.find(name, task.identity))
+            part, before = self._on_main(lambda task=task: self._found(finished, task)), "  (finished before)"
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:
                     continue
-                add = (name, task.identity, part, samples)
+                add, before = (name, task.identity, part, samples), ""
                 self._on_main(lambda add=add: finished.add(*add))
-                self._say(f"{name}  {part['result']['score']:.4f}")
-            else:
-                self._say(f"{name}  {part['result']['score']:.4f}  (finished before)")
-            parts[name] = part
+            self._say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
-            parts[VALIDATION] = self._on_main(lambda: finished.find(VALIDATION, rows))
-            if parts[VALIDATION] is None:
-                parts[VALIDATION] = self._validate(held_out, kernels)
-                self._on_main(lambda: finished.add(VALIDATION, rows, parts[VALIDATION]))
-        return parts
+            if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
+                part = self._validate(held_out, kernels)
+                self._on_main(lambda: finished.add(VALIDATION, rows, part))
+
+    def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
+        """The task's finished part, if there is one; of the same rows in another folder, it is now of this one."""
+        part = finished.find(task.name, task.identity)
+        if part is not None and part["measured"]["data"] != self.request.source:
+            part["measured"]["data"] = self.request.source
+            finished.add(task.name, task.identity, part)
+        return part
+
+    def _finish(self, results: dict[str, Any], record: Callable[[dict[str, Any]], object]) -> None:
+        """Record and write the results; of other weights nothing stays."""
+        path, weights = self.output / RESULTS, results["identity"]
+        if has_scores(results):
+            record(results)
+            write(path, as_json(results))
+        elif _identity_in(path) not in (None, weights):
+            path.unlink()
+        for folder in (self.output, self.output / TORCH):
+            discard_others(folder, weights)
 
     # The downstream tasks.
 
@@ -194,7 +232,7 @@ class Evaluation:
         if not self._agreed(task.name, error):
             return None, []
         dtype = str(lm.model.dtype).removeprefix("torch.")
-        return {"result": result, "dtype": dtype, "kernels": self.kernels}, samples
+        return {"result": result, "measured": self.request.measured(dtype, self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
         """The checkpoint as a SharedLM, loaded once, its feedforward blocks on `kernels`. Raises EvaluationError."""
@@ -266,7 +304,10 @@ class Evaluation:
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         loss = cross_entropy(decoder, blocks, config.runtime.micro_batch_size, autocast, self.ranks)
-        return {"loss": loss, "perplexity": math.exp(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1)}
+        return {
+            "loss": loss, "perplexity": math.exp(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
+            "precision": config.runtime.precision.name, "device": device.type,
+        }  # fmt: skip
 
     # Ranks.
 
@@ -292,3 +333,11 @@ class Evaluation:
     def _say(self, text: str) -> None:
         if self.ranks.is_main:
             print(text, file=sys.stderr, flush=True)
+
+
+def _identity_in(path: Path) -> str | None:
+    """Of which weights a results.json is; None without one, and of one that does not say so."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("identity")
+    except (OSError, ValueError):
+        return None

@@ -1,5 +1,6 @@
 """Which model a name means: a run, a checkpoint of a run, a Hugging Face folder, or a repository on the hub."""
 
+import difflib
 import hashlib
 import json
 import os
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import xxhash
 
+from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
 from sparsellm.run_layout import ANALYSIS, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 
 DIGEST_THREADS = 8
+RUNS = RunConfig.root  # where runs are by default
+LISTED = 10  # folders at most, that are named where another one is missing
 ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses"}  # for checkpoints that cannot be written
 
 
@@ -92,8 +96,8 @@ def locate(name: str) -> Checkpoint:
     """The model that `name` means; a run's folder means its last checkpoint. Raises CheckpointNotFound."""
     path = Path(name).expanduser()
     if not path.exists():
-        if is_missing(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            raise CheckpointNotFound(f"checkpoint={name} does not exist: give a run, a checkpoint, or an {HF}/ folder")
+        if _means_a_path(name):
+            raise CheckpointNotFound(_missing(name))
         return Checkpoint(name, None, None, None)
     if (path / CHECKPOINTS).is_dir():
         steps = {int(m[1]): p for p in (path / CHECKPOINTS).iterdir() if (m := re.fullmatch(STEP, p.name))}
@@ -114,6 +118,34 @@ def locate(name: str) -> Checkpoint:
     if path.resolve().name == HF and (inside / COMMITTED).is_file():
         return _of_run(inside if path.parent.resolve() != inside or path.name != HF else path.parent)
     return Checkpoint(str(path), path, None, None)
+
+
+def _means_a_path(name: str) -> bool:
+    """Whether `name`, which does not exist here, can be no hub name, OWNER/NAME, or is more likely a path."""
+    first, *rest = Path(name).parts or [""]
+    near = Path(first).is_dir() or first in (RUNS, CHECKPOINTS) if rest else Path(RUNS, name).exists()
+    return near or is_missing(name) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
+
+
+def _missing(name: str) -> str:
+    """That nothing is at the path `name`, and what is near it."""
+    path, text = Path(name).expanduser(), f"checkpoint={name} does not exist"
+    if (run := Path(RUNS, name)).exists():
+        return f"{text}: did you mean {run}?"
+    absent = next(p for p in (path, *path.parents) if p.parent.exists())  # the first part of the path that is not there
+    folder = absent.parent
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    close = difflib.get_close_matches(absent.name, names, n=1) or [n for n in names if n.startswith(absent.name)][:1]
+    here = f"the working directory, {Path.cwd()}," if folder == Path() else str(folder)
+    if close:
+        meant = folder / close[0]
+        whole = meant / path.relative_to(absent)
+        text += f": did you mean {whole if whole.exists() else meant}?"
+    else:
+        text += f": {here} has no {absent.name}; give a run, a checkpoint, an {HF}/ folder, or a hub name."
+    if folder != Path() and 0 < len(names) <= LISTED:
+        text += f" In {folder} there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+    return text
 
 
 def _of_run(folder: Path) -> Checkpoint:

@@ -14,11 +14,11 @@ from sparsellm.config import Config, EvaluateConfig, Kernels, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import Checkpoint
-from sparsellm.evaluation.results import VALIDATION, Finished, mean
+from sparsellm.evaluation.results import VALIDATION, Finished, Parts, kept, mean
 from sparsellm.run_layout import CONFIG, EVALUATION
 
+TORCH = "torch"  # the folder of the side in PyTorch, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
-Parts = dict[str, dict[str, Any]]  # what `Finished` keeps of each task, and of the held-out split under VALIDATION
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Request:
         """Who computes each of its one or two sides, by the folder of its parts."""
         if not self.config.compare_kernels:
             return {self.output: self.config.kernels}
-        return {self.output: Kernels.cuda, self.output / "torch": Kernels.torch}
+        return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}
 
     @property
     def is_local(self) -> bool:
@@ -64,33 +64,47 @@ class Request:
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
-        return data.open_validation(self.run_config(), Path(self.checkpoint.model), self.checkpoint.run)[
-            : self.config.limit
-        ]
+        return data.open_validation(self.run_config(), Path(self.checkpoint.model), self.checkpoint.run)
 
-    def results(self, sides: list[Parts], failed: dict[str, str]) -> dict[str, Any]:
-        """The contents of results.json: the parts of each of its `sides`, and why other ones `failed`."""
-        found, how = [], {"dtype": self.config.dtype.name, "kernels": "torch"}
-        for parts in sides:
-            scored = {name: part["result"] for name, part in parts.items() if name not in (VALIDATION, *failed)}
-            found.append({"tasks": scored, VALIDATION: parts.get(VALIDATION), "mean": mean(self.tasks, scored)})
-        for name, part in sides[0].items():
-            if name != VALIDATION:
-                how = {key: part[key] for key in how}
+    @cached_property
+    def source(self) -> str:
+        """Where the rows of its tasks are from, as people are told."""
+        return "hub" if self.config.data_dir is None else str(Path(self.config.data_dir).expanduser().resolve())
+
+    def measured(self, dtype: str, kernels: str) -> dict[str, Any]:
+        """On what a task is measured that a model of `dtype` scores on `kernels`."""
+        return {
+            "dtype": dtype,
+            "kernels": kernels,
+            "device": device_type(self.config.device.name),
+            "data": self.source,
+            "limit": self.config.limit,
+            **{package: version_of(package) for package in PACKAGES},
+        }
+
+    def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
+        """The contents of results.json: all finished parts of these weights, and why tasks that were asked for failed.
+
+        `weights`: the checkpoint's identity.
+        """
+        kernels, torch = (_side(kept(folder, weights), failed) for folder in (self.output, self.output / TORCH))
         return {
             "checkpoint": str(self.checkpoint),
+            "identity": weights,
             "step": self.checkpoint.step,
-            **how,
-            "limit": self.config.limit,
-            "tasks": found[0]["tasks"],
+            "tasks": kernels["tasks"],
             "failed": failed,
-            "mean": found[0]["mean"],
-            VALIDATION: found[0][VALIDATION],
-            "data": self.config.data_dir or "hub",
-            "versions": {package: version_of(package) for package in PACKAGES},
+            "mean": kernels["mean"],
+            VALIDATION: kernels[VALIDATION],
             "output_dir": str(self.output),
-            **({"torch": found[1]} if self.config.compare_kernels else {}),
+            **({"torch": torch} if torch["tasks"] else {}),
         }
+
+
+def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:
+    """What results.json says of the finished parts of one side."""
+    tasks = {n: {**part["result"], "measured": part["measured"]} for n, part in parts.items() if n != VALIDATION}
+    return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), "mean": mean(tasks, failed)}
 
 
 def version_of(package: str) -> str | None:

@@ -1,58 +1,102 @@
-"""What an evaluation leaves and shows.
+"""What evaluations of a checkpoint leave and show.
 
 OUTPUT/
-  results.json            all of it, written last
+  results.json            every score of these weights, made anew from tasks/ at the end of each evaluation
   samples_arc_easy.jsonl  lm-eval's samples: each row with its requests, log-probabilities and scores
-  tasks/arc_easy.json     a finished task, which an evaluation of the same things does not repeat
+  tasks/arc_easy.json     a finished task, and what decided its score: the next evaluation of the task replaces it; one
+                          that fails leaves it, and so does one of other tasks
+  tasks/validation.json   the same of the held-out split
   torch/                  samples and tasks once more in PyTorch, with compare_kernels=true
   limit_20/               the same of limit=20 rows
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from sparsellm.evaluation.tasks import TASKS
+
 RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks
+SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # that scores must share to have a mean
+
+Parts = dict[str, dict[str, Any]]  # of each finished task, and of the held-out split under VALIDATION
 
 
 class Finished:
     """The finished parts of an evaluation, one file each, written whole or not at all."""
 
     def __init__(self, folder: Path, decided_by: dict[str, Any]) -> None:
-        """`decided_by`: what the scores depend on besides the rows. Raises OSError if `folder` cannot be written."""
+        """`decided_by`: what the scores depend on besides the rows, the weights among them.
+
+        Raises OSError if `folder` cannot be written.
+        """
         self.folder, self.decided_by = folder, decided_by
         self.folder.mkdir(exist_ok=True)
         (self.folder / "tasks").mkdir(exist_ok=True)
 
     def find(self, name: str, rows: str) -> dict[str, Any] | None:
         """What `add` was given under this name, if it was decided by the same things and rows."""
-        try:
-            found = json.loads(self._path(name).read_text())
-            return found["finished"] if found["key"] == self._key(rows) else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        decided_by, part = _read(self.folder, name)
+        return part if decided_by == {**self.decided_by, "rows": rows} else None
 
-    def add(self, name: str, rows: str, finished: dict[str, Any], samples: list[dict[str, Any]] | None = None) -> None:
-        """The samples first: where the part is, they are."""
-        self._path(name).unlink(missing_ok=True)
+    def add(self, name: str, rows: str, part: dict[str, Any], samples: list[dict[str, Any]] | None = None) -> None:
+        """Put `part`, and the samples if there are any, in the place of what was there under this name.
+
+        Nothing is removed before the new files are whole. Where the part is, its samples are.
+        """
+        path, of_samples = _path(self.folder, name), _samples(self.folder, name)
+        found = {"decided_by": {**self.decided_by, "rows": rows}, "finished": part}
+        whole = _partial(path, json.dumps(found, indent=1))
         if samples is not None:
-            lines = (json.dumps(sample, default=str, ensure_ascii=False) for sample in samples)
-            write(self.folder / f"samples_{name}.jsonl", "".join(line + "\n" for line in lines))
-        write(self._path(name), json.dumps({"key": self._key(rows), "finished": finished}, indent=1))
+            lines = (json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in samples)
+            whole_samples = _partial(of_samples, "".join(lines))
+            path.unlink(missing_ok=True)
+            whole_samples.replace(of_samples)
+        whole.replace(path)
 
-    def _path(self, name: str) -> Path:
-        return self.folder / "tasks" / f"{name}.json"
 
-    def _key(self, rows: str) -> str:
-        return hashlib.sha256(json.dumps({**self.decided_by, "rows": rows}, sort_keys=True).encode()).hexdigest()
+def kept(folder: Path, weights: str) -> Parts:
+    """Every finished part in `folder` of these weights, whatever else decided it: tasks in order, VALIDATION last."""
+    found = {name: _read(folder, name) for name in (*TASKS, VALIDATION)}
+    return {name: part for name, (decided_by, part) in found.items() if decided_by.get("weights") == weights}
+
+
+def discard_others(folder: Path, weights: str) -> None:
+    """Remove the finished parts in `folder` that are of other weights, with their samples."""
+    for name in (*TASKS, VALIDATION):
+        decided_by, _ = _read(folder, name)
+        if decided_by and decided_by.get("weights") != weights:
+            _path(folder, name).unlink()
+            _samples(folder, name).unlink(missing_ok=True)
+
+
+def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what decided it, the part); empty ones where there is none that can be read."""
+    try:
+        found = json.loads(_path(folder, name).read_text())
+        return dict(found["decided_by"]), dict(found["finished"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, {}
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / "tasks" / f"{name}.json"
+
+
+def _samples(folder: Path, name: str) -> Path:
+    return folder / f"samples_{name}.jsonl"
 
 
 def write(path: Path, text: str) -> None:
+    _partial(path, text).replace(path)
+
+
+def _partial(path: Path, text: str) -> Path:
+    """A file beside `path` that holds `text`, to be renamed to it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    return partial
 
 
 def as_json(results: dict[str, Any]) -> str:
@@ -60,55 +104,117 @@ def as_json(results: dict[str, Any]) -> str:
     return json.dumps(results, indent=1) + "\n"
 
 
-def mean(names: list[str], tasks: dict[str, dict[str, Any]]) -> float | None:
-    """Of the scores; None unless there is one for every name."""
-    return sum(tasks[name]["score"] for name in names) / len(names) if all(name in tasks for name in names) else None
+def has_scores(results: dict[str, Any]) -> bool:
+    return bool(results["tasks"]) or results[VALIDATION] is not None
 
 
-def record_name(results: dict[str, Any]) -> str:
-    """What the names of `results` begin with in a record of the run; of fewer rows, other names."""
-    return "evaluation" if results["limit"] is None else f"evaluation/limit_{results['limit']}"
+# The mean, of scores that can be compared.
+
+
+def settings(task: dict[str, Any]) -> dict[str, Any]:
+    """On what a task's score was measured, of that which it may have in common with others."""
+    return {key: task.get("measured", {}).get(key) for key in SETTINGS}
+
+
+def unlike(tasks: dict[str, dict[str, Any]]) -> list[str]:
+    """The settings that the tasks were not all measured with alike."""
+    each = [settings(task) for task in tasks.values()]
+    return [key for key in SETTINGS if any(other[key] != each[0][key] for other in each)]
+
+
+def mean(tasks: dict[str, dict[str, Any]], failed: dict[str, str]) -> float | None:
+    """Of the scores; None where there is none, a failed task has none, or they were not all measured alike."""
+    if not tasks or failed.keys() - {VALIDATION} - tasks.keys() or unlike(tasks):
+        return None
+    return sum(task["score"] for task in tasks.values()) / len(tasks)
+
+
+def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`results` without the tasks that are not among `names`, with the mean of the others."""
+    if results["tasks"].keys() <= set(names):
+        return results
+    tasks, failed = ({n: v for n, v in results[key].items() if n in names} for key in ("tasks", "failed"))
+    return {**results, "tasks": tasks, "failed": failed, "mean": mean(tasks, failed)}
+
+
+def record_table(results: dict[str, Any]) -> str:
+    """The name of the table of `results` in a record of the run."""
+    tasks = list(results["tasks"].values())
+    return f"{_record_name(tasks[0]) if tasks else 'evaluation'}/table"
+
+
+def _record_name(task: dict[str, Any]) -> str:
+    limit = settings(task)["limit"]
+    return "evaluation" if limit is None else f"evaluation/limit_{limit}"
 
 
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by a flat name, for a record of the run."""
-    prefix = record_name(results)
-    found = {f"{prefix}/{name}": task["score"] for name, task in results["tasks"].items()}
+    """The numbers of `results` by a flat name, for a record of the run; of fewer rows, other names."""
+    tasks = results["tasks"]
+    found = {f"{_record_name(task)}/{name}": task["score"] for name, task in tasks.items()}
     if results["mean"] is not None:
-        found[f"{prefix}/mean"] = results["mean"]
+        found[f"{_record_name(next(iter(tasks.values())))}/mean"] = results["mean"]
     if results[VALIDATION] is not None:
-        found |= {f"{prefix}/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
+        found |= {f"evaluation/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
     return found
 
 
-def table(results: dict[str, Any]) -> str:
-    """Plain text, a line per task however long; with a comparison, the scores in PyTorch beside the kernels'."""
-    compared = results.get("torch")
-    header = ["task", "score", "metric", "acc", "+-", "acc_norm", "+-", "rows", "split"]
+# The table.
+
+
+def table(results: dict[str, Any], asked: list[str]) -> str:
+    """Plain text, a line per task however long; with a comparison, the scores in PyTorch beside the kernels'.
+
+    `asked`: the tasks that the latest evaluation was to score; of the others a line says that they are earlier ones.
+    """
+    tasks, failed, compared = results["tasks"], results["failed"], results.get("torch")
+    differing = unlike(tasks)
+    header = ["task", "score", "metric", "acc", "+-", "acc_norm", "+-", "rows", "split", *differing]
     rows = []
-    for name, task in results["tasks"].items():
+    for name, task in tasks.items():
         numbers = (task[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"))
         row = [name, _number(task["score"]), task["metric"], *map(_number, numbers), f"{task['rows']:,}", task["split"]]
+        row += [_setting(settings(task)[key]) for key in differing]
         if compared:
-            row[2:2] = _beside(task["score"], compared["tasks"].get(name, {}).get("score"))
+            row[2:2] = _beside(task["score"], _score_alike(compared["tasks"].get(name), task))
         rows.append([*row, task["note"] or ""])
-    of = f"mean of {len(results['tasks']) + len(results['failed'].keys() - {VALIDATION})}"
+    of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
         rows.append([of, _number(results["mean"]), *(_beside(results["mean"], compared["mean"]) if compared else [])])
     if compared:
         header[2:2] = ["torch", "difference"]
-    lines = _aligned([header, *rows])
-    lines += [f"{name}  failed: {' '.join(reason.split())}" for name, reason in results["failed"].items()]
-    if results["mean"] is None:
+    lines = _aligned([header, *rows]) if tasks else []
+    for name, reason in failed.items():
+        earlier = "; the score above is an earlier one" if name in tasks and not compared else ""
+        lines.append(f"{name}  failed: {' '.join(reason.split())}{earlier}")
+    if differing:
+        lines.append(f"{of}  none, for the scores differ in {', '.join(differing)}: score all tasks with one command")
+    elif results["mean"] is None:
         lines.append(f"{of}  none, for not all have a score")
+    if tasks and (shared := [key for key in SETTINGS if key not in differing]):
+        common = settings(next(iter(tasks.values())))
+        lines.append("measured with  " + "  ".join(f"{key} {_setting(common[key])}" for key in shared))
+    if earlier := [name for name in tasks if name not in asked]:
+        lines.append(f"of earlier evaluations of these weights  {', '.join(earlier)}")
     sides = [("", results)] if not compared else [(" (kernels)", results), (" (torch)", compared)]
     for side, found in sides:
         if (validation := found[VALIDATION]) is not None:
             lines.append(
                 f"validation{side}  loss {validation['loss']:.4f}  perplexity {validation['perplexity']:.3f}"
-                f"  {validation['tokens']:,} tokens"
+                f"  over {validation['tokens']:,} held-out tokens, as the run validates"
             )
     return "\n".join(lines)
+
+
+def _score_alike(other: dict[str, Any] | None, task: dict[str, Any]) -> float | None:
+    """The score of `other` if it differs from `task` in who computed it alone."""
+    if other is None or set(unlike({"one": other, "other": task})) - {"kernels"}:
+        return None
+    return other["score"]
+
+
+def _setting(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _beside(score: float, other: float | None) -> list[str]:

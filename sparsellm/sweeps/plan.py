@@ -34,6 +34,7 @@ from sparsellm.config.rules import RUN_NAME
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
+from sparsellm.evaluation.tasks import TASKS
 from sparsellm.training import run_folder
 
 COEFFICIENT = "sparsity.l1_coefficient"
@@ -100,6 +101,11 @@ class Sweep:
     def limit(self) -> int | None:
         """Rows of each task that its evaluations score."""
         return from_overrides(self.evaluate, EvaluateConfig).limit
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        """What its evaluations score."""
+        return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
 
     def evaluation(self, point: Point) -> list[str]:
         """The overrides of the evaluation of a finished point."""

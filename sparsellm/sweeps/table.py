@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsellm.config import Activation
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
-from sparsellm.evaluation.results import RESULTS
+from sparsellm.evaluation.results import RESULTS, only
 from sparsellm.run_layout import EVALUATION
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.training.metrics import METRICS, read
@@ -113,9 +113,10 @@ def _numbers(point: Point) -> Row:
 
 
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
+    """The scores of the sweep's own tasks: another evaluation may have left more of them, or fewer."""
     try:
         path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
-        return json.loads(path.read_text()) if path.exists() else {}
+        return only(json.loads(path.read_text()), sweep.tasks) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         print(f"sparsellm: the scores of {point.checkpoint} are left out: {error}", file=sys.stderr)
         return {}

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsellm.commands import evaluate
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
@@ -58,13 +60,16 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
     assert found == json.loads((run / LAST / "evaluation/results.json").read_text())
     assert list(found["tasks"]) == list(tasks.TASKS)
     assert found["failed"] == {}
-    assert (found["checkpoint"], found["step"], found["dtype"]) == (str(run / LAST), 4, "float32")
-    assert (found["data"], found["kernels"], found["limit"]) == (str(rows), "torch", None)
+    assert (found["checkpoint"], found["step"]) == (str(run / LAST), 4)
     for name, task in found["tasks"].items():
         has_norm = name not in ("winogrande", "commonsense_qa")
         assert task["metric"] == ("acc_norm" if has_norm else "acc")
         assert (task["score"], task["stderr"]) == (task[task["metric"]], task[f"{task['metric']}_stderr"])
         assert (task["acc_norm"] is not None) == has_norm
+        assert results.settings(task) == {
+            "dtype": "float32", "kernels": "torch", "device": checkpoint.device_type("auto"), "data": str(rows),
+            "limit": None, "lm_eval": lm_eval.__version__,
+        }  # fmt: skip
         of_rows = [sample["acc"] for sample in samples(run / LAST / "evaluation", name)]
         assert (task["rows"], task["acc"]) == (6, sum(of_rows) / 6)
         assert task["split"] == ("test" if name == "arc_challenge" else "validation")
@@ -115,7 +120,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["hellaswag", "arc_easy", "commonsense_qa"]
+    assert [line.split()[0] for line in lines[1:4]] == ["arc_easy", "hellaswag", "commonsense_qa"]
     assert lines[4].startswith("mean of 3")
     assert lines[-1] == "two/results.json"
 
@@ -153,8 +158,10 @@ def test_a_package_that_is_not_installed_has_no_version(bare, rows, monkeypatch)
     monkeypatch.setattr(request, "version", version)
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"]))
     assert found == json.loads((bare / "evaluation/results.json").read_text())
-    assert found["versions"].pop("sparsellm") is None
-    assert found["versions"] == {name: installed(name) for name in ("lm_eval", "torch", "transformers", "datasets")}
+    measured = found["tasks"]["piqa"]["measured"]
+    assert measured["sparsellm"] is None
+    for name in ("lm_eval", "torch", "transformers", "datasets"):
+        assert measured[name] == installed(name)
 
 
 def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
@@ -190,7 +197,8 @@ def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
     assert again == found
     monkeypatch.undo()
     monkeypatch.setattr(downstream, "score", counted)
-    assert evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))["dtype"] == "bfloat16"
+    other = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))
+    assert {task["measured"]["dtype"] for task in other["tasks"].values()} == {"bfloat16"}
     assert len(scored) == 3
     write_rows(bare.parent / "rows", "piqa", "validation", count=4, seed=9)
     other = EvaluateConfig(checkpoint=str(bare), data_dir=str(bare.parent / "rows"), tasks=["piqa"])
@@ -209,10 +217,10 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
     evaluate_checkpoint(EvaluateConfig(**asked))
     assert complete()
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in output.rglob("*") if path.is_file()}
-    assert complete(batch_size=3)  # the same numbers
+    for same in ({"batch_size": 3}, {"tasks": ["winogrande", "piqa"]}, {"tasks": ["piqa"]}, {"validation": False}):
+        assert complete(**same), same
     for other in (
-        {"limit": 3}, {"dtype": Dtype.bfloat16}, {"dtype": Dtype.float32}, {"kernels": Kernels.torch},
-        {"tasks": ["winogrande", "piqa"]}, {"tasks": ["piqa"]}, {"tasks": []}, {"validation": False},
+        {"limit": 3}, {"dtype": Dtype.bfloat16}, {"dtype": Dtype.float32}, {"kernels": Kernels.torch}, {"tasks": []},
         {"data_dir": str(rows)}, {"output_dir": str(tmp_path / "out")}, {"limit": 0}, {"checkpoint": str(run / "gone")},
         {"checkpoint": str(run / "checkpoints/step_00000002")},
     ):  # fmt: skip
@@ -236,7 +244,7 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
         assert complete()
     for path, old, new in (
         (run / "config.yaml", "/tokens\n", "/gone\n"), (run / "config.yaml", "_samples: 6\n", "_samples: 5\n"),
-        (output / "tasks/piqa.json", '"rows": 6', '"rows": 5'), (output / "results.json", '"torch": "', '"torch": "9'),
+        (output / "tasks/piqa.json", '"rows": 6', '"rows": 5'), (output / "results.json", '"step": 4', '"step": 5'),
     ):  # fmt: skip
         text = path.read_text()
         assert text.count(old) == 1
@@ -245,12 +253,11 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
         path.write_text(text)
         assert complete()
 
-    # A later evaluation of less left its own results, then one in which a task failed.
-    evaluate_checkpoint(EvaluateConfig(**{**asked, "tasks": ["piqa"]}))
-    assert not complete()
-    assert complete(tasks=["piqa"])
+    # A later evaluation in which a task failed kept its score, and says so.
     shutil.rmtree(local / "winogrande")
-    assert list(evaluate_checkpoint(EvaluateConfig(**asked))["failed"]) == ["winogrande"]
+    found = evaluate_checkpoint(EvaluateConfig(**asked))
+    assert list(found["failed"]) == ["winogrande"]
+    assert found["tasks"].keys() == {"piqa", "winogrande"}
     assert not complete()
 
 
@@ -310,8 +317,99 @@ def test_a_quick_look_leaves_the_scores_of_all_rows_alone(run, rows):
     assert of_two["tasks"]["piqa"]["rows"] == 2 < of_all["tasks"]["piqa"]["rows"]
     assert {path: path.read_bytes() for path in before} == before
     assert results.scores(of_two).keys() == {
-        key.replace("evaluation/", "evaluation/limit_2/") for key in results.scores(of_all)
-    }
+        "evaluation/limit_2/piqa", "evaluation/limit_2/mean", "evaluation/validation_loss",
+        "evaluation/validation_perplexity",
+    }  # fmt: skip
+
+
+def test_a_limit_leaves_the_held_out_loss_that_of_the_run(run, rows):
+    found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], limit=2))
+    assert found["validation"]["tokens"] == 6 * 32  # all of logging.validation_samples
+    assert found["validation"]["loss"] == pytest.approx(read(run / METRICS)[-1]["val_ce"], rel=1e-6)
+    assert "over 192 held-out tokens" in results.table(found, ["piqa"])
+
+
+def test_results_are_merged_by_task(run, rows):
+    """One task after others leaves theirs; what was measured otherwise says so, and has no mean with them."""
+
+    def evaluated(*tasks, **changed):
+        options = {"checkpoint": str(run), "data_dir": str(rows), "tasks": list(tasks), "validation": False, **changed}
+        found = evaluate_checkpoint(EvaluateConfig(**options))
+        assert found == json.loads((run / LAST / "evaluation/results.json").read_text())
+        return found
+
+    both = evaluated("winogrande", "arc_easy", validation=True)
+    alone = evaluated("piqa")
+    assert list(alone["tasks"]) == ["arc_easy", "piqa", "winogrande"]  # in the order of the seven
+    assert alone["tasks"] == {**both["tasks"], "piqa": alone["tasks"]["piqa"]}
+    assert alone["validation"] == both["validation"]
+    assert alone["mean"] == pytest.approx(sum(task["score"] for task in alone["tasks"].values()) / 3)
+
+    mixed = evaluated("piqa", dtype=Dtype.bfloat16)
+    assert {name: task["measured"]["dtype"] for name, task in mixed["tasks"].items()} == {
+        "arc_easy": "float32", "piqa": "bfloat16", "winogrande": "float32",
+    }  # fmt: skip
+    assert mixed["mean"] is None
+    assert "mean of 3  none, for the scores differ in dtype" in results.table(mixed, ["piqa"])
+    assert evaluated("piqa")["mean"] == alone["mean"]
+
+
+def test_the_same_rows_in_another_folder_are_not_scored_again_and_have_a_mean_with_it(bare, rows, tmp_path):
+    first = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"]))
+    moved = shutil.copytree(rows, tmp_path / "moved")
+    both = {"checkpoint": str(bare), "data_dir": str(moved), "tasks": ["piqa", "winogrande"]}
+    assert not checkpoint.is_complete(EvaluateConfig(**{**both, "tasks": ["piqa"]}))
+    found = evaluate_checkpoint(EvaluateConfig(**both))
+    assert found["tasks"]["piqa"]["score"] == first["tasks"]["piqa"]["score"]
+    assert {task["measured"]["data"] for task in found["tasks"].values()} == {str(moved)}
+    assert found["mean"] is not None
+    assert checkpoint.is_complete(EvaluateConfig(**both))
+
+
+def test_an_attempt_that_fails_removes_nothing(bare, rows, tmp_path, monkeypatch, capsys):
+    config = EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa", "winogrande"])
+    before = evaluate_checkpoint(config)
+    kept = {path.name: path.read_bytes() for path in (bare / "evaluation").rglob("*") if path.name != "results.json"
+            and path.is_file()}  # fmt: skip
+    (tmp_path / "no rows").mkdir()
+    failed = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "data_dir": str(tmp_path / "no rows")}))
+    assert failed["failed"].keys() == {"piqa", "winogrande"}
+    assert (failed["tasks"], failed["mean"]) == (before["tasks"], before["mean"])
+
+    def out_of_memory(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(downstream, "score", out_of_memory)
+    failed = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))
+    assert (failed["tasks"], list(failed["failed"])) == (before["tasks"], ["piqa", "winogrande"])
+    after = {path.name: path.read_bytes() for path in (bare / "evaluation").rglob("*") if path.name in kept}
+    assert after == kept
+
+    recorded, fresh = [], tmp_path / "fresh"
+    nothing = EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16, "output_dir": str(fresh)})
+    assert evaluate_checkpoint(nothing, recorded.append, partial(evaluate.show, config.tasks))["tasks"] == {}
+    assert not (fresh / "results.json").exists()
+    assert recorded == []
+    assert f"nothing has a score, so there is no {fresh}/results.json" in capsys.readouterr().out
+
+
+def test_scores_of_other_weights_never_stay(bare, rows, tmp_path):
+    def evaluated(task, data_dir=rows):
+        return evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(data_dir), tasks=[task]))
+
+    before = evaluated("piqa")
+    model = AutoModelForCausalLM.from_pretrained(bare)
+    model.model.norm.weight.data *= 2
+    model.save_pretrained(bare)
+    after = evaluated("winogrande")
+    assert list(after["tasks"]) == ["winogrande"]
+    assert after["identity"] != before["identity"]
+    assert not (bare / "evaluation/samples_piqa.jsonl").exists()
+    model.model.norm.weight.data *= 2
+    model.save_pretrained(bare)
+    (tmp_path / "no rows").mkdir()
+    assert evaluated("winogrande", tmp_path / "no rows")["tasks"] == {}
+    assert not (bare / "evaluation/results.json").exists()
 
 
 def test_limit_and_requests_beyond_the_context(bare, tmp_path):
@@ -329,7 +427,7 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("/tokens", "/gone"))
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"]))
-    assert "there are no prepared tokens" in found["failed"]["validation"]
+    assert "are not found" in found["failed"]["validation"]
     assert found["mean"] == found["tasks"]["piqa"]["score"]
     without = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], validation=False)
     assert evaluate_checkpoint(without)["failed"] == {}
@@ -350,7 +448,9 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
     )
     found = evaluate_checkpoint(config)
     assert computed == ["cuda"]
-    assert (found["kernels"], found["dtype"]) == ("cuda", "bfloat16")
+    for side, kernels in ((found, "cuda"), (found["torch"], "torch")):
+        of = [(task["measured"]["kernels"], task["measured"]["dtype"]) for task in side["tasks"].values()]
+        assert of == [(kernels, "bfloat16")] * 2
     assert list(found["torch"]) == ["tasks", "validation", "mean"]
     for name in config.tasks:
         kernels, dense = (samples(run / LAST / "evaluation" / side, name) for side in ("", "torch"))

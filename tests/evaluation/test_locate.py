@@ -50,6 +50,35 @@ def test_a_hub_name(tmp_path, monkeypatch):
     assert str(found.output(EVALUATION)) == "evaluations/owner--name"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("runs/smoke-3f2a91c1", "did you mean runs/smoke-3f2a91c0? In runs there are smoke-3f2a91c0, tiny"),
+        ("runs/smoke", "did you mean runs/smoke-3f2a91c0?"),
+        ("runs/nope", "runs has no nope; give a run, .* In runs there are smoke-3f2a91c0, tiny"),
+        ("runs/tini/checkpoints", "did you mean runs/tiny/checkpoints?"),
+        ("runs/tiny/checkpoints/step_00000005", "did you mean runs/tiny/checkpoints/step_00000004?"),
+        ("tiny", "did you mean runs/tiny?"),
+        ("other/nope", "other has no nope; give a run"),
+        ("checkpoints/step_00000004", "has no checkpoints; give a run"),
+        ("./someone/name", "has no someone; give a run"),
+        ("a/b/c", "has no a; give a run"),
+    ],
+)
+def test_what_looks_like_a_path_is_one_and_the_closest_is_named(name, said, tmp_path, monkeypatch):
+    for folder in ("runs/smoke-3f2a91c0", "runs/tiny/checkpoints/step_00000004", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointNotFound, match=f"checkpoint={name} does not exist: .*{said.replace('?', '[?]')}"):
+        locate(name)
+
+
+def test_a_run_is_no_hub_name_where_there_are_no_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointNotFound, match=f"the working directory, {tmp_path}, has no runs; give a run"):
+        locate("runs/nope")
+
+
 def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert str(locate(str(run)).output(EVALUATION)) == "evaluations/tiny-4"

@@ -97,8 +97,8 @@ def layer_of(gate: Tensor, gated: bool, seed: int = 0, k: int = 0) -> tuple[Tens
 
 def recorded(name: str, tokens: int) -> ffn_patterns.Block:
     """A pattern of ffn_patterns; skips where it needs recordings that are not there."""
-    if ffn_patterns.needs_recordings(name) and not ACTIVATIONS.is_dir():
-        pytest.skip(f"no recorded activations in {ACTIVATIONS}: SPARSELLM_ACTIVATIONS names their folder")
+    if problem := ffn_patterns.obstacle(name, ACTIVATIONS):
+        pytest.skip(f"{problem}; SPARSELLM_ACTIVATIONS names their folder")
     if name not in ffn_patterns.RECORDED:
         return ffn_patterns.build(name, tokens, DEVICE, ACTIVATIONS)
     fitted = ffn_patterns.fit(ffn_patterns.recorded(name, ACTIVATIONS)[:tokens].to(DEVICE), ffn_patterns.K)
