@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, open_data, preparation, prepare, tokenizer
+from sparsellm.data import DataError, corpus, mistakes, open_data, open_validation, preparation, prepare, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed import process_group
 
@@ -279,3 +280,21 @@ def test_a_stream_of_one_file_is_refused_with_a_remedy_that_works(
     prepared = make_config(text_files[:1], streaming=False)
     prepare(prepared)
     assert mistakes(prepared) == []
+
+
+def test_a_run_is_not_validated_on_tokens_that_were_cut_elsewhere_than_those_it_trained_on(
+    make_config: MakeConfig, text_files: list[str], tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    config = make_config(text_files, max_tokens=2_000)
+    manifest = prepare(config)
+    checkpoint = tmp_path / "runs" / "mine" / "checkpoints" / "step_00000001"
+    shutil.copytree(tokenizer_folder, checkpoint / "hf")
+    (checkpoint / "state").mkdir()
+    position = {"data": {"samples": 8, "tokens": manifest.files["train.tokens"]["xxh3"]}}
+    (checkpoint / "state" / "rank_00000.json").write_text(json.dumps(position))
+    blocks = open_validation(config, checkpoint / "hf", tmp_path / "runs" / "mine")
+    assert len(blocks) == manifest.validation.blocks
+    extended = make_config(text_files, max_tokens=6_000)
+    prepare(extended)
+    with pytest.raises(DataError, match="was cut elsewhere: the run may have trained on what it holds out"):
+        open_validation(extended, checkpoint / "hf", tmp_path / "runs" / "mine")
