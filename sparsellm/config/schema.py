@@ -106,7 +106,7 @@ class DataConfig:
     tokenizer_vocab_size: int = 4_096  # of the tokenizer that is trained on the text
     path: str | None = None  # default: data/<name>
     max_tokens: int | None = None  # training tokens to prepare; default: what the experiment needs
-    validation_fraction: float = 0.005  # of the documents, held out by their content
+    validation_fraction: float = 0.005  # of the documents, by their content; of the end of a text of few documents
     streaming: bool = False  # tokenize while training instead of preparing first
     seed: int = 0  # of the order of the blocks
 

@@ -1,5 +1,6 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
+import glob
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[P
                 raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
             manifest.verify(ready, folder, ["validation.tokens"])
             return folder, ready
-        except DataError as error:
+        except (DataError, OSError) as error:
             misses.append(str(error))
     relative = "" if Path(config.data.path).is_absolute() else ", start from the folder that data.path is relative to"
     raise DataError(
@@ -139,7 +140,7 @@ def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[P
 def _tokens_trained_on(tokenizer_folder: Path) -> str | None:
     """The xxh3 of the training tokens of the checkpoint that `tokenizer_folder` lies in, None if it is in none."""
     path = tokenizer_folder.parent / STATE / rank_json(0)
-    return json.loads(path.read_text())["data"]["tokens"] if path.is_file() else None
+    return json.loads(path.read_text())["data"].get("tokens") if path.is_file() else None
 
 
 def _files_of_run(config: Config, run: Path) -> corpus.Files:
@@ -148,7 +149,8 @@ def _files_of_run(config: Config, run: Path) -> corpus.Files:
     if data.source != Source.files:
         return corpus.find_files(data)
     for start in _starts_of_run(run):
-        files, found = corpus.local_files([str(start / Path(pattern).expanduser()) for pattern in data.files])
+        here = Path(glob.escape(str(start)))
+        files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
         if not found:
             return files
     raise DataError(

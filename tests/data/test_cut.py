@@ -105,17 +105,21 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize(("name", "calls"), [("_replace_end", 4), ("write", 4), ("checksums", 1)])
 def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
     make_config: MakeConfig, text_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, calls: int,
+    name: str, calls: int, extended: bool,
 ) -> None:  # fmt: skip
     direct = make_config(text_files[:2], path=str(tmp_path / "direct"))
     expected = prepare(direct)
     assert expected.cut
     original = getattr(preparation, name)
     for fatal in range(1, calls + 1):
-        config = make_config(text_files[:2], path=str(tmp_path / f"{fatal}"))
+        config = make_config(text_files[:2], path=str(tmp_path / f"{fatal}"), max_tokens=2_000)
+        if extended:
+            assert prepare(config).train.tokens < expected.train.tokens
+        config.data.max_tokens = direct.data.max_tokens
         count = 0
 
         def dying(*arguments: object, fatal: int = fatal) -> object:
@@ -129,7 +133,7 @@ def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
             patch.setattr(preparation, name, dying)
             with pytest.raises(Killed):
                 prepare(config)
-        assert read(Path(config.data.path)) is None
+        assert (read(Path(config.data.path)) is None) == (not extended or (name, fatal) != ("write", 1))
         assert prepare(config) == expected
         assert contents(Path(config.data.path)) == contents(tmp_path / "direct")
 
