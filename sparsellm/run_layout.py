@@ -9,6 +9,7 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 STEP = r"step_(\d{8,})"  # of a checkpoint's name
 HF = "hf"
+STATE = "state"
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS = "evaluation", "analysis"
 ADDED = (EVALUATION, ANALYSIS)  # to a checkpoint, later, so not among them
@@ -17,3 +18,8 @@ ADDED = (EVALUATION, ANALYSIS)  # to a checkpoint, later, so not among them
 def checkpoint(folder: Path, step: int) -> Path:
     """The checkpoint of `step` in the run's `folder`."""
     return folder / CHECKPOINTS / f"step_{step:08d}"
+
+
+def rank_json(rank: int) -> str:
+    """The file in a checkpoint's state/ with what `rank` saved; under "data" is its place in the training tokens."""
+    return f"rank_{rank:05}.json"

@@ -50,7 +50,7 @@ def _amount(config: Config) -> str:
 def _summary(manifest: Manifest, config: Config) -> str:
     length, tokenizer = config.training.sequence_length, f"its tokenizer has {manifest.vocab_size:,} ids"
     if manifest.tokenizer_characters is not None:
-        tokenizer += f", trained on the first {manifest.tokenizer_characters:,} characters of the text"
+        tokenizer += f", trained on {manifest.tokenizer_characters:,} characters of the text"
     lines = [f"{config.data.path} is ready; {tokenizer}."]
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
         count = blocks(split.tokens, length)

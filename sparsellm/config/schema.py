@@ -258,9 +258,7 @@ class EvaluateConfig:
     tasks: list[str] = key([], "of the seven; none named: all")
     data_dir: str | None = key(None, "local rows, DIR/TASK/SPLIT.jsonl or .parquet, and no network; null: the hub")
     output_dir: str | None = key(None, "null: evaluation/ in the checkpoint, evaluations/NAME where that is read-only")
-    limit: int | None = key(
-        None, "rows per task, for quick looks (the held-out loss is over the run's blocks all the same); null: all"
-    )
+    limit: int | None = key(None, "rows per task, for quick looks; the held-out text is not cut; null: all")
     batch_size: int | str = key("auto", "sequences per forward pass and rank")
     dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
     device: Device = key(Device.auto, "auto: a GPU where there is one")

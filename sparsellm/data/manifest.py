@@ -62,9 +62,7 @@ class Manifest:
     validation: Split = field(default_factory=Split)
     empty_documents: int = 0  # read, and left out for having no text
     unparsable_modules: int = 0  # of the standard library
-    tokenizer_characters: int | None = (
-        None  # of the text that the tokenizer was trained on; None: it came from elsewhere
-    )
+    tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
     position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
     exhausted: bool = False  # whether the source has no more documents
     cut: bool = False  # whether the end of the stream is held out, because the documents are too few

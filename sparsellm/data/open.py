@@ -1,5 +1,7 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
+import glob
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from sparsellm.data.packed import PackedTokens
 from sparsellm.data.preparation import prepare, source_mistakes
 from sparsellm.data.stream import TokenStream
 from sparsellm.distributed import Ranks, main_first
+from sparsellm.run_layout import STATE, rank_json
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def open_data(config: Config, ranks: Ranks) -> Data:
 def open_validation(config: Config, tokenizer_folder: Path, run: Path) -> torch.Tensor:
     """The held-out blocks that a run of `config` validates on, int64 [V, T + 1]. For one process; prepares nothing.
 
-    `tokenizer_folder` holds the run's tokenizer, as its checkpoints do. A relative path in `config` was meant from the
-    folder in which the run was started; that is looked for here, and then among the folders that `run` lies in.
+    `tokenizer_folder` holds the run's tokenizer: the hf/ of one of its checkpoints. A relative path in `config` starts
+    at the folder in which the run was started: the working directory is tried, then the folders that `run` lies in.
     Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
     data, samples = config.data, config.logging.validation_samples
@@ -126,15 +129,23 @@ def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[P
                 raise DataError("; ".join(found))
             if digest != ready.tokenizer_hash:
                 raise DataError(f"{folder} was prepared with another tokenizer than {tokenizer_folder} holds")
+            if ready.cut and ready.files["train.tokens"]["xxh3"] != _tokens_trained_on(tokenizer_folder):
+                raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
             manifest.verify(ready, folder, ["validation.tokens"])
             return folder, ready
-        except DataError as error:
+        except (DataError, OSError) as error:
             misses.append(str(error))
+    relative = "" if Path(config.data.path).is_absolute() else ", start from the folder that data.path is relative to"
     raise DataError(
-        f"the prepared tokens of {run} (data.path={config.data.path}) are not found ({'; '.join(misses)}): start from"
-        " the folder that data.path is relative to, bring the tokens to one of these folders, or prepare them with"
-        f" {manifest.preparation_command(config)}"
+        f"there are no prepared tokens in data.path={config.data.path} that are those of {run} ({'; '.join(misses)}):"
+        f" bring them there{relative}, or run {manifest.preparation_command(config)}"
     )
+
+
+def _tokens_trained_on(tokenizer_folder: Path) -> str | None:
+    """The xxh3 of the training tokens of the checkpoint that `tokenizer_folder` lies in, None if it is in none."""
+    path = tokenizer_folder.parent / STATE / rank_json(0)
+    return json.loads(path.read_text())["data"].get("tokens") if path.is_file() else None
 
 
 def _files_of_run(config: Config, run: Path) -> corpus.Files:
@@ -143,7 +154,8 @@ def _files_of_run(config: Config, run: Path) -> corpus.Files:
     if data.source != Source.files:
         return corpus.find_files(data)
     for start in _starts_of_run(run):
-        files, found = corpus.local_files([str(start / Path(pattern).expanduser()) for pattern in data.files])
+        here = Path(glob.escape(str(start)))
+        files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
         if not found:
             return files
     raise DataError(

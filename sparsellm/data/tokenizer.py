@@ -7,7 +7,8 @@ the tokens: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, an
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from sparsellm.data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"  # follows every document
+# A longer document is encoded in pieces, on all cores and in 0.5 GB: whole, its encoding takes 100 bytes a character.
+LONG_DOCUMENT = 4_000_000
+PIECE = 500_000
+# Pieces begin here: byte-level tokenizers join no letter and no space in front of it to what comes before.
+_BREAK = re.compile(r"(?<=\S) (?=[^\W\d_])")
 _FILE = "tokenizer.json"
 
 
@@ -92,7 +98,38 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id(END_OF_TEXT)
-    return [[*e.ids, end] for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    documents: list[list[int]] = [[] for _ in texts]
+    for batch in _batches(texts):
+        encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        for (number, _), encoding in zip(batch, encodings, strict=True):
+            documents[number] += encoding.ids
+    for document in documents:
+        document.append(end)
+    return documents
+
+
+def _batches(texts: list[str]) -> Iterator[list[tuple[int, str]]]:
+    """The pieces of `texts`, each with the number of its text, in lists of about LONG_DOCUMENT characters."""
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for number, text in enumerate(texts):
+        for piece in _pieces(text) if len(text) > LONG_DOCUMENT else (text,):
+            batch.append((number, piece))
+            characters += len(piece)
+            if characters >= LONG_DOCUMENT:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` in pieces of at least PIECE characters, the last one perhaps less."""
+    start = 0
+    while found := _BREAK.search(text, start + PIECE):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
 
 
 def _serialized(tokenizer: Tokenizer) -> str:

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.distributed import Ranks
-from sparsellm.run_layout import ADDED, COMMITTED
+from sparsellm.run_layout import ADDED, COMMITTED, STATE, rank_json
 
 MODEL_PREFIX = "model."
 RANK_PREFIX = "rank."
@@ -133,11 +133,11 @@ class Checkpoints:
         `tensors` are then untouched.
         """
         self.wait()
-        state = self._path(step) / "state"
+        state = self._path(step) / STATE
         task = f"loading {state}"
         if step != self._verified:
             self._on_main(task, lambda: self._require_whole(step))
-        owner = self.ranks.rank if _rank_values(state, self.ranks.rank).exists() else 0
+        owner = self.ranks.rank if (state / rank_json(self.ranks.rank)).exists() else 0
         prefix = f"{RANK_PREFIX}{owner:05}."
         rank_tensors = self._together(task, lambda: _match(state, tensors, prefix))
 
@@ -148,7 +148,7 @@ class Checkpoints:
                 storage_reader=dcp.FileSystemReader(state),
                 process_group=self.ranks.checkpoint_group,
             )
-            return json.loads((state / "values.json").read_text()), json.loads(_rank_values(state, owner).read_text())
+            return json.loads((state / "values.json").read_text()), json.loads((state / rank_json(owner)).read_text())
 
         values, rank_values = self._together(task, read)
         return values, rank_values, {name.removeprefix(prefix): tensor for name, tensor in rank_tensors.items()}
@@ -165,7 +165,7 @@ class Checkpoints:
         copies |= {f"{RANK_PREFIX}{self.ranks.rank:05}.{name}": _copy(tensor) for name, tensor in rank_tensors.items()}
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
-        texts = {f"rank_{self.ranks.rank:05}.json": json.dumps(rank_values)}
+        texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
         if self.ranks.is_main:
             texts["values.json"] = json.dumps(values)
         return copies, texts
@@ -190,7 +190,7 @@ class Checkpoints:
         """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures."""
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
-        state = partial / "state"
+        state = partial / STATE
         task = f"saving step {step} to {final}"
 
         def make_folder() -> None:
@@ -417,10 +417,6 @@ def _checksum(path: Path) -> str:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
     return digest.hexdigest()
-
-
-def _rank_values(state: Path, rank: int) -> Path:
-    return state / f"rank_{rank:05}.json"
 
 
 def _fsync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, open_data, preparation, prepare, tokenizer
+from sparsellm.data import DataError, corpus, mistakes, open_data, open_validation, preparation, prepare, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed import process_group
 
@@ -104,17 +105,21 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize(("name", "calls"), [("_replace_end", 4), ("write", 4), ("checksums", 1)])
 def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
     make_config: MakeConfig, text_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, calls: int,
+    name: str, calls: int, extended: bool,
 ) -> None:  # fmt: skip
     direct = make_config(text_files[:2], path=str(tmp_path / "direct"))
     expected = prepare(direct)
     assert expected.cut
     original = getattr(preparation, name)
     for fatal in range(1, calls + 1):
-        config = make_config(text_files[:2], path=str(tmp_path / f"{fatal}"))
+        config = make_config(text_files[:2], path=str(tmp_path / f"{fatal}"), max_tokens=2_000)
+        if extended:
+            assert prepare(config).train.tokens < expected.train.tokens
+        config.data.max_tokens = direct.data.max_tokens
         count = 0
 
         def dying(*arguments: object, fatal: int = fatal) -> object:
@@ -128,7 +133,7 @@ def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
             patch.setattr(preparation, name, dying)
             with pytest.raises(Killed):
                 prepare(config)
-        assert read(Path(config.data.path)) is None
+        assert (read(Path(config.data.path)) is None) == (not extended or (name, fatal) != ("write", 1))
         assert prepare(config) == expected
         assert contents(Path(config.data.path)) == contents(tmp_path / "direct")
 
@@ -279,3 +284,21 @@ def test_a_stream_of_one_file_is_refused_with_a_remedy_that_works(
     prepared = make_config(text_files[:1], streaming=False)
     prepare(prepared)
     assert mistakes(prepared) == []
+
+
+def test_a_run_is_not_validated_on_tokens_that_were_cut_elsewhere_than_those_it_trained_on(
+    make_config: MakeConfig, text_files: list[str], tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    config = make_config(text_files, max_tokens=2_000)
+    manifest = prepare(config)
+    checkpoint = tmp_path / "runs" / "mine" / "checkpoints" / "step_00000001"
+    shutil.copytree(tokenizer_folder, checkpoint / "hf")
+    (checkpoint / "state").mkdir()
+    position = {"data": {"samples": 8, "tokens": manifest.files["train.tokens"]["xxh3"]}}
+    (checkpoint / "state" / "rank_00000.json").write_text(json.dumps(position))
+    blocks = open_validation(config, checkpoint / "hf", tmp_path / "runs" / "mine")
+    assert len(blocks) == manifest.validation.blocks
+    extended = make_config(text_files, max_tokens=6_000)
+    prepare(extended)
+    with pytest.raises(DataError, match="was cut elsewhere: the run may have trained on what it holds out"):
+        open_validation(extended, checkpoint / "hf", tmp_path / "runs" / "mine")

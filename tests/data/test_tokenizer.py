@@ -27,6 +27,21 @@ def test_documents_end_with_end_of_text_and_nothing_in_a_text_ends_it(tokenizer_
     assert vocabulary.decode(ids[:-1]) == "token <|endoftext|> stream"
 
 
+def test_a_long_document_is_encoded_in_pieces_to_the_same_ids(
+    texts: list[str], tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = tokenizer.load(str(tokenizer_folder))
+    long = "  \n".join(texts)
+    documents = [texts[0], long, "", long[:1_000], texts[1]]
+    whole = tokenizer.encode(vocabulary, documents)
+    monkeypatch.setattr(tokenizer, "LONG_DOCUMENT", 2_000)
+    for piece in (1, 100, 5_000):
+        monkeypatch.setattr(tokenizer, "PIECE", piece)
+        sizes = [[len(piece) for _, piece in batch] for batch in tokenizer._batches(documents)]
+        assert max(map(sum, sizes)) < 2_000 + piece + 1_000 < len(long)
+        assert tokenizer.encode(vocabulary, documents) == whole
+
+
 def test_truncation_and_padding_settings_do_not_touch_documents(tmp_path: Path, tokenizer_folder: Path) -> None:
     cutting = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     cutting.enable_truncation(4)
