@@ -1,6 +1,7 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
-# make kernels compiles the CUDA kernels and reports their resources; without a CUDA build of torch, no more than that
+# make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch
+# make wheel   builds the kernels, and a wheel in dist/ that holds them: where it is installed, no nvcc is needed
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ RUN := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: setup train test test-gpu check kernels
+.PHONY: setup train test test-gpu check kernels wheel
 
 setup: $(READY)
 
@@ -41,3 +42,7 @@ check: $(READY)
 
 kernels: $(READY)
 	$(RUN) -m sparsellm.ops.build
+
+wheel: $(READY)
+	$(RUN) -m sparsellm.ops.build build/kernels
+	SPARSELLM_KERNELS=build/kernels $(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .
