@@ -12,31 +12,41 @@ TORCH ?= torch==2.13.0
 ifeq ($(SETUP),0)
 RUN := $(PYTHON)
 READY :=
+TOOLS :=
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
+TOOLS := .venv/.tools
+# Compiling all that is installed takes half a minute, and a run imports a part of it: imports compile what they need.
+INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt '$(TORCH)'
+unexport PYTHONDONTWRITEBYTECODE
 endif
 
 .PHONY: setup train test test-gpu check kernels wheel
 
-setup: $(READY)
+setup: $(TOOLS)
 
 .venv/.ready: pyproject.toml constraints.txt
-	@echo 'Setting up .venv: a minute or two, once'
+	@echo 'Setting up .venv: about a minute, once'
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
+	@$(INSTALL) -e .
+	@touch $@
+
+# What tests and checks need beside the package.
+.venv/.tools: .venv/.ready
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
-test: $(READY)
+test: $(TOOLS)
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
-test-gpu: $(READY)
+test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
 
-check: $(READY)
+check: $(TOOLS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
