@@ -2,21 +2,102 @@
 
     python scripts/compare_runs.py runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
-Left: training and held-out cross entropy. Middle: how far each run's training cross entropy is from the mean of all
-runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; the first run's
-layers are drawn thin.
+Left: held-out and training cross entropy. Middle: how far each run's training cross entropy is from the mean of all
+runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; where every run is
+drawn in a colour of its own, the first run's layers are drawn thin.
+
+Runs of both paths, on the kernels and in PyTorch, are coloured by path, one colour for each: the question is whether
+the paths differ by more than runs of one path do. Otherwise each run has a colour of its own.
 """
 
 import argparse
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
+from sparsellm.figures import BLUE, ORANGE, STYLE, plain, saved
 from sparsellm.training.metrics import METRICS, read
+
+Rows = list[dict[str, Any]]
+PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
+
+
+def path(rows: Rows) -> str:
+    """What computed the feedforward layers of a run. Rows of early versions name no engine: there was PyTorch alone."""
+    engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
+    return "kernels" if engines - {"torch"} else "PyTorch"
+
+
+def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
+    """The colour of each run, and its name in the legend."""
+    paths = {name: path(rows) for name, rows in runs.items()}
+    found = list(paths.values())
+    if len(set(found)) == 1:
+        return {name: (f"C{number}", name) for number, name in enumerate(runs)}
+    return {name: (PATHS[of], f"{of} ({found.count(of)})") for name, of in paths.items()}
+
+
+def draw(runs: dict[str, Rows]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13.5, 3.8), layout="constrained")
+        losses, apart, nonzeros = figure.subplots(1, 3)
+        _losses(losses, runs)
+        _apart(apart, runs)
+        _nonzeros(nonzeros, runs)
+        for axes in (losses, apart, nonzeros):
+            axes.set_xlabel("step")
+            axes.set_xlim(0, None)
+            plain(axes.xaxis)
+        shown = dict(zip(*reversed(losses.get_legend_handles_labels()), strict=True))
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 6))
+        return figure
+
+
+def _losses(axes: Axes, runs: dict[str, Rows]) -> None:
+    """Training curves light, held-out ones on top of all of them."""
+    settled = []
+    for name, (color, label) in styles(runs).items():
+        rows = runs[name]
+        axes.plot([r["step"] for r in rows], [r["ce"] for r in rows], color=color, alpha=0.3, linewidth=0.9)
+        validated = [r for r in rows if r["val_ce"] is not None]
+        axes.plot(
+            [r["step"] for r in validated], [r["val_ce"] for r in validated], "o-", color=color, markersize=3,
+            label=label, zorder=4,
+        )  # fmt: skip
+        settled += [r["ce"] for r in rows if r["ce"] is not None and 10 * r["step"] > rows[-1]["step"]]
+    low, high = min(settled), max(settled)
+    margin = 0.05 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)  # the first tenth may leave the picture
+    axes.set(ylabel="cross entropy, nats per token", title="dots: held-out, light: training")
+    plain(axes.yaxis)
+
+
+def _apart(axes: Axes, runs: dict[str, Rows]) -> None:
+    ce = {name: {r["step"]: r["ce"] for r in rows if r["ce"] is not None} for name, rows in runs.items()}
+    shared = sorted(set.intersection(*(set(of_run) for of_run in ce.values())))
+    means = [fmean(of_run[step] for of_run in ce.values()) for step in shared]
+    for name, (color, _) in styles(runs).items():
+        distances = [ce[name][step] - mean for step, mean in zip(shared, means, strict=True)]
+        axes.plot(shared, distances, color=color, linewidth=1, alpha=0.7)
+    axes.set(ylabel="nats per token", title="training cross entropy, less the mean of all runs")
+    plain(axes.yaxis)
+
+
+def _nonzeros(axes: Axes, runs: dict[str, Rows]) -> None:
+    by_run = len({color for color, _ in styles(runs).values()}) == len(runs)
+    for number, (name, (color, _)) in enumerate(styles(runs).items()):
+        counted = [r for r in runs[name] if r["nnz_mean"] is not None]
+        steps = [r["step"] for r in counted]
+        axes.plot(steps, [r["nnz_mean"] for r in counted], color=color, linewidth=1.8)
+        if number == 0 and by_run and counted:
+            axes.plot(steps, [r["nnz_per_layer"] for r in counted], color=color, alpha=0.3, linewidth=0.7)
+    axes.set(ylabel="nonzeros per token", title="mean of layers" + "; thin: each layer of the first" * by_run)
+    axes.set_yscale("log", nonpositive="mask")
+    plain(axes.yaxis)
 
 
 def main() -> None:
@@ -28,37 +109,16 @@ def main() -> None:
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
-    figure, (losses, apart, nonzeros) = plt.subplots(1, 3, figsize=(17, 4.4), layout="constrained")
-    ce = {name: {r["step"]: r["ce"] for r in rows} for name, rows in runs.items()}
-    shared = sorted(set.intersection(*(set(of_run) for of_run in ce.values())))
-    means = [fmean(of_run[step] for of_run in ce.values()) for step in shared]
-    print(f"{'run':<16}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}")
-    for number, (name, rows) in enumerate(runs.items()):
-        color = f"C{number}"
-        losses.plot([r["step"] for r in rows], [r["ce"] for r in rows], color=color, alpha=0.45, linewidth=1)
-        validated = [r for r in rows if r["val_ce"] is not None]
-        losses.plot([r["step"] for r in validated], [r["val_ce"] for r in validated], "o-", color=color, label=name)
-        distances = [ce[name][step] - mean for step, mean in zip(shared, means, strict=True)]
-        apart.plot(shared, distances, color=color, linewidth=1.5, label=name)
-        counted = [r for r in rows if r["nnz_mean"] is not None]
-        steps = [r["step"] for r in counted]
-        if counted:
-            nonzeros.plot(steps, [r["nnz_mean"] for r in counted], color=color, linewidth=2.5, label=name)
-            if number == 0:
-                nonzeros.plot(steps, [r["nnz_per_layer"] for r in counted], color=color, alpha=0.35, linewidth=0.8)
-        last = rows[-1]
-        held_out = f"{validated[-1]['val_ce']:.3f}" if validated else "-"
+    print(f"{'run':<24}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}")
+    for name, rows in runs.items():
+        last, validated = rows[-1], [r["val_ce"] for r in rows if r["val_ce"] is not None]
+        held_out = f"{validated[-1]:.3f}" if validated else "-"
+        counted = last["nnz_mean"] is not None
         count = f"{last['nnz_mean']:.1f}" if counted else "-"
-        dead = f"{sum(last['dead_per_layer'])}" if counted else "-"
-        print(f"{name:<16}{last['step']:>8}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}")
-    losses.set(xlabel="step", ylabel="cross entropy, nats per token", title="thin: training, dots: held out")
-    apart.set(xlabel="step", ylabel="nats per token", title="training cross entropy, less the mean of all runs")
-    nonzeros.set(xlabel="step", ylabel="nonzeros per token", title="mean over layers; thin: each layer", yscale="log")
-    for axes in (losses, apart, nonzeros):
-        axes.grid(alpha=0.3)
-        axes.legend()
+        dead = f"{sum(last['dead_per_layer']):,}" if counted else "-"
+        print(f"{name:<24}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=110, bbox_inches="tight")
+    args.output.write_bytes(saved(draw(runs)))
     print(f"drawn: {args.output}")
 
 

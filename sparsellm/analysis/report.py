@@ -33,7 +33,7 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}
         for at, row in enumerate(means)
     ]
-    pictures = figures.draw(activity, results["layers"], speeds)
+    pictures = figures.draw(title(results), activity, results["layers"], speeds)
     files = {
         "layers.csv": as_csv([flat(row) for row in results["layers"]]),
         "positions.csv": as_csv(positions),
@@ -49,6 +49,14 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         partial = folder / f"{name}.partial"
         partial.write_bytes(content)
         partial.replace(folder / name)
+
+
+def title(results: Row) -> str:
+    """Of a run's checkpoint NAME, step 400; of others the name that was given."""
+    folder = Path(results["checkpoint"])
+    if results["step"] is None:
+        return results["checkpoint"]
+    return f"{folder.resolve().parents[1].name}, step {results['step']:,}"
 
 
 def as_csv(rows: list[Row]) -> bytes:

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import EvaluateConfig, entry_point, load
+from sparsellm.config import EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results
 from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
 from sparsellm.evaluation.locate import locate
 from sparsellm.run_layout import CONFIG
 from sparsellm.training import run_folder
-from sparsellm.training.metrics import WandbRun
+from sparsellm.training.wandb_record import WandbRun, sync_command
 
 
-@entry_point(mistakes, EvaluateConfig)
+@entry_point(mistakes, evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
         found = evaluate_checkpoint(config, record, show)
@@ -46,8 +46,13 @@ def record(found: dict[str, Any]) -> None:
     try:
         with run_folder.claim(run):
             config = load(run / CONFIG)
-            wandb = WandbRun(config, config.logging, run)
-            wandb.evaluation(found["step"], results.scores(found))
+            wandb = WandbRun(config, run)
+            wandb.evaluation(
+                found["step"], results.scores(found), f"{results.record_name(found)}/table", found["tasks"]
+            )
             wandb.close(0)
+            if wandb.place != "disabled":
+                upload = sync_command(run)
+                print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
     except run_folder.RunFolderError as error:
         print(f"Weights & Biases is skipped: {error}", file=sys.stderr)

@@ -64,7 +64,9 @@ class Request:
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
-        return data.open_validation(self.run_config(), Path(self.checkpoint.model))[: self.config.limit]
+        return data.open_validation(self.run_config(), Path(self.checkpoint.model), self.checkpoint.run)[
+            : self.config.limit
+        ]
 
     def results(self, sides: list[Parts], failed: dict[str, str]) -> dict[str, Any]:
         """The contents of results.json: the parts of each of its `sides`, and why other ones `failed`."""

@@ -65,9 +65,14 @@ def mean(names: list[str], tasks: dict[str, dict[str, Any]]) -> float | None:
     return sum(tasks[name]["score"] for name in names) / len(names) if all(name in tasks for name in names) else None
 
 
+def record_name(results: dict[str, Any]) -> str:
+    """What the names of `results` begin with in a record of the run; of fewer rows, other names."""
+    return "evaluation" if results["limit"] is None else f"evaluation/limit_{results['limit']}"
+
+
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by a flat name, for a record of the run; of fewer rows, other names."""
-    prefix = "evaluation" if results["limit"] is None else f"evaluation/limit_{results['limit']}"
+    """The numbers of `results` by a flat name, for a record of the run."""
+    prefix = record_name(results)
     found = {f"{prefix}/{name}": task["score"] for name, task in results["tasks"].items()}
     if results["mean"] is not None:
         found[f"{prefix}/mean"] = results["mean"]

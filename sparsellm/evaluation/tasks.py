@@ -23,16 +23,17 @@ from sparsellm.evaluation.locate import file_digest
 class Stock:
     path: str  # of its definition, in lm_eval/tasks
     split: str  # that it scores
+    chance: float  # the accuracy of guessing: nearly all rows have as many choices as that says
 
 
 TASKS = {
-    "arc_easy": Stock("arc/arc_easy.yaml", "test"),
-    "arc_challenge": Stock("arc/arc_challenge.yaml", "test"),
-    "hellaswag": Stock("hellaswag/hellaswag.yaml", "validation"),
-    "openbookqa": Stock("openbookqa/openbookqa.yaml", "test"),
-    "piqa": Stock("piqa/piqa.yaml", "validation"),
-    "winogrande": Stock("winogrande/default.yaml", "validation"),
-    "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation"),
+    "arc_easy": Stock("arc/arc_easy.yaml", "test", 1 / 4),
+    "arc_challenge": Stock("arc/arc_challenge.yaml", "test", 1 / 4),
+    "hellaswag": Stock("hellaswag/hellaswag.yaml", "validation", 1 / 4),
+    "openbookqa": Stock("openbookqa/openbookqa.yaml", "test", 1 / 4),
+    "piqa": Stock("piqa/piqa.yaml", "validation", 1 / 2),
+    "winogrande": Stock("winogrande/default.yaml", "validation", 1 / 2),
+    "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation", 1 / 5),
 }
 FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of the datasets library
 

@@ -138,10 +138,12 @@ def _stderr_of_mean(result: dict[str, Any]) -> float | None:
     return sum(error**2 for error in errors) ** 0.5 / len(errors)
 
 
-def _legend(sweep: Sweep, evaluated: bool) -> str:
-    def distinct(values: Iterable[Any]) -> str:
-        return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
+def distinct(values: Iterable[Any]) -> str:
+    """5,632, or 5,632 or 8,448."""
+    return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
 
+
+def _legend(sweep: Sweep, evaluated: bool) -> str:
     configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)

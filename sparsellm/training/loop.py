@@ -9,13 +9,12 @@ batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gr
 buckets, while the last micro-batch's backward goes on.
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
-(`_read`, and by `Plans` for the step before the last), at validation and evaluation, and while a checkpoint is copied
-to the host.
+(`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
+the host, and once, early on, to say how long the run will take (`Progress.step`).
 """
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -38,18 +37,20 @@ from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
 from sparsellm.training.metrics import (
     METRICS,
+    HeldOut,
     MetricsFile,
     Rows,
     StepClock,
     StepReport,
     StepSums,
-    WandbRun,
     reduce_step,
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
+from sparsellm.training.progress import Progress, say
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 from sparsellm.training.stop import StopSignals
+from sparsellm.training.wandb_record import WandbRun
 
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 SAMPLE_PROMPT = "The"
@@ -142,6 +143,8 @@ class Trainer:
             try:
                 self._train(stop)
             finally:
+                if self.ranks.is_main:
+                    self.progress.close()
                 self.checkpoints.wait()  # whatever ends the run, what is being saved is saved
             finished = self.step >= self.config.training.steps
             exit_code = 0 if finished else 128 + (stop.signal or signal.SIGTERM)  # or the signal of another rank
@@ -162,9 +165,9 @@ class Trainer:
                 if validating or evaluating or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
                 if validating or evaluating:
-                    val_ce = self._validate() if validating else None
+                    held_out = self._validate() if validating else None
                     scores = self.evaluation.scores(self.step, self.decoder, self.data) if evaluating else None
-                    stopping |= self._read(val_ce, scores)
+                    stopping |= self._read(held_out, scores)
                 save_due |= stopping or self._due(config.run.checkpoint_every)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
@@ -172,7 +175,7 @@ class Trainer:
                     self._save()
                     save_due = False
                 if self.ranks.is_main:
-                    self.progress.step()
+                    self.progress.step(self.step, clock)
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
         """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""
@@ -240,14 +243,14 @@ class Trainer:
         dtype = DTYPES[runtime.precision]
         return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
 
-    def _read(self, val_ce: float | None = None, scores: dict[str, float | None] | None = None) -> bool:
+    def _read(self, held_out: HeldOut | None = None, scores: dict[str, float | None] | None = None) -> bool:
         """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
         if self.ranks.is_main:
             self._warn_of_failed_save(self.checkpoints.failure())
-            row = self.rows.row(values, self.l1_denominator, val_ce, scores)
+            row = self.rows.row(values, self.l1_denominator, held_out, scores)
             self.metrics.write(row)
             self.wandb.write(row)
             self.progress.row(row)
@@ -259,10 +262,10 @@ class Trainer:
             )
         return values.stop
 
-    def _validate(self) -> float:
-        return cross_entropy(
-            self.decoder, self.data.validation, self.config.runtime.micro_batch_size, self.autocast, self.ranks
-        )
+    def _validate(self) -> HeldOut:
+        blocks = self.data.validation
+        ce = cross_entropy(self.decoder, blocks, self.config.runtime.micro_batch_size, self.autocast, self.ranks)
+        return HeldOut(ce, blocks[:, 1:].numel())
 
     # The run's state: what a checkpoint holds.
 
@@ -318,24 +321,30 @@ class Trainer:
         """Once for each failure, as soon as it is known."""
         if self.ranks.is_main and failure not in (None, self.warned_of):
             self.warned_of = failure
-            print(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint", file=sys.stderr)
+            say(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint")
 
     def _open_logs(self) -> None:
-        if self.ranks.is_main:
-            self.progress = report.Progress(self.config.run.name, self.step, self.config.training.steps)
-            parameters = sum(p.numel() for p in self.decoder.parameters())
-            self.rows = Rows(self.config, parameters, self.ranks.world_size, self.ranks.device)
-            self.metrics = MetricsFile(self.folder / METRICS, self.step)
-            self.wandb = WandbRun(self.config, self.config.logging, self.folder)
+        if not self.ranks.is_main:
+            return
+        config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
+        self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
+        self.metrics = MetricsFile(self.folder / METRICS, self.step)
+        self.wandb = WandbRun(config, self.folder)
+        engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
+        self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
+        self._say(report.aligned("Weights & Biases", self.wandb.place))
+        self.progress = Progress(config.run.name, self.step, config.training.steps, self.tokens_per_step)
 
     def _finish(self, exit_code: int) -> None:
-        self.progress.close()
         self.metrics.close()
-        self.wandb.close(exit_code)
         name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
+            self.wandb.close(exit_code)
             change = f", with run.name={name} and without run.restart," if self.config.run.restart else ""
-            print(f"{name}: stopped after step {self.step:,}; the same command{change} resumes it")
+            stopped = f"{name}: stopped after step {self.step:,}; the same command{change} resumes it"
+            print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
-        hf = run_folder.checkpoint(self.folder, self.step) / "hf"
-        print(f"\n{summary}\n  sample              {report.sample(hf, SAMPLE_PROMPT, 48)!r}")
+        self.wandb.figures(self.step, sorted((self.folder / report.PLOTS).glob("*.png")))
+        self.wandb.close(exit_code)
+        sample = report.sample(run_folder.checkpoint(self.folder, self.step) / "hf", SAMPLE_PROMPT, 48)
+        print(f"\n{summary}\n{report.aligned('sample', repr(sample))}")

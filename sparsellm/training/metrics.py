@@ -1,4 +1,4 @@
-"""What a step measured, from sums on the device to rows of metrics.jsonl and Weights & Biases.
+"""What a step measured, from sums on the device to rows of metrics.jsonl.
 
 A row holds its own step's values over the whole global batch. The numbers are reduced and copied without blocking, and
 read once the next step is under way, so that logging never makes the device wait. With them travels the wish of any
@@ -8,19 +8,16 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
-import secrets
-import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config, LoggingConfig, WandbMode, to_dict
+from sparsellm.config import Config
 from sparsellm.model import DecoderOutput
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
@@ -171,6 +168,13 @@ def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return on_host, copied
 
 
+class HeldOut(NamedTuple):
+    """What a validation found."""
+
+    ce: float  # nats per token
+    tokens: int  # that `ce` is the mean of
+
+
 class Rows:
     """Turns step values into rows: one shape for all runs, null for what does not exist, never NaN."""
 
@@ -180,7 +184,7 @@ class Rows:
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
     def row(
-        self, values: StepValues, l1_denominator: int, val_ce: float | None, scores: dict[str, float | None] | None
+        self, values: StepValues, l1_denominator: int, held_out: HeldOut | None, scores: dict[str, float | None] | None
     ) -> dict[str, Any]:
         config, model = self.config, self.config.model
         step_tokens = config.training.batch_size * config.training.sequence_length
@@ -197,7 +201,8 @@ class Rows:
             "tokens": values.known["tokens"],
             "loss": ce if l1 is None else ce + values.known["l1_coefficient"] * l1,
             "ce": ce,
-            "val_ce": val_ce,
+            "val_ce": held_out and held_out.ce,
+            "val_tokens": held_out and held_out.tokens,
             "evaluation": scores,
             "l1": l1,
             "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
@@ -252,72 +257,3 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class WandbRun:
-    """The same rows in Weights & Biases: online with a key, otherwise offline, and it says which."""
-
-    def __init__(self, config: Config, logging: LoggingConfig, folder: Path) -> None:
-        self._run = None
-        if logging.wandb == WandbMode.disabled:
-            return
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
-
-        mode = logging.wandb.name
-        if mode == "online" and not wandb.api.api_key:
-            mode = "offline"
-            print(
-                "Weights & Biases: offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)",
-                file=sys.stderr,
-            )
-        else:
-            print(f"Weights & Biases: {mode}", file=sys.stderr)
-        start = partial(
-            wandb.init, project=logging.wandb_project, group=logging.wandb_group, name=config.run.name,
-            id=self._id(folder), resume="allow", dir=folder, config=to_dict(config),
-        )  # fmt: skip
-        try:
-            self._run = start(mode=mode)
-        except wandb.errors.Error as error:
-            print(f"Weights & Biases: offline, for {mode} failed: {error}", file=sys.stderr)
-            self._run = start(mode="offline")
-
-    @staticmethod
-    def _id(folder: Path) -> str:
-        """One record per run folder, through all its resumes: names may repeat on other machines."""
-        path = folder / "wandb" / "id"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(secrets.token_hex(8))
-        return path.read_text()
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        flat = {}
-        for key, value in row.items():
-            if key == "plan_per_layer":
-                flat["tile_layers"] = value.count("tile")
-            elif isinstance(value, list):
-                flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
-            elif isinstance(value, dict):  # as `evaluation` below has them
-                named = {"step": row["step"], **value}
-                flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
-            elif value is not None:
-                flat[key] = value
-        # The step is given: an offline run that resumes would count from 0 again.
-        self._run.log(flat, step=row["step"])
-
-    def evaluation(self, step: int, scores: dict[str, float]) -> None:
-        """Add what an evaluation of the checkpoint at `step` gave: as a row, and in the summary of the run."""
-        if self._run is None:
-            return
-        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
-        # A record online refuses rows before its last one, and one offline has forgotten where that was.
-        self._run.log({"evaluation/step": step, **scores}, step=max(step, self._run.step))
-        self._run.summary.update(scores)
-
-    def close(self, exit_code: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)

@@ -25,7 +25,8 @@ from sparsellm.distributed import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
 from sparsellm.model import accelerate
 from sparsellm.training.checkpoint import Checkpoints
-from sparsellm.training.metrics import METRICS, WandbRun, read
+from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.wandb_record import WandbRun
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "eval"
 
@@ -399,8 +400,13 @@ def test_scores_reach_the_run_record(monkeypatch):
 
     wandb = WandbRun.__new__(WandbRun)
     wandb._run = record = Record()
-    wandb.evaluation(400, {"evaluation/mean": 0.5})
-    assert record.logged == ({"evaluation/step": 400, "evaluation/mean": 0.5}, 401)
+    tasks = {"piqa": {"score": 0.5, "stderr": 0.01, "metric": "acc_norm", "rows": 7, "acc": 0.4, "split": "validation"}}
+    wandb.evaluation(400, {"evaluation/mean": 0.5}, "evaluation/table", tasks)
+    row, step = record.logged
+    table = row.pop("evaluation/table")
+    assert (row, step) == ({"evaluation/step": 400, "evaluation/mean": 0.5}, 401)
+    assert table.columns == ["task", "score", "stderr", "metric", "rows"]
+    assert table.data == [["piqa", 0.5, 0.01, "acc_norm", 7]]
     assert record.metric == ("evaluation/*", "evaluation/step")
     assert record.summary == {"evaluation/mean": 0.5}
 

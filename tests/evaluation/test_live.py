@@ -23,8 +23,9 @@ from sparsellm.evaluation import downstream, evaluate_checkpoint, live
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.training.loop import Trainer
-from sparsellm.training.metrics import METRICS, WandbRun, read
+from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.run_folder import open_folder
+from sparsellm.training.wandb_record import WandbRun
 
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 NAMES = ["hellaswag", "piqa", "arc_challenge"]
@@ -167,7 +168,7 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     assert run([*asked, "run.name=no-model"])[0] == 0
     said = capsys.readouterr().err
     assert "sparsellm: step 3: evaluating piqa failed, training goes on: ScoringFailed: rank 1: OutOfMemory" in said
-    assert "step 4/4  hellaswag " in said
+    assert "step 4/4  accuracy  hellaswag " in said
     assert "sparsellm: step 4: evaluating the model failed, training goes on: ZeroDivisionError: division by" in said
 
 

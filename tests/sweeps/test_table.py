@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from sparsellm.sweeps import figure, report, table
 from sparsellm.sweeps.plan import plan
@@ -117,35 +118,75 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
 
 
 def test_the_figure_has_a_panel_for_what_exists(swept, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(figure, "_draw", lambda axes, panel, lines, dense: drawn.append((panel.title, [*lines], dense)))
+    panels = []
+    monkeypatch.setattr(
+        figure, "_draw", lambda axes, panel, lines, dense, at: panels.append((panel.title, [*lines], dense))
+    )
     sweep = swept("sparsity.l1_coefficient=0,1e-3", "sweep.baseline=true")
     leave(sweep.points[0])
     assert figure.draw(sweep, table.rows(sweep)) is None
     leave(sweep.points[1])
     leave(sweep.points[2], nnz_mean=None, nnz_per_layer=None, dead_per_layer=None)
     assert figure.draw(sweep, table.rows(sweep)).keys() == {"png", "pdf"}
-    assert [title for title, _, _ in drawn] == [panel.title for panel in figure.PANELS[1:]]
-    assert all(lines == ["ReLU + L1"] and dense[0][0] is sweep.points[2] for _, lines, dense in drawn)
+    assert [title for title, _, _ in panels] == [panel.title for panel in figure.PANELS[1:]]
+    assert all(lines == ["ReLU + L1"] and dense[0][0] is sweep.points[2] for _, lines, dense in panels)
+
+
+def drawn(runs, sweep, wanted):
+    """The axes of one panel, with everything in it."""
+    axes = Figure().subplots()
+    lines = {}
+    for point, row in runs:
+        if not point.baseline:
+            lines.setdefault(figure._label(point), []).append((point, row))
+    at = figure.places(sorted({figure._coefficient(point) for point, _ in runs if not point.baseline}))
+    figure._coefficient_axis(axes, at)
+    panel = next(panel for panel in figure.PANELS if panel.title.startswith(wanted))
+    figure._draw(axes, panel, lines, [run for run in runs if run[0].baseline], at)
+    return axes, at
 
 
 def test_lines_and_baselines_are_drawn_where_the_numbers_are(swept):
-    from matplotlib import pyplot as plt
-
-    sweep = swept("training.seed=0,1", "sparsity.l1_coefficient=0,1e-3", "sweep.baseline=true")
-    for point, val_ce in zip(sweep.points, (2.0, 2.2, 4.0, 5.0, 2.5, 4.5), strict=True):
+    sweep = swept("training.seed=0,1", "sparsity.l1_coefficient=0,1e-3,1e-2", "sweep.baseline=true")
+    for point, val_ce in zip(sweep.points, (2.0, 2.2, 2.4, 4.0, 5.0, 6.0, 2.5, 4.5), strict=True):
         leave(point, val_ce=val_ce)
-    runs = list(zip(sweep.points, table.rows(sweep), strict=True))
-    panel = next(panel for panel in figure.PANELS if panel.ylabel == "increase")
-    axes = plt.figure().add_subplot()
-    figure._draw(axes, panel, {"training.seed=0": runs[:2], "training.seed=1": runs[2:4]}, runs[4:])
-    drawn = {line.get_label(): line for line in axes.get_lines()}
-    plt.close()
-    assert list(drawn["training.seed=1"].get_xdata()) == [0, 1e-3]
-    assert list(drawn["training.seed=1"].get_ydata()) == pytest.approx([0, 0.25])
-    dense = [drawn[f"dense SiLU, training.seed={seed}"] for seed in (0, 1)]
+    axes, at = drawn(list(zip(sweep.points, table.rows(sweep), strict=True)), sweep, "Cross entropy")
+    lines = [line for line in axes.get_lines() if line.get_label() == "training.seed=1"]
+    assert [list(line.get_xdata()) for line in lines] == [[at[0]], [at[1e-3], at[1e-2]]]
+    assert [y for line in lines for y in line.get_ydata()] == pytest.approx([0, 0.25, 0.5])
+    dense = [line for line in axes.get_lines() if line.get_label().startswith("dense SiLU, training.seed=")]
     assert [line.get_ydata()[0] for line in dense] == pytest.approx([0.25, 0.125])
     assert [line.get_color() for line in dense] == ["C0", "C1"]
+
+
+def test_the_axis_is_broken_after_zero_and_no_line_crosses_the_break(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-5,1e-4,1e-3")
+    for point in sweep.points:
+        leave(point)
+    at = figure.places([0, 1e-5, 1e-4, 1e-3])
+    assert [at[c] for c in (1e-5, 1e-4, 1e-3)] == pytest.approx([-5, -4, -3])
+    assert at[0] < -5.2
+    for wanted in ("Nonzero", "Cross entropy", "Dead"):
+        axes, at = drawn(list(zip(sweep.points, table.rows(sweep), strict=True)), sweep, wanted)
+        curves = [line for line in axes.get_lines() if line.get_transform() == axes.transData]
+        assert curves
+        assert all(len(line.get_xdata()) == 1 or min(line.get_xdata()) >= at[1e-5] for line in curves)
+        assert [line for line in axes.get_lines() if line.get_transform() == axes.transAxes]  # the strokes
+    axes, _ = drawn(list(zip(sweep.points[1:], table.rows(sweep)[1:], strict=True)), sweep, "Dead")
+    assert not [line for line in axes.get_lines() if line.get_transform() == axes.transAxes]
+
+
+def test_accuracies_are_points_with_errors_beside_the_level_of_chance(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-4,1e-3")
+    for point in sweep.points:
+        leave(point, scores=scored(0.5, arc_easy=0.6, piqa=0.4))
+    axes, _ = drawn(list(zip(sweep.points, table.rows(sweep), strict=True)), sweep, "Mean accuracy")
+    (points,) = axes.containers
+    assert points.lines[0].get_linestyle() == "None"
+    assert [text.get_text() for text in axes.texts] == ["chance 37.5%"]  # of 25% and 50%
+    assert axes.get_ylim()[0] == 0
+    axes, _ = drawn(list(zip(sweep.points, table.rows(sweep), strict=True)), sweep, "Dead")
+    assert axes.get_ylim()[0] == 0
 
 
 def test_the_same_numbers_give_the_same_files(swept):

@@ -25,7 +25,7 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "overflow", "plan_per_layer",
-    "ffn_saved_bytes", "val_ce", "evaluation", "reinitialized_per_layer", "skipped_steps",
+    "ffn_saved_bytes", "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
@@ -151,7 +151,8 @@ def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
     assert first["overflow"] == 0
     assert first["plan_per_layer"] == ["torch", "torch"]
     assert first["ffn_saved_bytes"] == 2 * 2 * (3 * 16) * 48 * 4  # g and u of each layer, float32
-    assert [row["step"] for row in rows if row["val_ce"] is not None] == [4, 8, 12]
+    assert {row["step"]: row["val_tokens"] for row in rows if row["val_ce"] is not None} == {4: 80, 8: 80, 12: 80}
+    assert all((row["val_ce"] is None) == (row["val_tokens"] is None) for row in rows)
     for row in rows:
         assert row["loss"] == pytest.approx(row["ce"] + row["l1_coefficient"] * row["l1"])
         assert row["tokens_per_s"] > 0
@@ -165,7 +166,9 @@ def test_validation_is_the_stock_models_loss(tmp_path):
         with torch.no_grad():
             logits = model(blocks[:, :-1]).logits
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
-        assert trainer._validate() == pytest.approx(expected.item(), rel=1e-6)
+        found = trainer._validate()
+    assert found.ce == pytest.approx(expected.item(), rel=1e-6)
+    assert found.tokens == 5 * 16
 
 
 def test_values_that_do_not_exist_are_null(tmp_path):
@@ -370,7 +373,7 @@ def test_learning_rate():
 def test_ranks_without_a_validation_block_add_nothing(tmp_path):
     """Five blocks over eight ranks: the shares of all ranks add up to the whole."""
     with small_trainer(tmp_path / "run") as trainer:
-        whole = trainer._validate()
+        whole = trainer._validate().ce
         ranks = [replace(trainer.ranks, rank=rank, world_size=8) for rank in range(8)]
         model, blocks, autocast = trainer.decoder, trainer.data.validation, trainer.autocast
         shares = [cross_entropy(model, blocks, 2, autocast, rank) for rank in ranks]

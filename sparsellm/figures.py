@@ -1,0 +1,93 @@
+"""How every figure looks: one style, one way to write numbers, one colour scale for layers, files without dates."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+STYLE = {
+    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "figure.titlesize": 10, "legend.fontsize": 8,
+    "legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 4, "axes.linewidth": 0.7,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5,
+    "axes.axisbelow": True, "pdf.fonttype": 42,
+}  # fmt: skip
+PANEL = (4.6, 3.1)  # inches, of a figure with one panel
+BLUE, ORANGE, GREY = "#3b6ea8", "#d9822b", "0.45"
+# Without dates and versions: the same numbers give the same bytes.
+METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
+
+
+def saved(figure: Figure, kind: str = "png") -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=200, metadata=METADATA[kind])
+    return buffer.getvalue()
+
+
+def written(value: float) -> str:
+    """1,000 and 0.05; never 10^3."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def plain(axis: Axis) -> None:
+    """Numbers as `written`, on a logarithmic axis too: at 1, 2 and 5 of each decade where there are few decades."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    if axis.get_scale() == "log":
+        low, high = sorted(axis.get_view_interval())
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def percent(axis: Axis) -> None:
+    """A share of 0.5 as 50%."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}%"))
+
+
+def from_zero(axes: Axes, least: float = 0) -> None:
+    """For what cannot be negative: the y axis starts at 0, and its top is at least `least`."""
+    axes.set_ylim(0, max(axes.get_ylim()[1], least))
+
+
+def layer_colors(axes: Axes, layers: int) -> np.ndarray:
+    """A colour for each layer, explained by a bar beside `axes`: a legend of 38 layers would cover the curves."""
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.93, layers))
+    listed = matplotlib.colors.ListedColormap(colors)
+    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.BoundaryNorm(np.arange(layers + 1) - 0.5, layers), listed)
+    bar = axes.figure.colorbar(scale, ax=axes, label="layer", aspect=30, pad=0.02)
+    bar.set_ticks(range(0, layers, max(1, layers // 8)))
+    bar.minorticks_off()
+    return colors
+
+
+def legend_above(axes: Axes, handles: Iterable[Artist], labels: Iterable[str], **options: Any) -> None:
+    """In lines above `axes`, where a legend hides nothing."""
+    labels = list(labels)
+    given = {"ncols": len(labels), "columnspacing": 1, "handlelength": 1.4, "handletextpad": 0.5} | options
+    axes.legend(list(handles), labels, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.2, **given)
+
+
+def chance_line(axes: Axes, level: float, label: str) -> None:
+    """The accuracy of guessing, dashed, with its label at the line."""
+    axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
+    axes.annotate(
+        f"{label} {level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(0, -3),
+        textcoords="offset points", ha="right", va="top", fontsize="small", color=GREY,
+    )  # fmt: skip
+
+
+def broken(axes: Axes, at: float) -> None:
+    """Two slanted strokes on the x axis at `at`, a share of its length: what is left of them is on no scale."""
+    gap = 0.008
+    axes.plot([at - gap, at + gap], [0, 0], transform=axes.transAxes, color="white", linewidth=2.5, clip_on=False,
+              zorder=10)  # fmt: skip
+    for x in (at - gap, at + gap):
+        axes.plot(
+            [x - 0.006, x + 0.006], [-0.025, 0.025], transform=axes.transAxes, color="black", linewidth=0.8,
+            clip_on=False, zorder=11,
+        )  # fmt: skip

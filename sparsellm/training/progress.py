@@ -1,0 +1,121 @@
+"""How far a run is: a line for every logged step, in the same words and columns in a log file and on a terminal.
+
+A terminal keeps the lines in its scrollback, above one live bar.
+"""
+
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from sparsellm.training.metrics import StepClock
+
+FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile
+BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"
+
+
+class Progress:
+    """Of the steps after `first`, up to `steps`, of `tokens_per_step` tokens each, on stderr."""
+
+    def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
+        self.steps, self.tokens_per_step = steps, tokens_per_step
+        self.early: list[StepClock] | None = []  # of the first steps; None: the forecast is made
+        self.pace = Pace()
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(
+                total=steps, initial=first, desc=name, bar_format=BAR, postfix=[""], leave=False, miniters=1,
+                dynamic_ncols=True,
+            )  # fmt: skip
+
+    def step(self, step: int, clock: StepClock) -> None:
+        """`step` is under way, or done. Once, waits for the step before it: to say how long the run will take."""
+        if self.early is not None:
+            self.early.append(clock)
+            if len(self.early) == FIRST + 2:
+                self._forecast(step - 1)
+        if self.bar is not None:
+            left = self.pace.left(self.steps - step)
+            self.bar.postfix[0] = f"step {step:,}/{self.steps:,}" + ("" if left is None else f"  {duration(left)} left")
+            self.bar.update()
+
+    def _forecast(self, done: int) -> None:
+        seconds = median(clock.seconds() for clock in self.early[1:-1])
+        self.early = None
+        self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
+        say(f"about {duration(seconds * (self.steps - done))} to go, {self.tokens_per_step / seconds:,.0f} tokens/s")
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show a logged step, and the scores of an evaluated one on a line of their own."""
+        self.pace.mark(row["step"], time.monotonic())
+        say(line(row, self.steps, self.pace.left(self.steps - row["step"])))
+        if row["evaluation"] is not None:
+            scores = {name: "-" if score is None else f"{score:.4f}" for name, score in row["evaluation"].items()}
+            say("  ".join([_step(row, self.steps), "accuracy", *(" ".join(each) for each in scores.items())]))
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Pace:
+    """How long a step takes, with all that happens between steps: over the later half of what was marked."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, float]] = []
+        self.seconds_per_step: float | None = None
+
+    def mark(self, step: int, now: float) -> None:
+        """`step` was done `now`, in seconds of any clock."""
+        self.marks.append((step, now))
+        begun, then = self.marks[(len(self.marks) - 1) // 2]
+        if step > begun:
+            self.seconds_per_step = (now - then) / (step - begun)
+
+    def left(self, steps: int) -> float | None:
+        """Seconds that so many steps will take; None while that is not known."""
+        return None if self.seconds_per_step is None else steps * self.seconds_per_step
+
+
+def say(text: str) -> None:
+    """A line on stderr, above the bar if one is shown."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def line(row: dict[str, Any], steps: int, left: float | None) -> str:
+    """A logged step in words, in columns; the held-out loss, which few rows have, comes last."""
+    words = [_step(row, steps), f"loss {_nats(row['loss'])}"]
+    if row["l1"] is not None:
+        words += [f"ce {_nats(row['ce'])}", f"nonzeros {row['nnz_mean']:7,.1f}"]
+    words.append(f"{row['tokens_per_s']:9,.0f} tokens/s")
+    words.append(f"{duration(left):>10} left" if left and row["step"] < steps else " " * 15)
+    if row["val_ce"] is not None:
+        words.append(f"held-out {_nats(row['val_ce'])}")
+    return "  ".join(words).rstrip()
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3 min 20 s, 12 min, 1 h 20 min, 3 d 4 h."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(minutes / 60)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def _step(row: dict[str, Any], steps: int) -> str:
+    return f"step {row['step']:>{len(f'{steps:,}')},}/{steps:,}"
+
+
+def _nats(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:6.3f}"

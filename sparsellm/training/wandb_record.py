@@ -1,0 +1,129 @@
+"""A run's record in Weights & Biases: the rows of metrics.jsonl, its figures, and evaluations of its checkpoints.
+
+A run has one record, whose id is in its folder. Each start of a training, and each evaluation, adds to that record:
+online as it goes on; offline in a folder of its own, wandb/offline-run-*, which `wandb sync` uploads. Given the folder
+wandb/ of a run, `wandb sync` (0.31) takes all offline folders that it has not uploaded, and those of one id one after
+the other, in the order of their starts, into one record.
+
+wandb writes rows to the disk every 15 seconds. A run that was killed sooner leaves a file with a header alone, because
+of which `wandb sync` refuses the whole folder: the next start removes such files, which hold nothing.
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sparsellm.config import Config, WandbMode, to_dict
+
+FOLDER = "wandb"  # in the run's folder
+HEADER_BYTES = 7  # of a .wandb file, before its first record
+TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
+
+
+class WandbRun:
+    """Online with a key, otherwise offline; `place` says which. Every method does nothing where logging is disabled."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._run = None
+        self.place = "disabled"
+        if config.logging.wandb == WandbMode.disabled:
+            return
+        for part in offline_parts(folder):
+            if part.stat().st_size <= HEADER_BYTES:
+                shutil.rmtree(part.parent)
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        self.place = mode = config.logging.wandb.name
+        if mode == "online" and not wandb.api.api_key:
+            mode = "offline"
+            self.place = "offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)"
+        start = partial(
+            wandb.init, project=config.logging.wandb_project, group=config.logging.wandb_group, name=config.run.name,
+            id=record_id(folder), resume="allow", dir=folder, config=to_dict(config),
+        )  # fmt: skip
+        try:
+            self._run = start(mode=mode)
+        except wandb.errors.Error as error:
+            self.place = f"offline, for {mode} failed: {error}"
+            self._run = start(mode="offline")
+        if self._run.url:
+            self.place = self._run.url
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        flat = {}
+        for key, value in row.items():
+            if key == "plan_per_layer":
+                flat["tile_layers"] = value.count("tile")
+            elif isinstance(value, list):
+                flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
+            elif isinstance(value, dict):  # as `evaluation` below has them
+                named = {"step": row["step"], **value}
+                flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
+            elif value is not None:
+                flat[key] = value
+        # The step is given: an offline run that resumes would count from 0 again.
+        self._run.log(flat, step=row["step"])
+
+    def figures(self, step: int, files: list[Path]) -> None:
+        """Add pictures of the run after `step`, by the names of their files."""
+        if self._run is None:
+            return
+        import wandb
+
+        self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files})
+
+    def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
+        """Add what an evaluation of the checkpoint at `step` gave: as a row, in the summary of the run, and as a table.
+
+        `table`: its name. `tasks`: each one's values, of which the table has those of TABLE.
+        """
+        if self._run is None:
+            return
+        import wandb
+
+        rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+        self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
+        self._run.summary.update(scores)
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        """A record online refuses rows before its last one, and one offline has forgotten where that was."""
+        self._run.log(values, step=max(step, self._run.step))
+
+    def close(self, exit_code: int) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=exit_code)
+
+
+def record_id(folder: Path) -> str:
+    """One for each run folder, through all its starts: names of runs may repeat on other machines."""
+    path = folder / FOLDER / "id"
+    found = path.read_text().strip() if path.exists() else ""
+    if not found:
+        found = secrets.token_hex(8)
+        path.parent.mkdir(exist_ok=True)
+        partial_file = path.with_name("id.partial")
+        partial_file.write_text(found)
+        partial_file.replace(path)
+    return found
+
+
+def offline_parts(folder: Path) -> list[Path]:
+    """The files of the record of the run in `folder` that starts without a connection have left."""
+    return sorted((folder / FOLDER).glob("offline-run-*/*.wandb"))
+
+
+def sync_command(folder: Path) -> str | None:
+    """What uploads the offline parts of the record of the run in `folder`; None: none waits for that."""
+    if all(part.with_name(part.name + ".synced").exists() for part in offline_parts(folder)):
+        return None
+    program = "wandb" if shutil.which("wandb") else f"{shlex.quote(sys.executable)} -m wandb"
+    return f"{program} sync {shlex.quote(str(folder / FOLDER))}"

@@ -1,0 +1,61 @@
+"""The picture of several runs: coloured by path where there are two, by run otherwise."""
+
+import json
+import sys
+
+import matplotlib
+from matplotlib.colors import to_hex
+
+from scripts import compare_runs
+
+
+def rows(engine, relu=True):
+    found = [
+        {
+            "step": step, "ce": 3 + 1 / step, "val_ce": 3.1 if step % 4 == 0 else None,
+            "nnz_mean": 10.0 if relu else None, "nnz_per_layer": [5.0, 15.0] if relu else None,
+            "dead_per_layer": [1, 2] if relu else None, "plan_per_layer": ["dense" if step < 5 else engine] * 2,
+        }
+        for step in range(1, 9)
+    ]  # fmt: skip
+    if engine is None:
+        for row in found:
+            del row["plan_per_layer"]
+    elif engine == "torch":
+        for row in found:
+            row["plan_per_layer"] = ["torch"] * 2
+    return found
+
+
+def colours(figure, panel):
+    """Of the lines that are runs."""
+    return [to_hex(line.get_color()) for line in figure.axes[panel].get_lines()]
+
+
+def test_runs_of_two_paths_have_one_colour_for_each_path():
+    runs = {"k1": rows("tile"), "t1": rows("torch"), "k2": rows("tile"), "t2": rows(None)}
+    assert [compare_runs.path(of_run) for of_run in runs.values()] == ["kernels", "PyTorch"] * 2
+    figure = compare_runs.draw(runs)
+    first, second = colours(figure, 1)[:2]
+    assert colours(figure, 1) == [first, second, first, second]
+    assert len(colours(figure, 2)) == 4
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["kernels (2)", "PyTorch (2)"]
+
+
+def test_runs_of_one_path_have_a_colour_each():
+    figure = compare_runs.draw({"sparse": rows("torch"), "relu": rows("torch"), "dense": rows("torch", relu=False)})
+    assert len(set(colours(figure, 1))) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sparse", "relu", "dense"]
+    assert len(colours(figure, 2)) == 3 + 2  # and the layers of the first
+
+
+def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
+    for name, engine in (("a", "tile"), ("b", "torch")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(engine)))
+    output = tmp_path / "out/picture.png"
+    monkeypatch.setattr(sys, "argv", ["compare_runs", str(tmp_path / "a"), str(tmp_path / "b"), f"--output={output}"])
+    compare_runs.main()
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "kernels", "8", "3.125", "3.100", "10.0", "3"]
+    assert matplotlib.rcParams["axes.grid"] is False  # the style is the picture's alone
