@@ -1,6 +1,7 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
-# make kernels compiles the CUDA kernels and reports their resources; without a CUDA build of torch, no more than that
+# make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch
+# make wheel   builds the kernels, and a wheel in dist/ that holds them: where it is installed, no nvcc is needed
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
 
 PYTHON ?= python3
@@ -11,33 +12,47 @@ TORCH ?= torch==2.13.0
 ifeq ($(SETUP),0)
 RUN := $(PYTHON)
 READY :=
+TOOLS :=
 else
 RUN := .venv/bin/python
 READY := .venv/.ready
+TOOLS := .venv/.tools
+# Compiling all that is installed takes half a minute, and a run imports a part of it: imports compile what they need.
+INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt '$(TORCH)'
+unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-gpu check kernels
+.PHONY: setup train test test-gpu check kernels wheel
 
-setup: $(READY)
+setup: $(TOOLS)
 
 .venv/.ready: pyproject.toml constraints.txt
-	@echo 'Setting up .venv: a minute or two, once'
+	@echo 'Setting up .venv: about a minute, once'
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' -e '.[dev]'
+	@$(INSTALL) -e .
+	@touch $@
+
+# What tests and checks need beside the package.
+.venv/.tools: .venv/.ready
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
-test: $(READY)
+test: $(TOOLS)
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
-test-gpu: $(READY)
+test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
 
-check: $(READY)
+check: $(TOOLS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
 kernels: $(READY)
 	$(RUN) -m sparsellm.ops.build
+
+wheel: $(READY)
+	$(RUN) -m sparsellm.ops.build build/kernels
+	SPARSELLM_KERNELS=build/kernels $(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsellm.ops import build, cuda
+from sparsellm.ops import build, compiler, cuda
 
 
 @pytest.fixture(scope="session")
@@ -11,7 +11,7 @@ def loaded_kernels() -> None:
     """Builds and loads the kernels; skips where they cannot run, and fails where they should but do not."""
     try:
         build._check_device()
-        build._nvcc()
+        build.prebuilt() or compiler.nvcc()
     except build.KernelsUnavailable as error:
         pytest.skip(str(error))
     build.load()

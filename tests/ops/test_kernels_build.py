@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparsellm.ops import build
-from sparsellm.ops.build import KERNELS, KernelsUnavailable, resources
+from sparsellm.ops import build, compiler
+from sparsellm.ops.build import NAMED, KernelsUnavailable, NamedKernelsUnusable
+from sparsellm.ops.compiler import KERNELS, LIBRARY
+from sparsellm.ops.resources import resources
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(p.relative_to(KERNELS).as_posix() for p in KERNELS.rglob("*.cu"))
@@ -26,7 +29,7 @@ SOURCES = sorted(p.relative_to(KERNELS).as_posix() for p in KERNELS.rglob("*.cu"
 @pytest.fixture
 def nvcc():
     try:
-        return build._nvcc()
+        return compiler.nvcc()
     except KernelsUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -67,7 +70,7 @@ def test_split_stores_are_found():
 
 def test_the_bindings_compile(nvcc, tmp_path):
     include = Path(torch.__file__).parent / "include"
-    command = [nvcc, "-c", *build.BINDINGS, "-isystem", include, "bindings.cpp", "-o", tmp_path / "bindings.o"]
+    command = [nvcc, "-c", *compiler.BINDINGS, "-isystem", include, "bindings.cpp", "-o", tmp_path / "bindings.o"]
     done = subprocess.run(command, cwd=KERNELS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -86,6 +89,7 @@ for argument; do
     if [ "$previous" = -o ]; then out=$argument; fi
     previous=$argument
 done
+if [ "${source##*/}" = torch_cuda.cpp ]; then echo stand-in > "$out"; exit; fi
 echo "${source:-link}" >> "$FAKE_FOLDER/calls"
 if [ -z "$source" ]; then
     touch "$FAKE_FOLDER/linking"
@@ -119,7 +123,7 @@ class Workshop:
         """Another process that builds, in a session of its own."""
         code = (
             "from pathlib import Path\nfrom sparsellm.ops import build\n"
-            f"build.KERNELS = Path({str(self.kernels)!r})\n"
+            f"build.compiler.KERNELS = Path({str(self.kernels)!r})\n"
             "try:\n    print('built', build.build())\nexcept build.KernelsUnavailable as error:\n    print(error)\n"
         )
         return subprocess.Popen(
@@ -146,7 +150,8 @@ def workshop(tmp_path, monkeypatch):
     if not (shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))):
         pytest.skip("no ninja")
     workshop = Workshop(tmp_path)
-    monkeypatch.setattr(build, "KERNELS", workshop.kernels)
+    monkeypatch.setattr(compiler, "KERNELS", workshop.kernels)
+    monkeypatch.delenv(NAMED, raising=False)
     for name, value in workshop.environment.items():
         monkeypatch.setenv(name, value)
     return workshop
@@ -156,35 +161,50 @@ ALL = ["bindings.cpp", "link", "row/a b.cu"]
 
 
 def test_builds_once_and_then_takes_the_cache(workshop, capsys):
-    folder = build.build()
-    assert folder.parent == workshop.cache
-    assert sorted(p.name for p in folder.iterdir()) == ["build.log", "sparsellm_kernels.so"]
+    library = build.build()
+    assert library.parents[1] == workshop.cache
+    assert sorted(p.name for p in library.parent.iterdir()) == ["build.log", "sparsellm_kernels.so"]
     assert workshop.calls() == ALL
     assert "building the CUDA kernels" in capsys.readouterr().err
-    assert build.build() == folder
+    assert build.build() == library
     assert workshop.calls() == ALL
     assert capsys.readouterr().err == ""
 
 
-def test_another_source_flag_torch_or_nvcc_is_another_build(workshop, monkeypatch):
-    def key():
-        return build._key(workshop.nvcc)
-
-    seen = [key()]
-    assert key() == seen[0]
+def test_another_source_or_flag_is_another_build(workshop, monkeypatch):
+    seen = [compiler.build_id()]
+    assert compiler.build_id() == seen[0]
     (workshop.kernels / "row" / "a b.cu").write_text("another kernel")
-    seen.append(key())
+    seen.append(compiler.build_id())
     (workshop.kernels / "row" / "tile.cuh").write_text("header")
-    seen.append(key())
-    monkeypatch.setattr(build, "COMPILE", [*build.COMPILE, "-G"])
-    seen.append(key())
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    seen.append(key())
-    workshop.nvcc.write_text(FAKE_NVCC.replace("nvcc 1", "nvcc 2"))
-    seen.append(key())
-    assert len(set(seen)) == 6
+    seen.append(compiler.build_id())
+    monkeypatch.setattr(compiler, "COMPILE", [*compiler.COMPILE, "-G"])
+    seen.append(compiler.build_id())
+    assert len(set(seen)) == 4
     (workshop.kernels / "README.md").write_text("text")
-    assert key() == seen[-1]
+    assert compiler.build_id() == seen[-1]
+
+
+def test_another_torch_takes_the_same_build(workshop, monkeypatch):
+    library = build.build()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert build.library() == library
+    assert workshop.calls() == ALL
+
+
+def test_without_nvcc_the_cache_serves(workshop, monkeypatch):
+    library = build.build()
+    without_nvcc(monkeypatch)
+    assert build.library() == library
+
+
+def without_nvcc(monkeypatch, *pip: Path):
+    """No compiler, but for one in the site-packages of `pip`."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(compiler, "TOOLKIT", Path("/nowhere"))
+    namespace = SimpleNamespace(submodule_search_locations=[str(place / "nvidia") for place in pip])
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: namespace if pip else None)
 
 
 def test_of_two_processes_one_builds_and_the_other_waits(workshop):
@@ -219,11 +239,10 @@ def test_a_killed_build_leaves_nothing_that_a_later_one_takes(workshop):
     workshop.wait_until_linking()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    assert not list(workshop.cache.glob("*/" + build.LIBRARY))
+    assert not list(workshop.cache.glob("*/" + LIBRARY))
     assert len(list(workshop.cache.glob("*.build.*"))) == 1
     hold.unlink()
-    folder = build.build()
-    assert (folder / build.LIBRARY).read_text() == "made\n"
+    assert build.build().read_text() == "made\n"
     assert not list(workshop.cache.glob("*.build.*"))
 
 
@@ -248,14 +267,25 @@ def test_a_cache_that_cannot_be_written_is_named(workshop, monkeypatch):
 
 
 def test_a_missing_compiler_is_named_with_every_place_it_was_sought(workshop, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(build, "TOOLKIT", workshop.folder / "nowhere")
+    without_nvcc(monkeypatch)
+    with pytest.raises(
+        KernelsUnavailable, match=r"no nvcc in CUDA_HOME \(not set\), PATH, /nowhere or pip's .*make wheel"
+    ):
+        build.library()
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    with pytest.raises(KernelsUnavailable, match=r"no nvcc in CUDA_HOME \(/opt/cuda\), PATH or .*nowhere: install"):
+    with pytest.raises(KernelsUnavailable, match=r"CUDA_HOME \(/opt/cuda\)"):
+        build.library()
+
+
+def test_pips_nvcc_is_found_and_its_missing_headers_are_named(workshop, monkeypatch):
+    root = workshop.folder / "site-packages" / "nvidia" / "cu13"
+    shutil.copytree(workshop.nvcc.parent, root / "bin")
+    without_nvcc(monkeypatch, root.parents[1])
+    with pytest.raises(KernelsUnavailable, match=r"lacks the header nv/target.*pip install nvidia-cuda-cccl"):
         build.build()
-    monkeypatch.delenv("CUDA_HOME")
-    with pytest.raises(KernelsUnavailable, match=r"CUDA_HOME \(not set\)"):
-        build.build()
+    (root / "include" / "nv").mkdir(parents=True)
+    (root / "include" / "nv" / "target").touch()
+    assert compiler.nvcc() == root / "bin" / "nvcc"
 
 
 def test_missing_sources_are_named(workshop):
@@ -300,7 +330,7 @@ class TestLoading:
         build.load()
         assert build.available() == (True, "")
         assert build.loaded()
-        assert libraries == [str(build.build() / build.LIBRARY)]
+        assert libraries == [str(build.build())]
 
     def test_a_failure_is_not_tried_again(self, monkeypatch, workshop):
         self.machine(monkeypatch)
@@ -330,6 +360,62 @@ class TestLoading:
         assert said.count("PyTorch computes the feedforward layers") == (0 if rank == "3" else 1)
 
 
+def made(library: Path) -> Path:
+    """A library of the sources there are now, as the linker marks it."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    library.write_bytes(b"\x7fELF note GNU\0" + bytes.fromhex(compiler.build_id()) + b" code")
+    return library
+
+
+class TestWhichLibrary:
+    """SPARSELLM_KERNELS, the package, the cache, nvcc: the first of these wins."""
+
+    def test_the_order(self, workshop, monkeypatch):
+        cached = build.library()
+        assert cached.parents[1] == workshop.cache
+        packaged = made(workshop.kernels / LIBRARY)
+        assert build.library() == packaged
+        named = made(workshop.folder / "elsewhere" / LIBRARY)
+        for name in (named, named.parent):
+            monkeypatch.setenv(NAMED, str(name))
+            assert build.library() == named
+        monkeypatch.delenv(NAMED)
+        packaged.unlink()
+        assert build.library() == cached
+        assert workshop.calls() == ALL
+
+    def test_a_packaged_library_of_other_sources_is_said_and_passed_over(self, workshop, capsys):
+        packaged = made(workshop.kernels / LIBRARY)
+        (workshop.kernels / "row" / "a b.cu").write_text("edited since")
+        assert build.library().parents[1] == workshop.cache
+        assert f"{packaged} is not used, for it was not built from the sources beside it" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("nowhere", "nowhere is neither a library nor a folder: name the library or its folder, or unset"),
+            ("empty", f"empty is a folder without {LIBRARY}: name the library"),
+            ("other.so", "other.so was built from other sources or flags"),
+        ],
+    )
+    def test_a_named_library_that_is_unusable_is_refused_though_others_fit(self, workshop, monkeypatch, name, message):
+        made(workshop.kernels / LIBRARY)
+        (workshop.folder / "empty").mkdir()
+        (workshop.folder / "other.so").write_bytes(b"GNU\0" + b"1" * 20)
+        monkeypatch.setenv(NAMED, str(workshop.folder / name))
+        with pytest.raises(NamedKernelsUnusable, match=message):
+            build.library()
+        assert workshop.calls() == []
+
+    @pytest.mark.usefixtures("fresh")
+    def test_a_named_library_that_does_not_load_is_not_replaced_by_pytorch(self, workshop, monkeypatch):
+        monkeypatch.setattr(build, "_check_device", lambda: None)
+        monkeypatch.setenv(NAMED, str(made(workshop.folder / LIBRARY)))
+        for _ in range(2):
+            with pytest.raises(NamedKernelsUnusable, match=f"that {NAMED} names do not load.*or unset {NAMED}"):
+                build.available()
+
+
 PTXAS = """[1/2] row/row.cu
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN9sparsellm3rowILi8EEEvPf' for 'sm_90a'
@@ -353,17 +439,40 @@ def test_resources_are_read_from_the_log():
 
 @pytest.mark.parametrize(("spills", "status"), [(0, 0), (4, 1)])
 def test_make_kernels_reports_and_refuses_spills(monkeypatch, capsys, workshop, spills, status):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(build, "_ninja", lambda folder, nvcc, link: (not link, PTXAS.format(spills=spills)))
-    assert build.main() == status
+    build.build().with_name(build.LOG).write_text(PTXAS.format(spills=spills))
+    assert build.main([str(workshop.folder / "out")]) == status
     out, err = capsys.readouterr()
     assert "row/row.cu" in out
-    assert "compiled but not linked" in out
+    assert f"The kernels are built: {workshop.folder / 'out' / LIBRARY}" in out
+    assert (workshop.folder / "out" / LIBRARY).read_text() == "made\n"
     assert ("registers spill" in err) == bool(spills)
 
 
 def test_make_kernels_shows_a_compile_error(monkeypatch, capsys, workshop):
-    monkeypatch.setattr(torch.version, "cuda", None)
     (workshop.kernels / "bindings.cpp").write_text("an error here")
-    assert build.main() == 1
+    assert build.main([]) == 1
     assert "an error here" in capsys.readouterr().err
+
+
+def test_a_library_is_linked_without_a_cuda_build_of_torch_and_asks_for_it(nvcc, tmp_path, monkeypatch):
+    """Linking passes --no-undefined: whatever the kernels need is in torch_cpu, the C library or the stand-in."""
+    folder, sources = tmp_path / "built", tmp_path / "kernels"
+    folder.mkdir()
+    sources.mkdir()
+    (sources / "one.cu").write_text("__global__ void one() {}\n")
+    (sources / "bindings.cpp").write_text(
+        "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+        'extern "C" int stream(void** s) { return aoti_torch_get_current_cuda_stream(0, s); }\n'
+    )
+    monkeypatch.setattr(compiler, "KERNELS", sources)
+    done, log = compiler.compile_into(folder, nvcc)
+    assert done, log
+    library = folder / LIBRARY
+    assert compiler.fits(library)
+    assert b"\0libtorch_cuda.so\0" in library.read_bytes()
+    (sources / "one.cu").write_text("__global__ void another() {}\n")
+    assert not compiler.fits(library)
+    (sources / "one.cu").write_text("void missing();\nvoid launch() { missing(); }\n")
+    done, log = compiler.compile_into(folder, nvcc)
+    assert not done
+    assert "missing" in log

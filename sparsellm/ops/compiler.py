@@ -1,0 +1,159 @@
+"""From the sources in kernels/ to one library: which nvcc, which flags, and how a library tells what made it.
+
+    compile_into()  compiles every kernels/**/*.cu on its own for sm_90a and bindings.cpp against torch's stable ABI,
+                    and links them with the static CUDA runtime; needs nvcc, neither a GPU nor a CUDA build of torch
+    build_id()      the hash of all sources and flags, which the linker writes into the library as its ELF build ID
+    fits()          whether a library has this build ID, so that the Python code here may call it
+
+No version of torch enters the build ID, for the stable ABI lets one library serve torch 2.10 and later; and none of
+nvcc, so that a machine without nvcc finds what another one has built into a cache that both share.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a checkout the kernels stand beside the package; a wheel carries them inside it.
+KERNELS = PACKAGE / "kernels" if (PACKAGE / "kernels").is_dir() else PACKAGE.parent / "kernels"
+SOURCES = {".cu", ".cuh", ".h", ".cpp"}
+LIBRARY = "sparsellm_kernels.so"
+TOOLKIT = Path("/usr/local/cuda")
+
+COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I."]
+REPORT = ["-Xptxas", "-v", "-lineinfo"]
+POSITION_INDEPENDENT = ["-Xcompiler", "-fPIC"]
+# The stable ABI of torch 2.10, so that one set of headers suits every later torch.
+BINDINGS = ["-std=c++17", "-O2", "-I.", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+# Tensor maps come through cudaGetDriverEntryPoint: no -lcuda.
+LINK = ["-shared", "-cudart", "static", "-Xlinker", "--no-undefined"]
+LIBRARIES = ["-ltorch_cpu", "-ltorch_cuda"]
+
+# A CPU build of torch has no libtorch_cuda.so to link with. Every build links with this stand-in, which has the one
+# function of libtorch_cuda.so that the bindings call; torch's own library takes its place when the kernels are loaded.
+TORCH_CUDA = "libtorch_cuda.so"
+STAND_IN = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
+LINK_STAND_IN = ["-shared", "-cudart", "none", "-Xlinker", f"-soname={TORCH_CUDA}"]
+
+
+class KernelsUnavailable(RuntimeError):
+    """The kernels cannot run here; the message is one sentence: what is missing, and what to do."""
+
+
+def nvcc() -> Path:
+    """The CUDA compiler; raises KernelsUnavailable with every place where none was found."""
+    home = os.environ.get("CUDA_HOME")
+    places = [Path(home) / "bin" / "nvcc"] if home else []
+    places += [Path(found)] if (found := shutil.which("nvcc")) else []
+    places.append(TOOLKIT / "bin" / "nvcc")
+    for place in places:
+        if place.is_file():
+            return place
+    if from_pip := _nvcc_from_pip():
+        return from_pip
+    raise KernelsUnavailable(
+        f"no nvcc in CUDA_HOME ({home or 'not set'}), PATH, {TOOLKIT} or pip's packages: install the CUDA toolkit (13.0"
+        " is the version tested) or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, or install a wheel of sparsellm"
+        " that holds the compiled kernels (`make wheel`, where there is an nvcc)"
+    )
+
+
+def _nvcc_from_pip() -> Path | None:
+    """The nvcc of the package nvidia-cuda-nvcc, which lies in site-packages/nvidia/cu13/bin."""
+    namespace = importlib.util.find_spec("nvidia")
+    folders = [] if namespace is None else [Path(folder) for folder in namespace.submodule_search_locations or ()]
+    found = sorted(place for folder in folders for place in folder.glob("cu*/bin/nvcc"))
+    if not found:
+        return None
+    root = found[-1].parents[1]
+    if not any((root / "include" / folder / "nv" / "target").is_file() for folder in ("", "cccl")):
+        raise KernelsUnavailable(
+            f"{found[-1]} lacks the header nv/target, which cuda_fp16.h includes: `pip install nvidia-cuda-cccl`"
+        )
+    return found[-1]
+
+
+def build_id() -> str:
+    """The hash of every source and flag, 40 hexadecimal digits as in any ELF build ID."""
+    digest = hashlib.sha256()
+    for part in (COMPILE, REPORT, POSITION_INDEPENDENT, BINDINGS, LINK, LIBRARIES, STAND_IN, LINK_STAND_IN):
+        digest.update(repr(part).encode())
+    for source in _sources():
+        content = (KERNELS / source).read_bytes()
+        digest.update(f"{source.as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:40]
+
+
+def fits(library: Path) -> bool:
+    """Whether `library` was made from these sources with these flags: whether its ELF note is their build ID."""
+    return b"GNU\0" + bytes.fromhex(build_id()) in library.read_bytes()
+
+
+def _sources() -> list[Path]:
+    """Every source, relative to KERNELS."""
+    sources = sorted(p.relative_to(KERNELS) for p in KERNELS.rglob("*") if p.suffix in SOURCES)
+    if not any(p.suffix == ".cu" for p in sources):
+        raise KernelsUnavailable(f"{KERNELS} holds no .cu file: the installation is incomplete, install sparsellm anew")
+    return sources
+
+
+def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
+    """Compile every source into `folder` and link LIBRARY there: (whether all went well, the log)."""
+    torch_folder = Path(torch.__file__).parent
+    includes = ["-isystem", str(torch_folder / "include")]
+    # pip's nvcc does not look into its own lib; the stand-in comes before a libtorch_cuda.so of torch.
+    folders = [folder, nvcc.parents[1] / "lib", torch_folder / "lib"]
+    rules = {
+        "cuda": [*COMPILE, *REPORT, *POSITION_INDEPENDENT, "-c"],
+        "bindings": [*BINDINGS, *POSITION_INDEPENDENT, *includes, "-c"],
+        "stand_in": [*POSITION_INDEPENDENT, *LINK_STAND_IN],
+        "link": [*LINK, "-Xlinker", f"--build-id=0x{build_id()}", *(f"-L{place}" for place in folders)],
+    }
+    lines = [f"builddir = {_escaped(folder)}"]
+    for name, flags in rules.items():
+        command = shlex.join([str(nvcc), *flags]).replace("$", "$$") + " $in -o $out"
+        if name == "link":
+            command += " " + " ".join(LIBRARIES)  # after the objects that need them
+        # The log names the file that each compilation's messages belong to by its description.
+        description = "link" if name == "link" else "$in"
+        lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
+    objects = []
+    for source in _sources():
+        if source.suffix in (".cu", ".cpp"):
+            objects.append(_escaped(folder / ("__".join(source.parts) + ".o")))
+            rule = "cuda" if source.suffix == ".cu" else "bindings"
+            lines.append(f"build {objects[-1]}: {rule} {_escaped(source)}")
+    stand_in = folder / "torch_cuda.cpp"
+    stand_in.write_text(STAND_IN)
+    lines.append(f"build {_escaped(folder / TORCH_CUDA)}: stand_in {_escaped(stand_in)}")
+    inputs = f"{' '.join(objects)} | {_escaped(folder / TORCH_CUDA)}"
+    lines.append(f"build {_escaped(folder / LIBRARY)}: link {inputs}")
+    script = folder / "build.ninja"
+    script.write_text("\n".join(lines) + "\n")
+    # Not ninja's own terminal mode: lines that overwrite each other have no place in a log.
+    environment = {name: value for name, value in os.environ.items() if name != "NINJA_STATUS"}
+    finished = subprocess.run(
+        [_ninja_program(), "-f", script], cwd=KERNELS, env=environment, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return finished.returncode == 0, finished.stdout
+
+
+def _ninja_program() -> str:
+    beside = str(Path(sys.executable).parent)  # not on PATH unless the environment is activated
+    program = shutil.which("ninja", path=beside) or shutil.which("ninja")
+    if program is None:
+        raise KernelsUnavailable("no ninja to build the kernels with: `pip install ninja`")
+    return program
+
+
+def _escaped(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
