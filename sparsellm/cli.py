@@ -3,6 +3,7 @@
 A command's first line is on the screen before torch, which takes seconds, is imported.
 """
 
+import difflib
 import importlib
 import os
 import sys
@@ -28,7 +29,9 @@ def main() -> None:
         if command in HELP:
             print(text)
             sys.exit(0)
-        print(f"sparsellm: {command} is not a command:\n{text}", file=sys.stderr)
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+        print(f"sparsellm: {command} is not a command: {hint}\n{text}", file=sys.stderr)
         sys.exit(2)
     run(command, arguments, f"sparsellm {command}")
 
@@ -36,7 +39,13 @@ def main() -> None:
 def run(command: str, arguments: list[str] | None = None, program: str | None = None) -> None:
     """Do `command`, and exit with its code. `arguments`: by default the process's own; `program`: its name in help."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if int(os.environ.get("RANK", "0")) == 0 and not set(arguments) & {*HELP, "--cfg"}:
+    program = program or f"python -m sparsellm.{command}"
+    if set(arguments) & set(HELP):
+        from sparsellm.config import help
+
+        print(help.text(command, program))
+        sys.exit(0)
+    if int(os.environ.get("RANK", "0")) == 0 and "--cfg" not in arguments:
         print(f"sparsellm {command}: starting", file=sys.stderr, flush=True)
     module = importlib.import_module(f"sparsellm.commands.{command}")
-    sys.exit(module.main(arguments, program or f"python -m sparsellm.{command}"))
+    sys.exit(module.main(arguments, program))

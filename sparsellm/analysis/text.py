@@ -24,7 +24,7 @@ def of_run(checkpoint: Checkpoint, config: Config, sequences: int) -> Tensor:
     """The first `sequences` held-out blocks of the checkpoint's run, or all, int64 [S, T]. Raises AnalysisError."""
     config = replace(config, logging=replace(config.logging, validation_samples=sequences))
     try:
-        blocks = data.open_validation(config, Path(checkpoint.model))
+        blocks = data.open_validation(config, Path(checkpoint.model), checkpoint.run)
     except (data.DataError, OSError) as error:
         raise AnalysisError(
             f"no held-out text of {checkpoint.run}: {error}; or give another text by text=FILE"

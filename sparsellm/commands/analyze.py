@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, recordings, report
-from sparsellm.config import AnalyzeConfig, entry_point
+from sparsellm.config import AnalyzeConfig, analyze_mistakes, entry_point
 
 
-@entry_point(mistakes, AnalyzeConfig)
+@entry_point(mistakes, analyze_mistakes, AnalyzeConfig)
 def main(config: AnalyzeConfig) -> int:
     try:
         results, folder = analyze_checkpoint(config)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import EvaluateConfig, entry_point, load
+from sparsellm.config import EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
@@ -20,7 +20,7 @@ from sparsellm.training import run_folder
 from sparsellm.training.metrics import WandbRun
 
 
-@entry_point(mistakes, EvaluateConfig)
+@entry_point(mistakes, evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
         found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))

@@ -1,35 +1,37 @@
-"""Documents to tokens on disk: `python -m sparsellm.prepare_data data=fineweb_edu`, with the overrides of training.
+"""python -m sparsellm.prepare_data [experiment=...] [data=...] [group.key=value] : turn documents into tokens on disk.
 
-The same command goes on after a kill, does nothing when all is done, and adds what is missing when more is asked for.
+Takes the overrides of training, and prepares the tokens that such a run reads. The same command goes on after a kill,
+does nothing when all is done, and adds what is missing when more is asked for.
 """
-
-from pathlib import Path
 
 from sparsellm import config as configuration
 from sparsellm.config import Config, ConfigError, entry_point
-from sparsellm.data import DataError, Manifest, prepare
-from sparsellm.data.manifest import block_mistakes, token_limit
+from sparsellm.data import DataError, Manifest, mistakes, prepare
+from sparsellm.data.manifest import blocks, token_limit
 from sparsellm.data.preparation import preparation_mistakes
+
+
+def values(config: Config) -> list[str]:
+    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
+    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
+    return [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
 
 
 def check(config: Config) -> list[str]:
     """What keeps `config` from being prepared."""
-    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
-    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
-    mistakes = [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
-    return mistakes or preparation_mistakes(config)
+    return values(config) or preparation_mistakes(config)
 
 
-@entry_point(check)
+@entry_point(check, values)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:
         manifest = prepare(config)
     except DataError as error:
         raise ConfigError([str(error)]) from error
+    if found := mistakes(config):  # what training would refuse
+        raise ConfigError(found)
     print(_summary(manifest, config))
-    if mistakes := block_mistakes(manifest, Path(config.data.path), config.training.sequence_length):
-        raise ConfigError(mistakes)
     return 0
 
 
@@ -46,14 +48,23 @@ def _amount(config: Config) -> str:
 
 
 def _summary(manifest: Manifest, config: Config) -> str:
-    lines = [
-        f"{config.data.path} is ready; its tokenizer has {manifest.vocab_size:,} ids.",
-        *(
-            f"  {name}: {split.tokens:,} tokens of {split.documents:,} documents, {split.blocks:,} blocks of"
-            f" {manifest.sequence_length:,} and {split.dropped_tail:,} tokens after the last one"
-            for name, split in (("train", manifest.train), ("validation", manifest.validation))
-        ),
-    ]
+    length, tokenizer = config.training.sequence_length, f"its tokenizer has {manifest.vocab_size:,} ids"
+    if manifest.tokenizer_characters is not None:
+        tokenizer += f", trained on the first {manifest.tokenizer_characters:,} characters of the text"
+    lines = [f"{config.data.path} is ready; {tokenizer}."]
+    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+        count = blocks(split.tokens, length)
+        rest = split.tokens - 1 - count * length
+        lines.append(
+            f"  {name}: {split.tokens:,} tokens of {_number(split.documents, 'document')},"
+            f" {_number(count, 'block')} of {length:,} and {_number(rest, 'token')} after the last one"
+        )
+    if manifest.cut:
+        share = f"data.validation_fraction={config.data.validation_fraction} of it, and at least one block"
+        lines.append(
+            f"  the documents are too few to hold out whole ones: held out are the last {manifest.validation.tokens:,}"
+            f" tokens of the text ({share})"
+        )
     if manifest.empty_documents:
         lines.append(f"  left out: {manifest.empty_documents:,} documents without text")
     if manifest.unparsable_modules:
@@ -61,3 +72,7 @@ def _summary(manifest: Manifest, config: Config) -> str:
     if (limit := token_limit(config)) is not None and manifest.train.tokens < limit:
         lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -36,13 +36,17 @@ def set_determinism(deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
 
 
+def values(config: Config) -> list[str]:
+    return mistakes(config, world_size_from_environment())
+
+
 def check(config: Config) -> list[str]:
     """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
-    found = mistakes(config, world_size_from_environment()) + run_folder.mistakes(config)
+    found = values(config) + run_folder.mistakes(config)
     return found if run_folder.is_finished(config) else found + data.mistakes(config) + live.mistakes(config)
 
 
-@entry_point(check)
+@entry_point(check, values)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         if main_rank_from_environment():

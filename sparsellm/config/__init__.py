@@ -1,17 +1,12 @@
-"""The configuration of every command: its keys and defaults, the rules that values must keep, and command lines."""
+"""The configuration of every command: its keys and defaults, the rules that values must keep, and command lines.
 
-from sparsellm.config.compose import (
-    CONFIGS,
-    SweepRequest,
-    entry_point,
-    from_overrides,
-    load,
-    quoted,
-    save,
-    sweep_request,
-)
+What composes and checks (Hydra, torch) is imported when it is first asked for: models need only the keys.
+"""
+
+import importlib
+from typing import Any
+
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.rules import analyze_mistakes, evaluate_mistakes, mistakes, obstacles_to_kernels
 from sparsellm.config.schema import (
     Activation,
     AnalyzeConfig,
@@ -38,6 +33,13 @@ from sparsellm.config.schema import (
     l1_coefficient_as,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
+
+_LATER = {
+    "command": ("entry_point",),
+    "compose": ("composition", "from_overrides", "load", "save"),
+    "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
+    "rules": ("analyze_mistakes", "evaluate_mistakes", "mistakes", "obstacles_to_kernels"),
+}
 
 __all__ = [
     "CONFIGS",
@@ -66,6 +68,7 @@ __all__ = [
     "TrainingConfig",
     "WandbMode",
     "analyze_mistakes",
+    "composition",
     "definition",
     "entry_point",
     "evaluate_mistakes",
@@ -81,3 +84,10 @@ __all__ = [
     "sweep_request",
     "to_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"sparsellm.config.{module}"), name)
+    raise AttributeError(f"module 'sparsellm.config' has no attribute {name!r}")

@@ -1,178 +1,153 @@
-"""Configurations from command lines, as Hydra composes them, and from files.
+"""Configurations from command lines and from files.
 
-This is the only file that knows Hydra and OmegaConf. `configs/` holds defaults lists and the few values in which a
-choice differs from the schema's defaults. An entry point is a function of one configuration:
+`configs/` holds defaults lists, which Hydra composes, and the few values in which a choice differs from the schema's
+defaults. What a person types wins; from what counts least to what counts most:
 
-    @entry_point(check)
-    def main(config: Config) -> int: ...
-
-Hydra refuses unknown keys and wrong types; everything found after that is collected and reported in one list.
+    the schema's defaults, every group's choice, the experiment, the groups that are typed, the keys that are typed
 """
 
-import os
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ValueType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig, SweepConfig
-from sparsellm.config.values import build, fingerprint, from_dict, to_dict, unknown_keys
-
-PACKAGE = Path(__file__).resolve().parents[1]
-# In a checkout the configs stand beside the package; a wheel carries them inside it.
-CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
+from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
+from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 
 AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
+Flat = dict[str, Any]  # group.key -> plain value
 
-COMPOSITIONS = {Config: "train", EvaluateConfig: "evaluate", AnalyzeConfig: "analyze"}  # each to its file of configs/
+COMPOSITION = "train"  # the file of configs/ that composes a Config
+WARMUP = "optimizer.warmup_steps"
+WARMUP_SHARE = 10  # unless it is typed, the warm-up takes at most one step of so many
+NAME_PARTS = 40  # characters of a run's name that say what differs from the experiment
 
-for _schema, _composition in COMPOSITIONS.items():
-    ConfigStore.instance().store(name=f"{_composition}_schema", node=_schema)
-
-
-def entry_point(
-    check: Callable[[AnyConfig], list[str]], schema: type[AnyConfig] = Config
-) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
-    """Make `main(config)` a command line, `main(arguments, program)`: compose a `schema`, check, call.
-
-    `check` lists what is wrong with a configuration. The exit code: what `main` returns, or 2 for a refused
-    configuration, with every mistake listed.
-    """
-
-    def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
-        def command(arguments: list[str], program: str) -> int:
-            try:
-                if {"-m", "--multirun"} & set(arguments):
-                    raise ConfigError(["--multirun runs all jobs in every rank: start a command for each"])
-                config = from_overrides(arguments, schema)
-                if found := check(config):
-                    raise ConfigError(found)
-                return main(config)
-            except ConfigError as error:
-                return refuse(error)
-
-        return command
-
-    def refuse(error: ConfigError) -> int:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"sparsellm: {error}", file=sys.stderr)
-        return 2
-
-    return decorate
-
-
-def from_overrides(overrides: list[str], schema: type[AnyConfig] = Config) -> AnyConfig:
-    """What a command line of these overrides gives, for scripts and tests. Raises ConfigError where Hydra refuses."""
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose(COMPOSITIONS[schema], overrides=overrides, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_one_line(error)]) from error
-    config, found = _typed(schema, composed, composed.hydra.runtime.choices)
-    if found:
-        raise ConfigError(found)
-    return config
+ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=Config)
 
 
 @dataclass(frozen=True)
-class SweepRequest:
-    """A sweep's command line, sorted by what its overrides are for."""
+class Composition(Generic[AnyConfig]):
+    """What a command line gives."""
 
-    sweep: SweepConfig
-    axes: dict[str, list[str]]  # each key or group of a run to its overrides, one per value, in the order given
-    evaluate: list[str]  # overrides for the evaluation, without the prefix
+    config: AnyConfig  # composed without what was refused
+    mistakes: list[str]  # what was refused, each with its remedy
+    notes: list[str]  # values that are neither typed nor a default, and why
+    choices: dict[str, str | None]  # of every group; None for an experiment that was taken away
+
+    @property
+    def experiment(self) -> str | None:
+        return self.choices.get(EXPERIMENT)
 
 
-def sweep_request(overrides: list[str]) -> SweepRequest:
-    """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
+def composition(overrides: list[str], schema: type[AnyConfig] = Config) -> Composition[AnyConfig]:
+    """Compose a `schema` from a command line of these overrides."""
+    typed = parse(overrides, schema)
+    if schema is not Config:
+        return Composition(build(schema, typed.keys), typed.mistakes, [], {})
+    values, chosen = _layers(typed)
+    notes = [] if WARMUP in typed.keys else _cap_warmup(values)
+    config = build(Config, nested(values))
+    if config.data.path is None:
+        config.data.path = f"data/{config.data.name}"
+    if config.run.name is None:
+        config.run.name = _run_name(config, typed, chosen.get(EXPERIMENT), capped=bool(notes))
+    return Composition(config, typed.mistakes, notes, chosen)
 
-    Raises ConfigError, with every mistake, for what the grammar or `SweepConfig` does not have.
-    """
-    options, axes, evaluate, found = OmegaConf.structured(SweepConfig), {}, [], []
-    parser = OverridesParser.create()
-    for text in overrides:
-        try:
-            (override,) = parser.parse_overrides([text])
-        except HydraException as error:
-            found.append(f"{text}: {_one_line(error)}")
+
+def from_overrides(overrides: list[str], schema: type[AnyConfig] = Config) -> AnyConfig:
+    """The configuration of a command line of these overrides. Raises ConfigError with everything that is refused."""
+    composed = composition(overrides, schema)
+    if composed.mistakes:
+        raise ConfigError(composed.mistakes)
+    return composed.config
+
+
+def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
+    """The values of every layer, and the choice of every group."""
+    values, chosen = _composed(tuple(typed.groups.items()))
+    values = dict(values)
+    for group, choice in typed.groups.items():
+        if group != EXPERIMENT:
+            values |= _choice(group, choice)
+    return values | typed.keys, chosen
+
+
+@lru_cache(maxsize=64)
+def _composed(groups: tuple[tuple[str, str | None], ...]) -> tuple[Flat, dict[str, str | None]]:
+    """What Hydra makes of the defaults lists with these choices, in which an experiment is above the other groups."""
+    overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in groups]
+    composed, chosen = _hydra(COMPOSITION, overrides)
+    return flat(OmegaConf.to_container(composed, resolve=True, enum_to_str=True)), chosen
+
+
+@lru_cache(maxsize=64)
+def _choice(group: str, choice: str) -> Flat:
+    """The values that the file of a choice sets."""
+    composed, _ = _hydra(f"{group}/{choice}", [])
+    return flat(OmegaConf.to_container(composed, resolve=True))
+
+
+def _hydra(name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = compose(name, overrides=overrides, return_hydra_config=True)
+    chosen = {group: choice for group, choice in composed.hydra.runtime.choices.items() if "/" not in group}
+    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]), chosen
+
+
+def _cap_warmup(values: Flat) -> list[str]:
+    """Shorten a warm-up that is too long for a short run; and say so."""
+    longest, before = max(0, values["training.steps"] // WARMUP_SHARE), values[WARMUP]
+    if before <= longest:
+        return []
+    values[WARMUP] = longest
+    return [
+        f"{WARMUP} is {longest} instead of {before}, a tenth of training.steps={values['training.steps']}:"
+        f" {WARMUP}=N gives another one"
+    ]
+
+
+def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool) -> str:
+    """EXPERIMENT-relu-steps_800-3f2a91c0: what differs from the experiment, and the fingerprint of all that counts."""
+    alone, with_groups = (
+        definition(build(Config, nested(_layers(Typed(groups))[0])))
+        for groups in ({EXPERIMENT: experiment}, typed.groups)
+    )
+    groups, keys = [], []
+    for key, value in definition(config).items():
+        group, _, last = key.partition(".")
+        if value == alone[key] or (capped and key == WARMUP):
             continue
-        key, texts = override.key_or_group, [override.input_line]
-        group, _, name = key.partition(".")
-        if override.is_sweep_override():
-            # A glob needs Hydra's search path, an interval has no list, and a shuffled list another order every time.
-            listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
-            single = group in ("sweep", "evaluate")
-            if not listed or getattr(override.value(), "shuffle", False) or single:
-                wanted = "one value" if single else f"a list of values in order, as {key}=1,2"
-                found.append(f"{text}: {key} takes {wanted}")
-                continue
-            texts = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if group == "sweep" and name:
-            try:
-                OmegaConf.update(options, name, override.value())
-            except OmegaConfBaseException as error:
-                found.append(f"{text}: {_one_line(error)}; sweep has {', '.join(options)}")
-        elif group == "evaluate" and name:
-            evaluate.append(text.removeprefix("evaluate."))
-        else:
-            axes[key] = texts
-    if found:
-        raise ConfigError(found)
-    return SweepRequest(build(SweepConfig, OmegaConf.to_container(options, enum_to_str=True)), axes, evaluate)
-
-
-def quoted(value: str) -> str:
-    """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
-    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
-
-
-def _typed(schema: type[AnyConfig], composed: DictConfig, choices: DictConfig) -> tuple[AnyConfig, list[str]]:
-    """The `schema` that Hydra `composed` of these `choices`, a run's with `run.name` and `data.path` filled in; and as
-    mistakes the keys that the schema does not have, which `+key=value` lets past Hydra, and those without a value.
-
-    Raises ConfigError for an interpolation that leads nowhere.
-    """
-    composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    found = []
-    try:
-        for key in sorted(OmegaConf.missing_keys(composed)):
-            found.append(f"{key} has no value: give it one with {key}=...")
-            OmegaConf.update(composed, key, OmegaConf.select(OmegaConf.structured(schema), key))
-        values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([*found, _one_line(error)]) from error
-    config = build(schema, values)
-    if schema is Config:
-        if config.data.path is None:
-            config.data.path = f"data/{config.data.name}"
-        if config.run.name is None:
-            config.run.name = f"{choices.get('experiment') or 'run'}-{fingerprint(config)}"
-    return config, found + unknown_keys(schema, values)
+        if group in typed.groups and value == with_groups[key]:
+            groups.append(typed.groups[group])
+            continue
+        spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
+        if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
+            keys.append(f"{last}_{spelled}")
+    shown: list[str] = []
+    for part in dict.fromkeys(groups + keys):
+        if len("-".join([*shown, part])) <= NAME_PARTS:
+            shown.append(part)
+    return "-".join([experiment or "run", *shown, fingerprint(config)])
 
 
 def save(config: Config, path: Path) -> None:
     """Write `config` as YAML to `path`, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    partial.write_text(as_yaml(config))
     partial.replace(path)
+
+
+def as_yaml(config: AnyConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def load(path: Path) -> Config:
     """The configuration that `save` wrote. Raises ConfigError for unknown keys."""
     return from_dict(OmegaConf.to_container(OmegaConf.load(path)))
-
-
-def _one_line(error: BaseException) -> str:
-    because = "" if error.__cause__ is None else f": {_one_line(error.__cause__)}"
-    return " ".join(str(error).split()) + because

@@ -21,6 +21,7 @@ from sparsellm.config.schema import (
 )
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
 
+RUN_NAME = r"[A-Za-z0-9._-]+"
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -159,8 +160,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
     )
     require(
-        run.name is not None and re.fullmatch(r"[a-z0-9._-]+", run.name) is not None and run.name not in (".", ".."),
-        f"run.name is {run.name!r}: use only a-z, 0-9, '.', '_' and '-'",
+        run.name is not None and re.fullmatch(RUN_NAME, run.name) is not None and run.name not in (".", ".."),
+        f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-'",
     )
 
     if data.source == Source.hub:
@@ -173,9 +174,15 @@ def mistakes(config: Config, world_size: int) -> list[str]:
             data.tokenizer is None,
             f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",
         )
-    else:
-        require(data.tokenizer is not None, f"data.source={data.source.name} needs data.tokenizer=NAME or a folder")
-    require(data.max_tokens is None or data.max_tokens >= 1, f"data.max_tokens is {data.max_tokens}: at least 1")
+    elif data.source == Source.hub or data.streaming:
+        # Prepared files may do without: a tokenizer is trained on them.
+        because = "data.streaming=true" if data.streaming else f"data.source={data.source.name}"
+        require(data.tokenizer is not None, f"{because} needs data.tokenizer=NAME or a folder")
+    require(
+        data.max_tokens is None or data.max_tokens > training.sequence_length,
+        f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
+        " block of training.sequence_length",
+    )
     return found + _amount_mistakes(config.evaluation, "evaluation.")
 
 

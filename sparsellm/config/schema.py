@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+MEANING = "meaning"  # of a key, in its field's metadata
 
 
 class Activation(Enum):
@@ -75,40 +78,48 @@ class SweepMode(Enum):
     slurm = "slurm"
 
 
+def key(default: Any, meaning: str) -> Any:
+    """A key of a configuration: its default, and what it means, with its unit, as `--help` says it."""
+    made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**made, metadata={MEANING: meaning})
+
+
 @dataclass
 class ModelConfig:
-    """A Llama-style decoder (DESIGN §3). Defaults: the width that all of the paper's sizes share."""
+    """The decoder, Llama-style (DESIGN §3). Defaults: the width that all of the paper's sizes share."""
 
-    vocab_size: int = 49_152
-    hidden_size: int = 2_048  # K
-    intermediate_size: int = 5_632  # N; 8,448 gives a non-gated model the parameters of a gated one
-    num_layers: int = 28  # L
-    num_heads: int = 32
-    context_length: int = 2_048  # the longest sequence, in tokens
-    rope_theta: float = 100_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
-    gated: bool = True
+    vocab_size: int = key(49_152, "rows of the embedding: at least the tokenizer's ids")
+    hidden_size: int = key(2_048, "K, the width of the residual stream")
+    intermediate_size: int = key(5_632, "N, neurons of a layer; 8448 without a gate has as many parameters")
+    num_layers: int = key(28, "L")
+    num_heads: int = key(32, "attention heads")
+    context_length: int = key(2_048, "the longest sequence, in tokens")
+    rope_theta: float = key(100_000.0, "base of the rotary embedding")
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
+    init_std: float = key(0.02, "standard deviation of the initial weights")
+    gated: bool = key(True, "h = relu(x W_g) * (x W_u); false: h = relu(x W_u)")
 
 
 @dataclass
 class DataConfig:
-    """A corpus and how it becomes tokens. `path` holds the prepared tokens, outside any run."""
+    """The corpus, and how it becomes tokens."""
 
-    name: str = "stdlib_docs"
-    source: Source = Source.stdlib_docs
-    dataset: str | None = None  # hub name, for source=hub
-    subset: str | None = None  # the hub data set's config name
-    split: str = "train"
-    files: list[str] = field(default_factory=list)  # parquet, jsonl or text; glob patterns, for source=files
-    text_column: str = "text"
-    tokenizer: str | None = None  # hub name or local folder; stdlib_docs trains its own
-    tokenizer_vocab_size: int = 4_096  # of the tokenizer that stdlib_docs trains
-    path: str | None = None  # default: data/<name>
-    max_tokens: int | None = None  # training tokens to prepare; default: what the experiment needs
-    validation_fraction: float = 0.005  # of the documents, held out by their content
-    streaming: bool = False  # tokenize while training instead of preparing first
-    seed: int = 0  # of the order of the blocks
+    name: str = key("stdlib_docs", "what the corpus is called, in `path` and in logs")
+    source: Source = key(Source.stdlib_docs, "Python's own documentation, a hub data set, or local files")
+    dataset: str | None = key(None, "hub name OWNER/NAME, for source=hub")
+    subset: str | None = key(None, "the hub data set's config name")
+    split: str = key("train", "the hub data set's split")
+    files: list[str] = key([], "parquet, jsonl or text files; glob patterns, for source=files")
+    text_column: str = key("text", "of parquet and jsonl")
+    tokenizer: str | None = key(None, "hub name, or a local folder; null: trained on the text (not for hub data)")
+    tokenizer_vocab_size: int = key(4_096, "ids of the tokenizer that is trained on the text")
+    path: str | None = key(None, "folder of the prepared tokens; null: data/NAME")
+    max_tokens: int | None = key(None, "training tokens to prepare; null: what the experiment reads")
+    validation_fraction: float = key(
+        0.005, "of the documents held out, by their content; of the text where these are too few"
+    )
+    streaming: bool = key(False, "tokenize while training instead of preparing first")
+    seed: int = key(0, "of the order of the blocks")
 
 
 @dataclass
@@ -118,91 +129,97 @@ class SparsityConfig:
     Tokens are those of the global batch: what they decide does not depend on the batch size.
     """
 
-    activation: Activation = Activation.relu
-    l1_coefficient: float = 2e-5
-    l1_normalization: L1Normalization = L1Normalization.sum
-    l1_schedule: L1Schedule = L1Schedule.constant
-    l1_start_tokens: int = 0  # the coefficient is 0 for so many tokens
-    l1_warmup_tokens: int = 0  # for l1_schedule=linear: tokens from 0 to the full coefficient, after the start
-    dead_after_tokens: int = 10_000_000  # a neuron is dead once it has been silent for so many tokens
-    # Draw the gate rows of neurons silent for so many tokens anew; null: never. None in as many tokens at the end.
-    reinit_dead_after_tokens: int | None = None
-    reinit_every: int = 100  # steps between such draws
+    activation: Activation = key(Activation.relu, "of the gate; without one, of the up projection")
+    l1_coefficient: float = key(2e-5, "of the L1 loss on the feedforward activations; 0: none")
+    l1_normalization: L1Normalization = key(
+        L1Normalization.sum, "what the coefficient multiplies, per token: |h| over neurons and layers"
+    )
+    l1_schedule: L1Schedule = key(L1Schedule.constant, "after l1_start_tokens all of it at once, or linear from 0")
+    l1_start_tokens: int = key(0, "tokens for which the coefficient is 0")
+    l1_warmup_tokens: int = key(0, "tokens from 0 to the full coefficient, for l1_schedule=linear")
+    dead_after_tokens: int = key(10_000_000, "tokens of silence after which a neuron counts as dead")
+    reinit_dead_after_tokens: int | None = key(
+        None, "tokens of silence after which a neuron's gate row is drawn anew, none in as many at the end; null: never"
+    )
+    reinit_every: int = key(100, "steps between such draws")
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW with decay on matrices only; linear warm-up, then cosine to a fraction of the peak."""
 
-    learning_rate: float = 1e-3  # the peak
-    final_lr_fraction: float = 0.1
-    warmup_steps: int = 600
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0  # largest L2 norm of the gradient
+    learning_rate: float = key(1e-3, "the peak")
+    final_lr_fraction: float = key(0.1, "of the peak, at the last step")
+    warmup_steps: int = key(600, "steps from 0 to the peak; unless typed, at most a tenth of training.steps")
+    beta1: float = key(0.9, "decay of the first moment")
+    beta2: float = key(0.95, "decay of the second moment")
+    eps: float = key(1e-8, "epsilon of AdamW")
+    weight_decay: float = key(0.1, "on every 2-D weight, the embedding included")
+    grad_clip: float = key(1.0, "largest L2 norm of the gradient")
 
 
 @dataclass
 class TrainingConfig:
     """How much is learned from: all that decides the mathematics beside model, data, sparsity and optimizer."""
 
-    steps: int = 9_537
-    batch_size: int = 512  # sequences per optimizer step, over all ranks
-    sequence_length: int = 2_048  # T
-    seed: int = 0  # of the initial weights
+    steps: int = key(9_537, "optimizer steps")
+    batch_size: int = key(512, "sequences per optimizer step, over all ranks")
+    sequence_length: int = key(2_048, "T, tokens of a sequence")
+    seed: int = key(0, "of the initial weights")
 
 
 @dataclass
 class RuntimeConfig:
     """How a step is computed; nothing here changes what is computed beyond rounding."""
 
-    device: Device = Device.auto
-    precision: Precision = Precision.bfloat16
-    compile: bool = True
-    # `auto` does without in deterministic, float32, SiLU and CPU runs.
-    kernels: Kernels = Kernels.auto
-    micro_batch_size: int = 16  # sequences per forward pass and rank; the last one of a step may be smaller
-    recompute: bool = False  # recompute each layer in backward instead of keeping its activations
-    deterministic: bool = False  # the same bits on every run of the same ranks and hardware; slower
-    data_workers: int = 2  # processes per rank that read ahead (a stream has at most one); 0 reads between steps
-    ddp_bucket_mb: int = 64  # gradients are reduced in buckets of this size while backward goes on
-    max_skipped_steps: int = 10  # stop after so many non-finite steps in a row
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    precision: Precision = key(Precision.bfloat16, "of matrix products; weights, gradients and moments are float32")
+    compile: bool = key(True, "torch.compile of the layers")
+    kernels: Kernels = key(
+        Kernels.auto, "CUDA kernels where they run (not in deterministic, float32, SiLU runs), or else refuse; or never"
+    )
+    micro_batch_size: int = key(16, "sequences per forward pass and rank; the last one of a step may be smaller")
+    recompute: bool = key(False, "recompute each layer in backward instead of keeping its activations")
+    deterministic: bool = key(False, "the same bits on every run of the same ranks and hardware; slower")
+    data_workers: int = key(2, "processes per rank that read ahead (a stream: at most one); 0 reads between steps")
+    ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on")
+    max_skipped_steps: int = key(10, "non-finite steps in a row after which the run stops")
 
 
 @dataclass
 class LoggingConfig:
-    every: int = 10  # steps between rows of metrics.jsonl
-    validation_every: int = 250  # steps; 0 for never
-    validation_samples: int = 256  # held-out sequences per validation
-    wandb: WandbMode = WandbMode.online  # without a key: offline, and said so
-    wandb_project: str = "sparsellm"
-    wandb_group: str | None = None  # shown together; a sweep gives its own name
+    """Rows, validation, Weights & Biases."""
+
+    every: int = key(10, "steps between rows of metrics.jsonl, at most 10")
+    validation_every: int = key(250, "steps between validations; 0: never")
+    validation_samples: int = key(256, "held-out sequences per validation")
+    wandb: WandbMode = key(WandbMode.online, "Weights & Biases; online without a key is offline, and says so")
+    wandb_project: str = key("sparsellm", "the record's project")
+    wandb_group: str | None = key(None, "records shown together; a sweep gives its own name")
 
 
 @dataclass
 class EvaluationConfig:
-    """The downstream tasks while training; keys that `EvaluateConfig` has too mean the same."""
+    """The downstream tasks while training; keys that `evaluate` has too mean the same."""
 
-    every: int = 0  # steps between evaluations, the last step included; 0 for never
-    tasks: list[str] = field(default_factory=list)  # of the seven; none named: all
-    data_dir: str | None = None
-    limit: int | None = None  # rows per task
-    batch_size: int | str = "auto"
+    every: int = key(0, "steps between evaluations, the last step included; 0: never")
+    tasks: list[str] = key([], "of the seven; none named: all")
+    data_dir: str | None = key(None, "local rows, DIR/TASK/SPLIT.jsonl or .parquet; null: the hub")
+    limit: int | None = key(None, "rows per task; null: all")
+    batch_size: int | str = key("auto", "sequences per forward pass and rank")
 
 
 @dataclass
 class RunConfig:
     """The run's folder: its name, its checkpoints, and what starting again does."""
 
-    name: str | None = None  # default: <experiment>-<8 hex of what defines the run>
-    root: str = "runs"
-    restart: bool = False  # start again in a new folder instead of resuming
-    checkpoint_every: int = 500  # steps
-    keep_checkpoints: int = 2
-    hf_dtype: Precision = Precision.float32  # of the exported hf/ weights
-    skip_damaged: bool = False  # resume from the newest whole checkpoint if newer ones are damaged
+    name: str | None = key(None, "null: EXPERIMENT, what differs from it, and 8 hex digits of what defines the run")
+    root: str = key("runs", "the folder of the runs")
+    restart: bool = key(False, "start again in a new folder instead of resuming")
+    checkpoint_every: int = key(500, "steps between checkpoints")
+    keep_checkpoints: int = key(2, "how many of the newest are kept")
+    hf_dtype: Precision = key(Precision.float32, "of the exported hf/ weights")
+    skip_damaged: bool = key(False, "resume from the newest whole checkpoint if newer ones are damaged")
 
 
 @dataclass
@@ -220,50 +237,52 @@ class Config:
 
 @dataclass
 class SweepConfig:
-    """How a sweep goes about its runs, `sweep.*` on its command line; what they are is in their own `Config`s."""
+    """How a sweep goes about its runs; what they are is in their own keys."""
 
-    name: str | None = None  # default: <experiment>-<8 hex of the names of its runs>
-    root: str = "sweeps"
-    mode: SweepMode = SweepMode.run
-    baseline: bool = False  # add the dense run, sparsity=dense_silu
-    evaluate: bool = True  # every finished run, with the options evaluate.*
-    nproc_per_node: int | None = None  # processes of a run; default: the GPUs of this machine, or 1
-    point: int | None = None  # do only this run, counted from 0: what one task of a SLURM array does
+    name: str | None = key(None, "null: EXPERIMENT and 8 hex digits of the names of its runs")
+    root: str = key("sweeps", "the folder of the sweeps")
+    mode: SweepMode = key(SweepMode.run, "run the runs here, print their commands, or write a SLURM array script")
+    baseline: bool = key(False, "add the dense run, sparsity=dense_silu")
+    evaluate: bool = key(True, "evaluate every finished run, with the options evaluate.*")
+    nproc_per_node: int | None = key(None, "processes of a run; null: the GPUs of this machine, or 1")
+    point: int | None = key(None, "do only this run, counted from 0: what one task of a SLURM array does")
 
 
 @dataclass
 class EvaluateConfig:
     """Which checkpoint is evaluated, on what, and how."""
 
-    checkpoint: str | None = None  # a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name
-    tasks: list[str] = field(default_factory=list)  # of the seven; none named: all
-    data_dir: str | None = None  # local rows, data_dir/TASK/SPLIT.jsonl or .parquet, and no network; default: the hub
-    output_dir: str | None = None  # default: evaluation/ in the checkpoint, or evaluations/NAME where that is read-only
-    limit: int | None = None  # rows per task, for quick looks; the held-out loss is over the run's blocks all the same
-    batch_size: int | str = "auto"  # sequences per forward pass and rank
-    dtype: Dtype = Dtype.auto
-    device: Device = Device.auto
-    kernels: Kernels = Kernels.auto  # `auto` does without for models, dtypes and machines that they do not take
-    compare_kernels: bool = False  # score twice, on the kernels and in PyTorch, and report both
-    validation: bool = True  # the loss on the run's own held-out split, computed as the run does
+    checkpoint: str | None = key(
+        None, "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name; must be given"
+    )
+    tasks: list[str] = key([], "of the seven; none named: all")
+    data_dir: str | None = key(None, "local rows, DIR/TASK/SPLIT.jsonl or .parquet, and no network; null: the hub")
+    output_dir: str | None = key(None, "null: evaluation/ in the checkpoint, evaluations/NAME where that is read-only")
+    limit: int | None = key(None, "rows per task, for quick looks, which leave the held-out split whole; null: all")
+    batch_size: int | str = key("auto", "sequences per forward pass and rank")
+    dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
+    compare_kernels: bool = key(False, "score twice, on the kernels and in PyTorch, and report both")
+    validation: bool = key(True, "the loss on the run's own held-out split, computed as the run does")
 
 
 @dataclass
 class AnalyzeConfig:
     """Which checkpoint's activations are counted, on what text, and how."""
 
-    checkpoint: str | None = None  # a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name
-    text: str | None = None  # plain text, or parquet with a column `text`; default: the run's own held-out blocks
-    sequences: int = 64  # read at most
-    batch_size: int = 8  # sequences per forward pass
-    min_count: int = 20  # occurrences that a token needs to be among the most and least active
-    output_dir: str | None = None  # default: analysis/ in the checkpoint, or analyses/NAME where that is read-only
-    recordings: str | None = (
-        None  # folder for what fires, token by token, as scripts/ take it; large, so none by default
+    checkpoint: str | None = key(
+        None, "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name; must be given"
     )
-    dtype: Dtype = Dtype.auto
-    device: Device = Device.auto
-    speed: bool = True  # time each layer, where the CUDA kernels run; times differ a little from run to run
+    text: str | None = key(None, "plain text, or parquet with a column `text`; null: the run's own held-out blocks")
+    sequences: int = key(64, "read at most")
+    batch_size: int = key(8, "sequences per forward pass")
+    min_count: int = key(20, "occurrences that a token needs to be among the most and least active")
+    output_dir: str | None = key(None, "null: analysis/ in the checkpoint, analyses/NAME where that is read-only")
+    recordings: str | None = key(None, "folder for which neurons fire, token by token, as scripts/ take it; null: none")
+    dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    speed: bool = key(True, "time each layer, where the CUDA kernels run; times differ a little from run to run")
 
 
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:

@@ -1,5 +1,6 @@
 """A configuration as plain values and back, and those of them that define a run."""
 
+import difflib
 import hashlib
 import json
 import types
@@ -40,15 +41,69 @@ def fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def unknown_keys(schema: type, values: dict[str, Any], prefix: str = "") -> list[str]:
-    """What is wrong with each key of the nested `values` that `schema` does not have."""
-    known = {f.name: f.type for f in fields(schema)}
-    found = []
+def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Every `group.key` of `schema` and its type."""
+    found: dict[str, Any] = {}
+    for each in fields(schema):
+        nested = is_dataclass(each.type)
+        found |= flat_types(each.type, f"{prefix}{each.name}.") if nested else {f"{prefix}{each.name}": each.type}
+    return found
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in known:
-            found.append(f"{prefix}{key} is not a key: {prefix[:-1] or 'the top level'} has {', '.join(known)}")
-        elif is_dataclass(known[key]):
-            found += unknown_keys(known[key], value, f"{prefix}{key}.")
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, key = name.split(".")
+        inside = found
+        for part in path:
+            inside = inside.setdefault(part, {})
+        inside[key] = value
+    return found
+
+
+def unknown_key(name: str, schema: type) -> str:
+    """What is wrong with a `name` that is no key of `schema`, and which one it may mean."""
+    keys, group, path = flat_types(schema), schema, []
+    for part in name.split("."):  # as far as the name leads
+        inside = next((f.type for f in fields(group) if f.name == part and is_dataclass(f.type)), None)
+        if inside is None:
+            break
+        group, path = inside, [*path, part]
+    listed = ", ".join(f.name for f in fields(group))
+    if ".".join(path) == name:
+        return f"{name} is a group of keys: write {name}.KEY=VALUE; it has {listed}"
+    last = name.rpartition(".")[2]
+    ends = {key.rpartition(".")[2]: key for key in keys}
+    close = [key for key in keys if key.rpartition(".")[2] == last]
+    close = close or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    close = close or [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.75)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    where = f"{'.'.join(path)} has" if path else "there are"
+    return f"{name} is not a key: {hint}{where} {listed}"
+
+
+def unknown_keys(schema: type, values: dict[str, Any]) -> list[str]:
+    """What is wrong with each key of the nested `values` that `schema` does not have."""
+    known, found = flat_types(schema), []
+
+    def look(nested: dict[str, Any], prefix: str) -> None:
+        for key, value in nested.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and any(k.startswith(f"{name}.") for k in known):
+                look(value, f"{name}.")
+            elif name not in known:
+                found.append(unknown_key(name, schema))
+
+    look(values, "")
     return found
 
 

@@ -10,6 +10,11 @@
     lock                    held by the process that prepares
 
 Block n of a stream is its tokens [n T, n T + T], so blocks overlap by one token and the files fit every length T.
+
+Held out are whole documents, chosen by their content (corpus.is_held_out). Where these leave a split without a single
+block, as with one text file, the manifest says `cut`: take the training documents, and after them the held-out ones, as
+one stream; its last tokens are the validation split, the tokens before them the training split, and no token is in
+both. The document that the cut goes through is counted in both splits.
 """
 
 import json
@@ -50,15 +55,22 @@ class Manifest:
     tokenizer_hash: str  # sha256 of tokenizer/tokenizer.json
     vocab_size: int
     end_of_text_id: int
-    sequence_length: int
+    sequence_length: int  # that was asked for when preparation began; decides whether the stream is cut, and where
     licence: str | None = None  # as the card of the hub data set names it
     licences: dict[str, int] = field(default_factory=dict)  # documents by the value of their licence column
     train: Split = field(default_factory=Split)
     validation: Split = field(default_factory=Split)
     empty_documents: int = 0  # read, and left out for having no text
     unparsable_modules: int = 0  # of the standard library
+    tokenizer_characters: int | None = (
+        None  # of the text that the tokenizer was trained on; None: it came from elsewhere
+    )
     position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
     exhausted: bool = False  # whether the source has no more documents
+    cut: bool = False  # whether the end of the stream is held out, because the documents are too few
+    # Whether this preparation adds to a finished folder. Runs may have trained on its tokens, so `sequence_length`
+    # stays: then a cut moves only towards the end, and no token of theirs is held out later.
+    extends: bool = False
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, xxh3; empty until finished
     version: int = VERSION
 
@@ -89,6 +101,25 @@ def is_enough(manifest: Manifest, limit: int | None) -> bool:
     return manifest.exhausted or (limit is not None and manifest.train.tokens >= limit)
 
 
+def tokens_to_cut(manifest: Manifest) -> int:
+    """How many tokens at the end of the stream to hold out, because whole documents leave a split without a block;
+    0 where they do not. The share asked for, and at least one block."""
+    length, (train, validation) = manifest.sequence_length, (manifest.train, manifest.validation)
+    if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
+        return 0
+    return max(length + 1, int(_fraction(manifest) * (train.tokens + validation.tokens)))
+
+
+def longest_sequence(manifest: Manifest) -> int:
+    """The largest sequence length at which a cut leaves both splits a block of these tokens; below 1 if none does."""
+    total = manifest.train.tokens + manifest.validation.tokens
+    return min(total // 2, total - int(_fraction(manifest) * total)) - 1
+
+
+def _fraction(manifest: Manifest) -> float:
+    return manifest.recipe["data.validation_fraction"]
+
+
 def recipe(data: DataConfig) -> dict[str, Any]:
     """The keys that decide which tokens are prepared, and their values."""
     keys = {
@@ -96,6 +127,8 @@ def recipe(data: DataConfig) -> dict[str, Any]:
         Source.hub: ("dataset", "subset", "split", "text_column", "tokenizer"),
         Source.files: ("files", "text_column", "tokenizer"),
     }[data.source]
+    if data.source == Source.files and data.tokenizer is None:
+        keys += ("tokenizer_vocab_size",)
     found = {"data.source": data.source.name, "data.validation_fraction": data.validation_fraction}
     found |= {f"data.{key}": getattr(data, key) for key in keys}
     if data.source == Source.stdlib_docs:
@@ -202,27 +235,40 @@ def recipe_mistakes(manifest: Manifest, config: Config) -> list[str]:
     ]
 
 
-def block_mistakes(manifest: Manifest, folder: Path, sequence_length: int) -> list[str]:
-    """Whether a split is too small for a single block."""
-    remedies = {
-        "train": "raise data.max_tokens, give more documents, or shorten training.sequence_length",
-        "validation": "raise data.validation_fraction, or give more documents (a text file is one document)",
-    }
+def block_mistakes(manifest: Manifest, config: Config) -> list[str]:
+    """Whether a split of a finished folder is too small for a single block of `config`."""
+    length, (train, validation) = config.training.sequence_length, (manifest.train, manifest.validation)
+    if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
+        return []
+    remedies = []
+    if (fits := min(train.tokens, validation.tokens) - 1) >= 1:
+        remedies.append(f"shorten training.sequence_length to {fits} at most")
+    if not manifest.exhausted or length <= longest_sequence(manifest):
+        remedies.append("prepare the text for this length in another folder, by another data.path")
+    else:
+        remedies.append("give more text, with another data.path")
     return [
-        f"{folder} holds {split.tokens:,} {name} tokens in {split.documents:,} documents, less than one block of"
-        f" {sequence_length + 1:,}: {remedies[name]}"
-        for name, split in (("train", manifest.train), ("validation", manifest.validation))
-        if blocks(split.tokens, sequence_length) == 0
+        f"data.path={config.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out tokens, and a"
+        f" block of training.sequence_length {length} takes {length + 1:,} of each: {', or '.join(remedies)}"
     ]
 
 
 def vocabulary_mistakes(vocab_size: int, config: Config) -> list[str]:
-    """Whether the tokenizer has ids that the model has no row for."""
-    if vocab_size <= config.model.vocab_size:
+    """Whether the tokenizer of `config` has ids that the model has no row for."""
+    data, rows = config.data, config.model.vocab_size
+    if vocab_size <= rows:
         return []
+    if data.tokenizer is None:
+        name = f"the tokenizer trained on the text (data.tokenizer_vocab_size={data.tokenizer_vocab_size})"
+        remedy = f"lower data.tokenizer_vocab_size to {rows}"
+    else:
+        name = f"data.tokenizer {data.tokenizer!r}"
+        remedy = "use a smaller tokenizer"
+        if data.source == Source.files and not data.streaming:
+            remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
     return [
-        f"the tokenizer of data.path={config.data.path} has {vocab_size:,} ids and model.vocab_size is"
-        f" {config.model.vocab_size:,}: raise model.vocab_size, or use another tokenizer"
+        f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
+        f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
     ]
 
 
@@ -232,8 +278,11 @@ def preparation_command(config: Config) -> str:
     default = DataConfig(name="files", source=Source.files)
     keys = ["name", "source", *(key.removeprefix("data.") for key in recipe(config.data) if key.startswith("data."))]
     keys = [key for key in dict.fromkeys(keys) if getattr(config.data, key) != getattr(default, key)]
-    overrides = [_override(key, getattr(config.data, key)) for key in [*keys, "path"]]
-    overrides.append(_override("max_tokens", token_limit(config)))
+    overrides = [_override(f"data.{key}", getattr(config.data, key)) for key in [*keys, "path"]]
+    overrides.append(_override("data.max_tokens", token_limit(config)))
+    # Of the model and the training, what preparation looks at: the command composes another experiment.
+    overrides.append(_override("model.vocab_size", config.model.vocab_size))
+    overrides.append(_override("training.sequence_length", config.training.sequence_length))
     return shlex.join(["python", "-m", "sparsellm.prepare_data", "data=files", *overrides])
 
 
@@ -244,7 +293,7 @@ def _override(key: str, value: Any) -> str:
         value = "null"
     elif isinstance(value, list) or (isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value)):
         value = json.dumps(value, ensure_ascii=False)
-    return f"data.{key}={value}"
+    return f"{key}={value}"
 
 
 def _again(folder: Path) -> str:

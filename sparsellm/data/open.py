@@ -1,7 +1,7 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ def mistakes(config: Config) -> list[str]:
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
         return []  # refused by sparsellm.config; how many tokens are needed is not known
     if data.streaming:
-        found = source_mistakes(config)
-        return found or _local_tokenizer_mistakes(config, None)
+        return source_mistakes(config)
     try:
         ready = manifest.read(folder)
         started = ready or manifest.read(folder, "progress.json")
@@ -52,7 +51,7 @@ def mistakes(config: Config) -> list[str]:
     found = manifest.recipe_mistakes(started, config) if started else []
     if ready is None:
         if data.source == Source.stdlib_docs:
-            return found + manifest.vocabulary_mistakes(data.tokenizer_vocab_size, config)
+            return found + source_mistakes(config)
         if found:
             return found
         how = "its preparation has not finished" if started else "there are no prepared tokens"
@@ -68,9 +67,9 @@ def mistakes(config: Config) -> list[str]:
             f" or train on these again and again with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
-    found += manifest.block_mistakes(ready, folder, config.training.sequence_length)
+    found += manifest.block_mistakes(ready, config)
     found += manifest.vocabulary_mistakes(ready.vocab_size, config)
-    return found + _local_tokenizer_mistakes(config, ready)
+    return found + _changed_tokenizer_mistakes(config, ready)
 
 
 def open_data(config: Config, ranks: Ranks) -> Data:
@@ -82,36 +81,70 @@ def open_data(config: Config, ranks: Ranks) -> Data:
     return _open_stream(config, ranks) if config.data.streaming else _open_packed(config, ranks)
 
 
-def open_validation(config: Config, tokenizer_folder: Path) -> torch.Tensor:
+def open_validation(config: Config, tokenizer_folder: Path, run: Path) -> torch.Tensor:
     """The held-out blocks that a run of `config` validates on, int64 [V, T + 1]. For one process; prepares nothing.
 
-    `tokenizer_folder` holds the run's tokenizer, as its checkpoints do. Raises DataError if the blocks are not there,
-    are damaged, or were made with another tokenizer.
+    `tokenizer_folder` holds the run's tokenizer, as its checkpoints do. A relative path in `config` was meant from the
+    folder in which the run was started; that is looked for here, and then among the folders that `run` lies in.
+    Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
     data, samples = config.data, config.logging.validation_samples
     if data.streaming:
         alone = {"sequence_length": config.training.sequence_length, "rank": 0, "world_size": 1}
         reading = {"share": 1, "seed": data.seed, "workers": 0, "pin_memory": False}
         stream = TokenStream(
-            corpus.find_files(data), data.text_column, tokenizer_folder, data.validation_fraction, **alone, **reading
+            _files_of_run(config, run), data.text_column, tokenizer_folder, data.validation_fraction, **alone, **reading
         )
         return stream.validation(samples)
-    folder = Path(data.path)
-    ready = manifest.read(folder)
-    if ready is None:
-        raise DataError(
-            f"there are no prepared tokens in data.path={data.path}: start from the folder in which the run was"
-            f" started, or run {manifest.preparation_command(config)}"
-        )
-    if found := manifest.recipe_mistakes(ready, config):
-        raise DataError("; ".join(found))
-    if tokenizer.digest(tokenizer.load(str(tokenizer_folder))) != ready.tokenizer_hash:
-        raise DataError(f"{folder} was prepared with another tokenizer than {tokenizer_folder} holds: bring it back")
-    manifest.verify(ready, folder, ["validation.tokens"])
+    folder, ready = _tokens_of_run(config, tokenizer_folder, run)
     tokens = PackedTokens(
         folder, ready, config.training.sequence_length, 1, 0, 1, data.seed, workers=0, pin_memory=False
     )
     return tokens.validation(samples)
+
+
+def _starts_of_run(run: Path) -> list[Path]:
+    """Folders in which `run` may have been started: the working directory, and those that the run lies in."""
+    return [Path.cwd(), *run.absolute().parents]
+
+
+def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[Path, manifest.Manifest]:
+    """The first folder of prepared tokens that may be the run's by its path, and is by its manifest; and that."""
+    digest, misses = tokenizer.digest(tokenizer.load(str(tokenizer_folder))), []
+    # Where data.path is absolute, `start / data.path` is data.path itself.
+    for folder in dict.fromkeys(start / config.data.path for start in _starts_of_run(run)):
+        try:
+            ready = manifest.read(folder)
+            if ready is None:
+                raise DataError(f"{folder / 'manifest.json'} is missing")
+            if found := manifest.recipe_mistakes(ready, replace(config, data=replace(config.data, path=str(folder)))):
+                raise DataError("; ".join(found))
+            if digest != ready.tokenizer_hash:
+                raise DataError(f"{folder} was prepared with another tokenizer than {tokenizer_folder} holds")
+            manifest.verify(ready, folder, ["validation.tokens"])
+            return folder, ready
+        except DataError as error:
+            misses.append(str(error))
+    raise DataError(
+        f"the prepared tokens of {run} (data.path={config.data.path}) are not found ({'; '.join(misses)}): start from"
+        " the folder that data.path is relative to, bring the tokens to one of these folders, or prepare them with"
+        f" {manifest.preparation_command(config)}"
+    )
+
+
+def _files_of_run(config: Config, run: Path) -> corpus.Files:
+    """The files that a streaming run reads."""
+    data = config.data
+    if data.source != Source.files:
+        return corpus.find_files(data)
+    for start in _starts_of_run(run):
+        files, found = corpus.local_files([str(start / Path(pattern).expanduser()) for pattern in data.files])
+        if not found:
+            return files
+    raise DataError(
+        f"the files that {run} reads (data.files={','.join(data.files)}) are neither under the working directory nor"
+        " under a folder that the run lies in: start from the folder that data.files is relative to"
+    )
 
 
 def _open_packed(config: Config, ranks: Ranks) -> Data:
@@ -190,8 +223,8 @@ def _common(config: Config, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _local_tokenizer_mistakes(config: Config, ready: manifest.Manifest | None) -> list[str]:
-    """Whether a local tokenizer is too large for the model, or not the one that the tokens were made with."""
+def _changed_tokenizer_mistakes(config: Config, ready: manifest.Manifest) -> list[str]:
+    """Whether a local tokenizer is not the one that the tokens were made with."""
     name = config.data.tokenizer
     if name is None or not Path(name).expanduser().exists():
         return []
@@ -199,8 +232,6 @@ def _local_tokenizer_mistakes(config: Config, ready: manifest.Manifest | None) -
         vocabulary = tokenizer.load(name)
     except DataError as error:
         return [str(error)]
-    if ready is None:
-        return manifest.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config)
     if tokenizer.digest(vocabulary) == ready.tokenizer_hash:
         return []
     return [

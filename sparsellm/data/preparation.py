@@ -3,11 +3,16 @@
 After each chunk of documents the files are on disk and progress.json says how far they are good. A start after a kill
 cuts them back to that and goes on from there, so the result is the same to the byte. A finished folder is not touched,
 unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
+
+A stream that is cut (manifest.py) is cut last, in place. What cannot go on from there starts from the first document
+again, which costs little, for a cut means that the documents were few: a start after a kill between the cut and the
+manifest, and an extension. So whatever happened, the result is what one undisturbed preparation gives.
 """
 
 import fcntl
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +33,21 @@ from sparsellm.data.manifest import (
     blocks,
     checksums,
     is_enough,
+    longest_sequence,
     read,
     recipe,
     recipe_mistakes,
     size_mistakes,
     token_limit,
+    tokens_to_cut,
     verify,
+    vocabulary_mistakes,
     write,
 )
+
+# Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
+# because one text of ten million characters would take twice the memory.
+TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
 
 
 def preparation_mistakes(config: Config) -> list[str]:
@@ -51,22 +63,32 @@ def preparation_mistakes(config: Config) -> list[str]:
     except DataError as error:
         return [str(error)]
     if started is not None:
-        return recipe_mistakes(started, config) + size_mistakes(started, folder)
+        found = recipe_mistakes(started, config) + size_mistakes(started, folder)
+        return found or vocabulary_mistakes(started.vocab_size, config)
     return source_mistakes(config)
 
 
 def source_mistakes(config: Config) -> list[str]:
-    """Missing files and a missing tokenizer."""
+    """Missing files, and a tokenizer that is missing, cannot be read or has more ids than the model has rows."""
     data = config.data
     found = corpus.local_files(data.files)[1] if data.source == Source.files else []
-    if data.tokenizer is not None and tokenizer.is_missing(data.tokenizer):
+    if data.tokenizer is None:
+        return found + vocabulary_mistakes(data.tokenizer_vocab_size, config)
+    if tokenizer.is_missing(data.tokenizer):
         found.append(f"data.tokenizer {data.tokenizer!r} does not exist: give a folder with tokenizer.json")
+    elif Path(data.tokenizer).expanduser().exists():
+        try:
+            vocabulary = tokenizer.load(data.tokenizer)
+        except DataError as error:
+            return [*found, str(error)]
+        found += vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config)
     return found
 
 
 def prepare(config: Config) -> Manifest:
     """Fill `data.path` with at least `token_limit` training tokens, or all there are, and the held-out documents
-    that came between; return the manifest. Returns at once if that is done already. Raises DataError.
+    that came between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
+    nothing behind where no document was prepared or the text is too short for a block of each split.
     """
     folder, limit = Path(config.data.path), token_limit(config)
     if mistakes := preparation_mistakes(config):
@@ -76,6 +98,7 @@ def prepare(config: Config) -> Manifest:
         return manifest
     if manifest is None and not (folder / "progress.json").exists():
         manifest, vocabulary, documents = _start(config)  # before anything is written: what fails, fails here
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _exclusive(folder):
         # Another process may have worked here while this one waited.
         done, progress = read(folder), read(folder, "progress.json")
@@ -85,13 +108,26 @@ def prepare(config: Config) -> Manifest:
             verify(done, folder)  # or the new checksums would vouch for old damage
         if done is not None or progress is not None:
             # With both there, a kill came between the two steps below or at the end: they agree.
-            manifest, vocabulary, documents = _continue(config, folder, done or progress)
+            manifest = replace(done, extends=True) if done is not None else progress
+            manifest, vocabulary, documents = _continue(config, folder, manifest)
         else:
             tokenizer.save(vocabulary, folder / "tokenizer")
         write(manifest, folder, "progress.json")
         (folder / "manifest.json").unlink(missing_ok=True)
 
-        _write_tokens(config, folder, manifest, vocabulary, documents, limit)
+        try:
+            _write_tokens(config, folder, manifest, vocabulary, documents, limit)
+        except DataError:
+            if not manifest.extends and read(folder, "progress.json").position == corpus.START:
+                _remove(folder, made)
+            raise
+        if held_out := tokens_to_cut(manifest):
+            if longest_sequence(manifest) < manifest.sequence_length:
+                _remove(folder, made)
+                raise DataError(_too_short(manifest))
+            write(_from_the_start(manifest), folder, "progress.json")
+            _cut(folder, manifest, held_out)
+        manifest.extends = False
         for split in (manifest.train, manifest.validation):
             split.blocks = blocks(split.tokens, manifest.sequence_length)
             split.dropped_tail = max(0, split.tokens - 1) - split.blocks * manifest.sequence_length
@@ -104,15 +140,23 @@ def prepare(config: Config) -> Manifest:
 def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
     data = config.data
     files: corpus.Files = {}
-    licence, unparsable = None, 0
+    licence, unparsable, characters = None, 0, None
     if data.source == Source.stdlib_docs:
         texts, unparsable = corpus.stdlib_docs()
         vocabulary = tokenizer.train(texts, data.tokenizer_vocab_size)
+        characters = sum(map(len, texts))
         documents = corpus.from_texts(texts)
     else:
-        vocabulary = tokenizer.load(data.tokenizer)
+        if data.tokenizer is not None:
+            vocabulary = tokenizer.load(data.tokenizer)
+            if found := vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config):
+                raise DataError("; ".join(found))
         files = corpus.find_files(data)
-        corpus.open_file(next(iter(files)), data.text_column)  # a wrong column shows before anything is written
+        documents = corpus.read(list(files), data.text_column)
+        if data.tokenizer is None:
+            vocabulary, characters = _trained_tokenizer(documents, data.tokenizer_vocab_size)
+        else:
+            next(documents, None)  # a wrong column shows before anything is written
         documents = corpus.read(list(files), data.text_column)
         licence = corpus.card_licence(data.dataset) if data.source == Source.hub else None
     manifest = Manifest(
@@ -124,13 +168,35 @@ def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
         sequence_length=config.training.sequence_length,
         licence=licence,
         unparsable_modules=unparsable,
+        tokenizer_characters=characters,
     )
     return manifest, vocabulary, documents
+
+
+def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[Tokenizer, int]:
+    """A tokenizer of the first TOKENIZER_CHARACTERS characters of `documents`, or all there are, and how many."""
+    texts, characters = [], 0
+    for document in documents:
+        text = (document.text or "")[: TOKENIZER_CHARACTERS - characters]
+        texts += [text[i : i + TOKENIZER_PIECE] for i in range(0, len(text), TOKENIZER_PIECE)]
+        characters += len(text)
+        if characters == TOKENIZER_CHARACTERS:
+            break
+    print(
+        f"data.tokenizer is null: training a tokenizer of {vocab_size:,} ids on the first {characters:,} characters"
+        " of the text.",
+        flush=True,
+    )
+    return tokenizer.train(texts, vocab_size), characters
 
 
 def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
     """Hub files are those of the commit that preparation started with; local ones must not have changed."""
     data = config.data
+    if manifest.cut:
+        manifest = _from_the_start(manifest)
+    if not manifest.extends:
+        manifest = replace(manifest, sequence_length=config.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"))
     if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
@@ -143,7 +209,13 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
                 " bring them back, or choose another data.path"
             )
         documents = corpus.read(list(manifest.source_files), data.text_column, manifest.position)
-    return replace(manifest, files={}, sequence_length=config.training.sequence_length), vocabulary, documents
+    return replace(manifest, files={}), vocabulary, documents
+
+
+def _from_the_start(manifest: Manifest) -> Manifest:
+    """`manifest` before the first document."""
+    begin = {"position": corpus.START, "exhausted": False, "cut": False, "files": {}}
+    return replace(manifest, train=Split(), validation=Split(), empty_documents=0, licences={}, **begin)
 
 
 def _write_tokens(
@@ -161,7 +233,7 @@ def _write_tokens(
         bar = stack.enter_context(
             tqdm(total=limit, initial=manifest.train.tokens, desc=name, unit=" tokens", unit_scale=True)
         )
-        if is_enough(manifest, limit):  # a kill came after the last document and before the manifest
+        if _is_read(manifest, limit):  # a kill came after the last document and before the manifest
             return
         for chunk in corpus.chunks(documents):
             tokens = iter(tokenizer.encode(vocabulary, [document.text for document in chunk if document.text]))
@@ -174,15 +246,80 @@ def _write_tokens(
                 writers[split].append(next(tokens))
                 if document.licence is not None:
                     manifest.licences[document.licence] = manifest.licences.get(document.licence, 0) + 1
-                if is_enough(manifest, limit):
+                if _is_read(manifest, limit):
                     break
             for writer in writers.values():
                 writer.flush()
             write(manifest, folder, "progress.json")
             bar.update(manifest.train.tokens - bar.n)
-            if is_enough(manifest, limit):
+            if _is_read(manifest, limit):
                 return
     manifest.exhausted = True
+
+
+def _is_read(manifest: Manifest, limit: int | None) -> bool:
+    """Whether the documents read so far are enough, also once the stream is cut."""
+    left = manifest.train.tokens + manifest.validation.tokens - tokens_to_cut(manifest)
+    return is_enough(manifest, limit) and (manifest.exhausted or left >= limit)
+
+
+def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
+    """Make the last `held_out` tokens of the training documents, followed by the held-out ones, the validation split
+    and the tokens before them the training split: on disk and in `manifest`."""
+    train, validation = manifest.train, manifest.validation
+    kept = train.tokens + validation.tokens - held_out
+    paths = {(split, kind): folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
+
+    # One of the two is empty: the training tokens from the cut on, or the held-out ones before the cut.
+    itemsize = np.dtype(manifest.token_dtype).itemsize
+    after = np.fromfile(paths["train", "tokens"], manifest.token_dtype, offset=min(kept, train.tokens) * itemsize)
+    held = np.fromfile(paths["validation", "tokens"], manifest.token_dtype)
+    before = held[: max(0, kept - train.tokens)]
+    starts = [np.fromfile(paths[split, "documents"], DOCUMENT_DTYPE) for split in SPLITS]
+    starts = np.concatenate([starts[0], starts[1] + train.tokens])
+    train_starts, held_starts = starts[starts < kept], starts[starts >= kept] - kept
+    if len(held_starts) == 0 or held_starts[0] > 0:
+        held_starts = np.insert(held_starts, 0, 0)  # the rest of the document that the cut goes through
+
+    _replace_end(paths["train", "tokens"], min(kept, train.tokens), before)
+    _replace_end(paths["validation", "tokens"], 0, np.concatenate([after, held[len(before) :]]))
+    _replace_end(paths["train", "documents"], 0, train_starts)
+    _replace_end(paths["validation", "documents"], 0, held_starts)
+    manifest.cut = True
+    manifest.train = Split(len(train_starts), kept)
+    manifest.validation = Split(len(held_starts), held_out)
+
+
+def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
+    """Let the file at `path` hold its first `kept` numbers, and after them `values`."""
+    with path.open("r+b") as file:
+        file.truncate(kept * values.itemsize)
+        file.seek(0, os.SEEK_END)
+        file.write(values.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _too_short(manifest: Manifest) -> str:
+    total, longest = manifest.train.tokens + manifest.validation.tokens, longest_sequence(manifest)
+    remedy = f"shorten training.sequence_length to {longest} at most, or give more text"
+    return (
+        f"the text is {total:,} tokens long, and training.sequence_length {manifest.sequence_length} needs a block of"
+        f" {manifest.sequence_length + 1:,} tokens to train on and another to hold out:"
+        f" {remedy if longest >= 1 else 'give more text'}"
+    )
+
+
+def _remove(folder: Path, made: list[Path]) -> None:
+    """Take away what a preparation wrote to `folder`, which is locked, and those of the folders `made` for it."""
+    shutil.rmtree(folder / "tokenizer")
+    for name in [*(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")), "progress.json", "lock"]:
+        (folder / name).unlink(missing_ok=True)
+    for path in made or [folder]:
+        try:
+            path.rmdir()
+        except OSError:  # it holds something else
+            return
 
 
 class _Writer:

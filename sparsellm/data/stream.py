@@ -27,6 +27,10 @@ from sparsellm.data.errors import DataError
 from sparsellm.data.packed import outlive_stop_signals, permutation, started
 
 GROUP_BLOCKS = 1024
+_REMEDY = (
+    "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false), for then the end of the"
+    " text is held out where whole documents are too few"
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,7 @@ class TokenStream:
                 break
         if found <= length:
             raise DataError(
-                f"the stream holds {found:,} validation tokens, less than one block of {length + 1:,}:"
-                " raise data.validation_fraction, or give more documents"
+                f"the stream holds {found:,} validation tokens, less than one block of {length + 1:,}: {_REMEDY}"
             )
         return torch.from_numpy(_blocks(np.concatenate(pieces), length)[:samples].copy())
 
@@ -144,7 +147,7 @@ class TokenStream:
             if total == 0 and start == corpus.START:
                 raise DataError(
                     f"the files of rank {self.rank} in epoch {epoch} hold no document to train on:"
-                    " remove empty files, or lower data.validation_fraction"
+                    f" remove empty files, lower data.validation_fraction, or {_REMEDY}"
                 )
             start = corpus.START
 

@@ -64,7 +64,7 @@ class Request:
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
-        return data.open_validation(self.run_config(), Path(self.checkpoint.model))
+        return data.open_validation(self.run_config(), Path(self.checkpoint.model), self.checkpoint.run)
 
     @cached_property
     def source(self) -> str:

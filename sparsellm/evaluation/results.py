@@ -137,17 +137,18 @@ def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {**results, "tasks": tasks, "failed": failed, "mean": mean(tasks, failed)}
 
 
+def record_name(results: dict[str, Any]) -> str:
+    """What the names of `results` begin with in a record of the run; of fewer rows, other names."""
+    limits = {settings(task)["limit"] for task in results["tasks"].values()}
+    limit = limits.pop() if len(limits) == 1 else None
+    return "evaluation" if limit is None else f"evaluation/limit_{limit}"
+
+
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by a flat name, for a record of the run; of fewer rows, other names."""
-
-    def prefix(task: dict[str, Any]) -> str:
-        limit = settings(task)["limit"]
-        return "evaluation" if limit is None else f"evaluation/limit_{limit}"
-
-    tasks = results["tasks"]
-    found = {f"{prefix(task)}/{name}": task["score"] for name, task in tasks.items()}
+    """The numbers of `results` by a flat name, for a record of the run."""
+    found = {f"{record_name({'tasks': {n: task}})}/{n}": task["score"] for n, task in results["tasks"].items()}
     if results["mean"] is not None:
-        found[f"{prefix(next(iter(tasks.values())))}/mean"] = results["mean"]
+        found[f"{record_name(results)}/mean"] = results["mean"]
     if results[VALIDATION] is not None:
         found |= {f"evaluation/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
     return found

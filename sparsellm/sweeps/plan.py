@@ -24,11 +24,13 @@ from sparsellm.config import (
     SweepConfig,
     SweepMode,
     SweepRequest,
+    composition,
     from_overrides,
     mistakes,
     quoted,
     sweep_request,
 )
+from sparsellm.config.rules import RUN_NAME
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
@@ -36,8 +38,8 @@ from sparsellm.evaluation.tasks import TASKS
 from sparsellm.training import run_folder
 
 COEFFICIENT = "sparsity.l1_coefficient"
-# What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said again, for an
-# experiment may set its own.
+# What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said once more for
+# the table, which has a column of what was swept.
 DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 
 
@@ -48,6 +50,7 @@ class Point:
     values: dict[str, str]  # each swept key or group to its value here; for a baseline, those of them that it sets
     overrides: list[str]
     config: Config
+    experiment: str | None
     baseline: bool = False
 
     @property
@@ -126,8 +129,7 @@ def plan(arguments: list[str]) -> Sweep:
     name = options.name
     if name is None:
         names = sorted(point.name for point in points if not point.baseline)
-        experiment = points[0].name.rpartition("-")[0]
-        name = f"{experiment}-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}"
+        name = f"{points[0].experiment or 'sweep'}-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}"
     sweep = Sweep(name, _swept(request), points, processes, options, request.evaluate)
     if found := found + _mistakes(sweep, request):
         raise ConfigError(list(dict.fromkeys(found)))
@@ -147,10 +149,10 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     def add(axes: dict[str, list[str]], baseline: bool) -> None:
         for texts in product(*axes.values()):
             values = {key: text.partition("=")[2] for key, text in zip(axes, texts, strict=True) if key in swept}
-            try:
-                points.append(Point(values, list(texts), from_overrides(list(texts)), baseline))
-            except ConfigError as error:
-                found.extend(error.mistakes)
+            composed = composition(list(texts))
+            found.extend(composed.mistakes)
+            if not composed.mistakes:
+                points.append(Point(values, list(texts), composed.config, composed.experiment, baseline))
 
     add(axes, baseline=False)
     if request.sweep.baseline:
@@ -163,8 +165,8 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
     options, found = sweep.options, []
     if "RANK" in os.environ:
         found.append("a sweep starts torchrun itself, for each of its runs: start it without")
-    if not re.fullmatch(r"[a-z0-9._-]+", sweep.name) or sweep.name in (".", ".."):
-        found.append(f"sweep.name is {sweep.name!r}: use only a-z, 0-9, '.', '_' and '-'")
+    if not re.fullmatch(RUN_NAME, sweep.name) or sweep.name in (".", ".."):
+        found.append(f"sweep.name is {sweep.name!r}: use only letters, digits, '.', '_' and '-'")
     if sweep.processes < 1:
         found.append(f"sweep.nproc_per_node is {sweep.processes}: it must be at least 1")
     if options.mode == SweepMode.slurm and options.nproc_per_node is None:

@@ -49,7 +49,7 @@ def test_a_run_on_its_held_out_blocks(run):
     }  # fmt: skip
     assert (results["speed"], results["speed_missing"]) == (None, "needs a CUDA GPU")
     # The files tell of the same tokens: those that the run validates on.
-    blocks = open_validation(load(run / "config.yaml"), run / LAST / "hf")[:5, :-1]
+    blocks = open_validation(load(run / "config.yaml"), run / LAST / "hf", run)[:5, :-1]
     settled = blocks[:, results["tokens"]["from_position"] :].flatten().bincount()
     of_tokens = rows_of(folder / "tokens.csv")
     assert {int(row["id"]): int(row["count"]) for row in of_tokens} == {

@@ -3,8 +3,22 @@
 from itertools import product
 
 import pytest
+import yaml
 
-from sparsellm.config import CONFIGS, Activation, ConfigError, fingerprint, from_overrides, load, mistakes, save
+from sparsellm.config import (
+    CONFIGS,
+    Activation,
+    ConfigError,
+    EvaluateConfig,
+    composition,
+    fingerprint,
+    from_overrides,
+    load,
+    mistakes,
+    save,
+    to_dict,
+)
+from sparsellm.config.values import flat
 
 
 def choices(group):
@@ -34,7 +48,6 @@ def test_every_choice_of_every_group_is_accepted(choice):
     extra = {
         "data=files": ["data.files=[x.parquet]", "data.tokenizer=x"],
         "model=tiny": ["training.sequence_length=256"],
-        "sparsity=dense_silu": ["sparsity.l1_coefficient=0"],
     }
     config = from_overrides(["experiment=0p5b", choice, *extra.get(choice, [])])
     assert mistakes(config, 1) == []
@@ -61,14 +74,158 @@ def test_yaml_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+sparsity.l1_coeficient=3", "sparsity.l1_coeficient is not a key: sparsity has activation, l1_coefficient"),
-        ("+spelling=3", "spelling is not a key"),
-        ("+model.layer.depth=3", "model.layer is not a key"),
+        ("+sparsity.l1_coeficient=3", "sparsity.l1_coeficient is not a key: did you mean sparsity.l1_coefficient? "),
+        ("traning.steps=3", "traning.steps is not a key: did you mean training.steps? there are model, data"),
+        ("l1_coefficient=3", "l1_coefficient is not a key: did you mean sparsity.l1_coefficient? "),
+        ("seed=3", "seed is not a key: did you mean data.seed or training.seed? "),
+        ("+spelling=3", "spelling is not a key: there are model"),
+        ("+model.layer.depth=3", "model.layer.depth is not a key: model has vocab_size"),
+        ("training=3", "training is a group of keys: write training.KEY=VALUE; it has steps, batch_size"),
+        ("model=giant", "model=giant is not a choice: model has 0p5b, 1b"),
+        ("experiment=smok", "experiment=smok is not a choice: did you mean experiment=smoke? "),
+        ("model", "model has no choice: write model=CHOICE, one of 0p5b"),
+        ("training.steps", "training.steps has no value: write training.steps=VALUE"),
+        ("~experiment", "~experiment: a key cannot be taken away"),
+        ("training.steps=many", "training.steps is many: it must be a whole number"),
+        ("training.steps=1.5", "training.steps is 1.5: it must be a whole number"),
+        ("training.steps=", "training.steps is empty: it must be a whole number"),
+        ("training.steps=null", "training.steps is null: it must be a whole number"),
+        ("data.max_tokens=many", "data.max_tokens is many: it must be a whole number or null"),
+        ("runtime.compile=1", "runtime.compile is 1: it must be true or false"),
+        ("sparsity.activation=gelu", "sparsity.activation is gelu: it must be one of relu, silu"),
+        ("optimizer.learning_rate=[1,2]", "optimizer.learning_rate is [1,2]: it must be a number"),
+        ("training.seed=1,2", "training.seed is 1,2: it takes one value; a list of them is for the command `sweep`"),
+        ("run.name=${nope}", "run.name is ${nope}: a command line has no interpolations"),
+        ("model.num_layers=???", "model.num_layers has no value"),
     ],
 )
-def test_added_keys_are_refused_by_name(override, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_typed_wrong_is_refused_by_name_with_a_remedy(override, message):
+    with pytest.raises(ConfigError) as refused:
         from_overrides([override])
+    (mistake,) = refused.value.mistakes
+    assert mistake.startswith(message)
+
+
+def test_all_mistakes_are_found_at_once_and_the_rest_is_composed():
+    composed = composition(["traning.steps=3", "sparsity.activation=gelu", "training.steps=x", "training.seed=5"])
+    assert len(composed.mistakes) == 3
+    assert (composed.config.training.steps, composed.config.training.seed) == (400, 5)
+
+
+def test_options_are_answered_with_what_to_write():
+    found = composition(["--experiment", "smoke", "--training.steps=3", "--multirun", "training.seed=1"]).mistakes
+    assert [mistake.partition(": ")[2] for mistake in found[:2]] == ["write experiment=smoke", "write training.steps=3"]
+    assert "start a command for each" in found[2]
+    assert len(found) == 3
+
+
+def test_values_are_read_as_people_spell_them():
+    typed = ["data=files", "data.files=x.jsonl", "data.tokenizer=~/a=b/t (1)", "training.steps=1e3", "run.name=7"]
+    config = from_overrides(typed)
+    assert config.data.files == ["x.jsonl"]
+    assert config.data.tokenizer == "~/a=b/t (1)"
+    assert config.training.steps == 1000
+    assert isinstance(config.training.steps, int)
+    assert config.run.name == "7"
+    assert from_overrides(["tasks=piqa", "batch_size=8"], EvaluateConfig).tasks == ["piqa"]
+    assert from_overrides(["data.files=[a,'b c']"]).data.files == ["a", "b c"]
+
+
+# What is typed wins.
+
+
+def set_by(group: str, choice: str) -> dict:
+    """The values that the file of a choice sets, with those of the files that it is based on; read without Hydra."""
+    values = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text())
+    based_on = [base for base in values.pop("defaults", []) if base != "_self_"]
+    found = {}
+    for base in based_on:
+        found |= set_by(group, base)
+    return found | {f"{group}.{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
+    groups = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")
+    for group in groups:
+        for choice in choices(group):
+            config = flat(to_dict(from_overrides([f"experiment={experiment}", f"{group}={choice}"])))
+            for key, value in set_by(group, choice).items():
+                number = float(value) if isinstance(config[key], float) else value
+                assert config[key] == number, f"{experiment}: {group}={choice} does not set {key}"
+
+
+def test_a_choice_changes_nothing_that_its_file_does_not_set():
+    config = from_overrides(["experiment=0p5b"])
+    deterministic = from_overrides(["experiment=0p5b", "runtime=deterministic"])
+    assert differences(config, deterministic) == {"runtime.deterministic"}
+    smoke = from_overrides(["experiment=smoke"])
+    assert differences(smoke, from_overrides(["sparsity=relu"])) == {"sparsity.l1_coefficient", "run.name"}
+
+
+def differences(a, b) -> set[str]:
+    a, b = flat(to_dict(a)), flat(to_dict(b))
+    return {key for key in a if a[key] != b[key]}
+
+
+def test_a_key_that_is_typed_wins_over_a_choice_wherever_it_stands():
+    for typed in (["sparsity.l1_coefficient=5e-3", "sparsity=l1"], ["sparsity=l1", "sparsity.l1_coefficient=5e-3"]):
+        assert from_overrides(typed).sparsity.l1_coefficient == 5e-3
+
+
+def test_the_documented_baselines_are_what_they_say():
+    """README: `sparsity=relu` is ReLU without L1, `sparsity=dense_silu` the dense baseline."""
+    for experiment in choices("experiment"):
+        relu = from_overrides([f"experiment={experiment}", "sparsity=relu"])
+        assert (relu.sparsity.activation, relu.sparsity.l1_coefficient) == (Activation.relu, 0)
+        dense = from_overrides([f"experiment={experiment}", "sparsity=dense_silu"])
+        assert mistakes(dense, 1) == mistakes(relu, 1) == []
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_a_warm_up_that_is_not_typed_takes_at_most_a_tenth_of_the_steps(experiment):
+    whole = composition([f"experiment={experiment}"])
+    assert whole.notes == []
+    assert whole.config.optimizer.warmup_steps == (40 if experiment == "smoke" else 600)
+    for steps in (1, 10, 35):
+        short = composition([f"experiment={experiment}", f"training.steps={steps}"])
+        assert short.config.optimizer.warmup_steps == steps // 10
+        assert mistakes(short.config, 1) == []
+        (note,) = short.notes
+        assert note.startswith(
+            f"optimizer.warmup_steps is {steps // 10} instead of {whole.config.optimizer.warmup_steps}"
+        )
+    typed = composition([f"experiment={experiment}", "training.steps=10", "optimizer.warmup_steps=9"])
+    assert (typed.config.optimizer.warmup_steps, typed.notes) == (9, [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "begins"),
+    [
+        ([], "smoke"),
+        (["sparsity=relu"], "smoke-relu"),
+        (["sparsity=l1"], "smoke-l1"),
+        (["sparsity=l1", "sparsity.l1_coefficient=1e-3"], "smoke"),  # what the experiment has
+        (["sparsity=relu", "model=1b", "training.seed=3"], "smoke-1b-relu-seed_3"),
+        (["experiment=0p5b", "data=stdlib_docs"], "0p5b-stdlib_docs"),
+        (["experiment=0p5b", "sparsity.l1_coefficient=3e-5"], "0p5b-l1_coefficient_3e-05"),
+        (["experiment=0p5b", "data=files", "data.files=[a/b.txt]", "data.tokenizer=/t"], "0p5b-files"),
+        (["training.steps=10"], "smoke-steps_10"),
+        (["model.gated=false", "training.seed=3", "runtime.compile=true"], "smoke-gated_false-seed_3"),
+        (["sparsity.l1_coefficient=1e-3"], "smoke"),
+        (["experiment=null"], "run"),
+    ],
+)
+def test_a_runs_name_says_what_differs_from_its_experiment(typed, begins):
+    config = from_overrides(typed)
+    assert config.run.name == f"{begins}-{fingerprint(config)}"
+    assert mistakes(config, 1) == [] or typed == ["experiment=null"]
+    assert from_overrides(typed[::-1]).run.name == config.run.name
+
+
+def test_a_runs_name_stays_short():
+    everything = [f"optimizer.{key}=0.5" for key in ("beta1", "beta2", "eps", "weight_decay", "grad_clip")]
+    assert len(from_overrides(everything).run.name) < 64
 
 
 def test_baselines_and_ablations_compose():

@@ -94,6 +94,6 @@ def test_schedules_and_reinitialization_that_just_fit_are_accepted():
 
 
 def test_all_mistakes_are_listed_at_once():
-    bad = ["training.batch_size=7", "model.intermediate_size=500", "run.name=X", "logging.every=0"]
+    bad = ["training.batch_size=7", "model.intermediate_size=500", "run.name=X/Y", "logging.every=0"]
     assert len(mistakes(from_overrides(bad), 2)) == 4
     assert str(ConfigError(["a", "b"])).startswith("2 mistakes in the configuration:\n  - a\n  - b")

@@ -10,7 +10,7 @@ import torch
 
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, LoggingConfig, ModelConfig, RuntimeConfig, TrainingConfig
-from sparsellm.data import DataError, mistakes, open_data, prepare
+from sparsellm.data import DataError, mistakes, open_data, open_validation, prepare, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed import process_group
 
@@ -120,3 +120,67 @@ def test_two_ranks_share_validation_and_divide_a_step(
         if not streaming:
             ((batch, _),) = islice(data.batches(None), 1)
             assert torch.equal(batch, torch.cat([rank["batch"] for rank in found]))
+
+
+def test_the_held_out_blocks_of_a_run_are_found_from_another_folder_and_after_a_move(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    run = project / "runs" / "mine"
+    for folder in (run, elsewhere):
+        folder.mkdir(parents=True)
+    config = make_config(parquet, path="data/files")
+    monkeypatch.chdir(project)
+    prepare(config)
+    expected = open_validation(config, tokenizer_folder, Path("runs/mine"))
+    monkeypatch.chdir(elsewhere)
+    assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
+
+    # Tokens here that are others by their recipe are passed over.
+    prepare(make_config(parquet, path="data/files", validation_fraction=0.2))
+    assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
+
+    moved = project.rename(tmp_path / "moved")
+    for file in parquet:
+        Path(file).unlink()
+    assert torch.equal(open_validation(config, tokenizer_folder, moved / "runs" / "mine"), expected)
+
+    (moved / "data" / "files" / "validation.tokens").unlink()
+    with pytest.raises(DataError) as refusal:
+        open_validation(config, tokenizer_folder, moved / "runs" / "mine")
+    for said in (
+        f"{elsewhere}/data/files was prepared from something else (data.validation_fraction was 0.2 and is 0.1 now)",
+        f"{moved}/runs/data/files/manifest.json is missing",
+        f"{moved}/data/files/validation.tokens is missing",
+        "python -m sparsellm.prepare_data data=files",
+    ):
+        assert said in str(refusal.value)
+
+
+def test_tokens_of_another_tokenizer_and_those_that_are_gone_are_not_a_runs(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, texts: list[str], tokenizer_folder: Path
+) -> None:
+    config = make_config(parquet)
+    prepare(config)
+    tokenizer.save(tokenizer.train(texts[:300], 390), tmp_path / "other")
+    with pytest.raises(DataError, match="prepared with another tokenizer than"):
+        open_validation(config, tmp_path / "other", tmp_path / "runs" / "mine")
+    gone = make_config(parquet, path=str(tmp_path / "gone"))
+    with pytest.raises(DataError) as refusal:  # an absolute path has one place
+        open_validation(gone, tokenizer_folder, tmp_path / "runs" / "mine")
+    assert str(refusal.value).count("is missing") == 1
+    assert f"{tmp_path}/gone/manifest.json is missing" in str(refusal.value)
+
+
+def test_the_files_of_a_streaming_run_are_found_from_another_folder(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(["part-*.parquet"], streaming=True)
+    run = tmp_path / "runs" / "mine"
+    monkeypatch.chdir(tmp_path)
+    expected = open_validation(config, tokenizer_folder, Path("runs/mine"))
+    run.mkdir(parents=True)
+    monkeypatch.chdir(run)
+    assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
+    with pytest.raises(DataError, match="are neither under the working directory nor under a folder that the run lies"):
+        open_validation(make_config(["none-*.parquet"], streaming=True), tokenizer_folder, run)

@@ -1,5 +1,6 @@
 """The command line `python -m sparsellm.prepare_data`."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from sparsellm.commands import prepare_data
 from sparsellm.config import Config, from_overrides
-from sparsellm.data import mistakes
+from sparsellm.data import corpus, mistakes, tokenizer
 from sparsellm.data.manifest import preparation_command, read, recipe, token_limit
 
 
@@ -31,7 +32,7 @@ def refused(
 def test_the_command_in_a_refusal_prepares_what_was_missing(
     make_config: Callable[..., Config], parquet: list[str], tmp_path: Path
 ) -> None:
-    # Of the model only the size of the run matters: the command composes another model, whose vocabulary is smaller.
+    # The command composes another experiment, so what preparation checks of the model and the training is on it.
     odd = tmp_path / "odd [name], a=b"
     odd.mkdir()
     (odd / "x.parquet").write_bytes(Path(parquet[0]).read_bytes())
@@ -59,8 +60,8 @@ def test_the_command_says_all_that_decides_the_tokens(choice: str) -> None:
 
 
 def test_mistakes_come_in_one_list_and_leave_nothing(refused: Callable[[list[str]], str], tmp_path: Path) -> None:
-    found = refused(["data=files", "data.max_tokens=0", "data.validation_fraction=2"])
-    for expected in ("4 mistakes", "data.files", "data.tokenizer", "data.max_tokens", "data.validation_fraction"):
+    found = refused(["data=files", "data.max_tokens=0", "data.validation_fraction=2", "data.tokenizer_vocab_size=9"])
+    for expected in ("4 mistakes", "data.files", "data.tokenizer_vocab", "data.max_tokens", "data.validation_fraction"):
         assert expected in found
     assert list(tmp_path.iterdir()) == []
 
@@ -72,13 +73,74 @@ def test_mistakes_of_the_model_do_not_matter(refused: Callable[[list[str]], str]
     assert "'./none' does not exist" in found
 
 
-def test_too_little_text_is_refused_in_the_end(
-    refused: Callable[[list[str]], str], tokenizer_folder: Path, tmp_path: Path
+def test_too_little_text_is_refused_with_the_length_that_fits_and_leaves_nothing(
+    refused: Callable[[list[str]], str], tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "one.txt").write_text("a single document")
-    found = refused(["data=files", "data.files=[one.txt]", f"data.tokenizer={tokenizer_folder}"])
-    assert "0 validation tokens in 0 documents, less than one block of 257" in found
-    assert "a text file is one document" in found
+    (tmp_path / "one.txt").write_text("block token stream\n" * 40)
+    arguments = ["data=files", "data.files=[one.txt]", f"data.tokenizer={tokenizer_folder}"]
+    found = refused(arguments)
+    length = int(re.search(r"needs a block of 257 .* shorten training.sequence_length to (\d+) at most", found)[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]
+    assert prepare_data.main([*arguments, f"training.sequence_length={length}"], "prepare_data") == 0
+    assert "data/files is ready" in capsys.readouterr().out
+    again = [*arguments, f"training.sequence_length={length + 1}"]
+    assert f"shorten training.sequence_length to {length} at most" in refused([*again, "data.path=other"])
+    assert not (tmp_path / "other").exists()
+    # The folder that is there is as short, and keeps its tokens.
+    assert f"shorten training.sequence_length to {length} at most, or give more text" in refused(again)
+    assert (tmp_path / "data" / "files" / "manifest.json").exists()
+
+
+def test_one_text_file_alone_is_prepared_with_no_tokenizer_and_no_network(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.txt").write_text("\n".join(texts))
+    arguments = ["data=files", "data.files=[input.txt]", "data.tokenizer_vocab_size=500"]
+    assert prepare_data.main(arguments, "prepare_data") == 0
+    said = capsys.readouterr().out
+    assert "training a tokenizer of 500 ids on the first" in said
+    assert "the documents are too few to hold out whole ones: held out are the last 257 tokens of the text" in said
+    assert "the source has no more: training on 819,201 tokens will repeat it" in said
+    config = from_overrides(arguments)
+    assert mistakes(config) == []
+    assert preparation_command(config).count("data.tokenizer_vocab_size=500") == 1
+
+
+def test_nothing_is_said_to_be_ready_before_all_that_training_checks_is(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.txt").write_text("\n".join(texts))
+    arguments = ["data=files", "data.files=[input.txt]", "data.tokenizer_vocab_size=500", "training.steps=1"]
+    assert prepare_data.main(arguments, "prepare_data") == 0
+    capsys.readouterr()
+    for change, expected in (
+        ("training.sequence_length=300", "shorten training.sequence_length to 256 at most"),
+        ("model.vocab_size=400", "has 500 ids and model.vocab_size is 400"),
+    ):
+        assert prepare_data.main([*arguments, change], "prepare_data") == 2
+        said = capsys.readouterr()
+        assert expected in said.err
+        assert "ready" not in said.out
+        assert expected in mistakes(from_overrides([*arguments, change]))[0]
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused_before_anything_is_read(
+    refused: Callable[[list[str]], str], tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input.txt").write_text("a text")
+    monkeypatch.setattr(corpus, "read", lambda *_: pytest.fail("the text was read"))
+    arguments = ["data=files", "data.files=[input.txt]", "model.vocab_size=399"]
+    found = refused([*arguments, f"data.tokenizer={tokenizer_folder}"])
+    assert f"data.tokenizer '{tokenizer_folder}' has 400 ids and model.vocab_size is 399" in found
+    assert "model.vocab_size=400), or have one trained on the text (data.tokenizer=null" in found
+    assert "(data.tokenizer_vocab_size=4096) has 4,096 ids" in refused(arguments)
+    # One of the hub, as soon as it is here.
+    large = tokenizer.load(str(tokenizer_folder))
+    monkeypatch.setattr(tokenizer, "load", lambda name: large)
+    assert "data.tokenizer 'owner/name' has 400 ids" in refused([*arguments, "data.tokenizer=owner/name"])
+    assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
 
 
 def test_streaming_has_nothing_to_prepare(refused: Callable[[list[str]], str]) -> None:

@@ -131,5 +131,5 @@ def test_a_rank_without_files_is_refused(stream: TokenStream) -> None:
 def test_a_stream_with_nothing_to_train_on_stops(stream: TokenStream) -> None:
     with pytest.raises(DataError, match="hold no document to train on"):
         take(replace(stream, validation_fraction=1.0), 1)
-    with pytest.raises(DataError, match=r"less than one block of 33: raise data\.validation_fraction"):
+    with pytest.raises(DataError, match=r"less than one block of 33: prepare the tokens first"):
         replace(stream, validation_fraction=0.0).validation(1)

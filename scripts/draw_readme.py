@@ -1,0 +1,275 @@
+"""The two pictures of README.md, drawn anew from the tables of docs/RESULTS.md.
+
+    python -m scripts.draw_readme
+
+docs/how_it_works.png   what a feedforward layer computes, dense and sparse, and how training makes it sparse
+docs/gains.png          speed-up of one layer against its nonzeros, and of whole models beside what the paper prints
+"""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
+DARK, LIGHT = "#08519c", "#6baed6"  # two shades of ours
+WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels: a point of text is a point on the page
+MODELS = ("0.5B", "1B", "1.5B", "2B")
+STYLE = {
+    "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "axes.edgecolor": "#555555",
+    "axes.axisbelow": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "text.color": INK,
+}  # fmt: skip
+
+Row = dict[str, str]
+
+
+def table(heading: str, text: str) -> list[Row]:
+    """The rows of the first table under the line `## heading` of a Markdown text, by the names of its columns."""
+    if f"## {heading}\n" not in text:
+        raise ValueError(f"docs/RESULTS.md has no section {heading!r}: the pictures read its table, so name it there")
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    found = []
+    for row in rows:
+        if len(row) != len(header):
+            break  # the next table of the section
+        found.append(dict(zip(header, row, strict=True)))
+    return found
+
+
+def number(cell: str) -> float:
+    """The number at the start of a cell: 12.596, 131,072, +17.0%, "0.11: no room"."""
+    return float(cell.split(":")[0].split("(")[0].rstrip("% ").replace(",", ""))
+
+
+def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[float], list[float]]:
+    """Nonzeros per token in ascending order, and the fastest engine's speed-up at each."""
+    points = sorted((number(row["nonzeros per token"]), max(number(row[engine]) for engine in engines)) for row in rows)
+    return [nonzeros for nonzeros, _ in points], [speed_up for _, speed_up in points]
+
+
+def draw_gains(text: str) -> Figure:
+    forward = [row for row in table("One layer: the forward pass", text) if row["tokens"] == "131,072"]
+    training = table("One layer: forward and backward", text)
+    whole = {row["model"]: row for row in table("A whole model: the forward pass", text)}
+    steps = {row["model"]: row for row in table("A whole model: training steps", text)}
+    paper = {row["model"]: row for row in table("Beside the paper", text)}
+
+    figure = plt.figure(figsize=(WIDTH, 6.0))
+    above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.95, bottom=0.555)
+    below = figure.add_gridspec(1, 4, left=0.06, right=0.985, top=0.385, bottom=0.145, wspace=0.12)
+    _lines(
+        figure.add_subplot(above[0]),
+        layer_speed_ups(training, ("tile", "dense engine")),
+        layer_speed_ups(forward, ("row", "tile", "dense engine")),
+    )
+    for column, (title, printed, ours) in enumerate((
+        ("forward pass: faster", "paper: forward", {"1.5B": number(whole["1.5B, accelerated"]["speed-up"]) - 1}),
+        ("training step: faster", "paper: training step", {m: number(steps[m]["speed-up"]) - 1 for m in MODELS}),
+        ("training memory: less", "paper: peak memory", {m: 1 - number(steps[m]["memory ratio"]) for m in MODELS}),
+        ("energy per token: less", "paper: energy per token",
+         {m: 1 - number(steps[m]["energy per token"]) for m in MODELS}),
+    )):  # fmt: skip
+        less = -1 if title.endswith("less") else 1
+        theirs = {m: less * number(paper[m][printed]) for m in MODELS if paper[m][printed]}
+        _bars(
+            figure.add_subplot(below[column]), title, theirs, {m: 100 * gain for m, gain in ours.items()}, column == 0
+        )
+    figure.text(0.06, 0.437, "Whole models: gain in %, beside what the paper prints", fontsize=9.5, fontweight="bold")
+    figure.legend(
+        [Rectangle((0, 0), 1, 1, color=OURS), Rectangle((0, 0), 1, 1, color=PAPER)],
+        ["sparsellm: one H200, against compiled PyTorch", "the paper: 8 x H100 PCIe, against its own dense model"],
+        loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.52, 0.052), handlelength=1.2,
+    )  # fmt: skip
+    figure.text(
+        0.52, 0.008,
+        "Ours: weights frozen at 36 firing neurons per token (forward: 72). No bar: not measured, or not comparable.\n"
+        "Hardware, models and baselines differ: each is a gain on its own ground.",
+        ha="center", fontsize=8, color="#555555", linespacing=1.3,
+    )  # fmt: skip
+    return figure
+
+
+def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple[list[float], list[float]]) -> None:
+    axes.set_title(
+        "One feedforward layer: how many times as fast as compiled dense PyTorch (one H200)", loc="left",
+        fontweight="bold",
+    )  # fmt: skip
+    axes.axvspan(36, 116, color=OURS, alpha=0.09, linewidth=0)
+    axes.text(65, 0.1, "layers of a\n0.5B model, trained", ha="center", va="bottom", fontsize=8.5, color=OURS)
+    axes.axhline(1, color=DENSE, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.text(18.6, 0.93, "dense PyTorch", color="#666666", fontsize=8.5, va="top")
+    for (nonzeros, speed_ups), color, marker, label, place in (
+        (training, DARK, "o", "forward + backward", (23, 3.42)),
+        (forward, LIGHT, "s", "forward", (20, 1.97)),
+    ):
+        axes.plot(nonzeros, speed_ups, marker=marker, color=color, linewidth=1.8, markersize=4.5)
+        axes.text(*place, label, color=color, fontweight="bold")
+    ticks = (20, 50, 100, 200, 500, 1000, 2816)
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(18, 3200)
+    axes.set_ylim(0, 4)
+    axes.set_yticks(range(5), [f"{n}x" for n in range(5)])
+    axes.set_xlabel("neurons that fire for a token, of 5,632 (a new model fires half of them: 2,816)")
+    axes.grid(axis="y")
+
+
+def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, float], first: bool) -> None:
+    axes.set_title(title, fontsize=9, loc="left")
+    for values, color, shift, digits in ((ours, OURS, -0.2, ".0f"), (theirs, PAPER, 0.2, ".1f")):
+        for place, model in enumerate(MODELS):
+            if model in values:
+                axes.barh(place + shift, values[model], 0.38, color=color)
+                axes.text(
+                    max(values[model], 0) + 1, place + shift, f"{values[model]:{digits}}", va="center", fontsize=7.5
+                )
+    axes.axvline(0, color="#555555", linewidth=0.7)
+    axes.set_xlim(-3, 54)
+    axes.set_ylim(len(MODELS) - 0.5, -0.5)
+    axes.set_yticks(range(len(MODELS)), MODELS if first else [""] * len(MODELS))
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def draw_how_it_works(text: str) -> Figure:
+    """Lengths are inches; the shares of cells that are coloured are the measured ones only where a number says so."""
+    figure = plt.figure(figsize=(WIDTH, 5.6))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, WIDTH)
+    axes.set_ylim(0, 5.6)
+    axes.axis("off")
+    fires = np.zeros((8, 22), dtype=bool)
+    for token, neurons in enumerate(((4, 17), (9,), (4,), (2, 9, 17), (13,), (4, 20), (9,), (13, 17))):
+        fires[token, neurons] = True
+    used = fires.any(0)
+
+    for top, title, sparse in (
+        (5.48, "A dense layer multiplies by every weight", False),
+        (3.60, "sparsellm multiplies by the weights of the neurons that fire", True),
+    ):
+        color = OURS if sparse else DENSE
+        axes.text(0.15, top, title, fontweight="bold", fontsize=10.5, va="top", color=color if sparse else INK)
+        y, height = top - 1.27, 0.90
+        _block(axes, 0.25, y, 0.42, height, "#c9d3dc")
+        _below(axes, 0.46, y, "tokens x")
+        _block(axes, 1.15, y, 0.95, height, color)
+        _below(axes, 1.62, y, "gate weights: all")
+        if sparse:
+            _packed(axes, 3.02, y, height, fires)
+            _below(axes, 3.55, y, "packed: who fires, and how much")
+        else:
+            _cells(axes, 2.60, y, 1.9, height, fires, color)
+            _below(axes, 3.55, y, "relu(gate): 99% zeros, a row per token")
+        stripes = used if sparse else np.ones_like(used)
+        _block(axes, 5.05, y, 0.95, height, color, stripes[None, :].T)
+        _below(axes, 5.52, y, "up weights: few" if sparse else "up weights: all")
+        _block(axes, 6.40, y, 0.95, height, color, stripes[None, :])
+        _below(axes, 6.87, y, "down weights: few" if sparse else "down weights: all")
+        _block(axes, 7.72, y, 0.42, height, "#c9d3dc")
+        _below(axes, 7.93, y, "y")
+        for start, end in ((0.72, 1.10), (2.15, 2.55), (4.57, 4.98), (6.04, 6.35), (7.40, 7.68)):
+            _arrow(axes, start, end, y + height / 2)
+        if sparse:
+            axes.text(
+                2.33, y + height + 0.07, "the kernel packs while it multiplies", ha="center", fontsize=8, color=OURS
+            )
+
+    learned = {row["after 400 steps"]: row for row in table("The L1 loss at work", text)}["ReLU + L1 2e-5"]
+    axes.text(
+        0.15, 1.76, "Training with an L1 loss on the activations makes the zeros", fontweight="bold", fontsize=10.5,
+        va="top",
+    )  # fmt: skip
+    for place, step in enumerate(("step 1", "step 200", "step 400")):
+        nonzeros = number(learned[f"nonzeros at {step}"])
+        left = 0.25 + 1.87 * place
+        share = nonzeros / 5632
+        cells = np.zeros(20 * 44, dtype=bool)
+        cells[np.random.default_rng(place).permutation(cells.size)[: round(share * cells.size)]] = True
+        _cells(axes, left, 0.62, 1.6, 0.75, cells.reshape(20, 44), OURS, line=0.15)
+        _below(axes, left + 0.8, 0.62, f"{step}: {nonzeros:,.0f} of 5,632 fire")
+        if place:
+            _arrow(axes, left - 0.24, left - 0.03, 1.0)
+    axes.text(
+        5.78, 1.40,
+        "Each layer trains dense at first, then on\nthe sparse kernels, once they are faster:\nforward and backward."
+        "\n\nNo nonzero is dropped or approximated.",
+        va="top", fontsize=8.5, linespacing=1.35,
+    )  # fmt: skip
+    axes.text(0.25, 0.12, "0.5B model, coefficient 2e-5, 400 steps of 65,536 tokens", fontsize=8, color="#555555")
+    return figure
+
+
+def _block(
+    axes: Axes, x: float, y: float, width: float, height: float, color: str, stripes: np.ndarray | None = None
+) -> None:
+    """A matrix; with `stripes` [rows, 1] or [1, columns], only those that are True are coloured."""
+    if stripes is None:
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=0.5))
+    else:
+        _cells(axes, x, y, width, height, stripes, color)
+
+
+def _cells(
+    axes: Axes, x: float, y: float, width: float, height: float, colored: np.ndarray, color: str, line: float = 0.4
+) -> None:
+    rows, columns = colored.shape
+    for row, column in np.ndindex(rows, columns):
+        axes.add_patch(
+            Rectangle(
+                (x + column * width / columns, y + height - (row + 1) * height / rows), width / columns, height / rows,
+                facecolor=color if colored[row, column] else "#f1f3f5", edgecolor="white", linewidth=line,
+            )
+        )  # fmt: skip
+    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="#b5bcc4", linewidth=0.6))
+
+
+def _packed(axes: Axes, x: float, y: float, height: float, fires: np.ndarray) -> None:
+    """Each token's own short list: one box for each neuron that fires, with its number."""
+    step = height / len(fires)
+    for row, token in enumerate(fires):
+        bottom = y + height - (row + 1) * step
+        axes.add_patch(Rectangle((x - 0.02, bottom), 0.03, step * 0.8, facecolor="#b5bcc4", linewidth=0))
+        for place, neuron in enumerate(np.flatnonzero(token)):
+            axes.add_patch(
+                Rectangle((x + 0.05 + place * 0.34, bottom), 0.31, step * 0.86, facecolor=OURS, linewidth=0)
+            )  # fmt: skip
+            axes.text(
+                x + 0.205 + place * 0.34, bottom + step * 0.41, f"{neuron}", color="white", fontsize=5.5, ha="center",
+                va="center",
+            )  # fmt: skip
+
+
+def _below(axes: Axes, x: float, y: float, label: str) -> None:
+    axes.text(x, y - 0.07, label, ha="center", va="top", fontsize=8.5)
+
+
+def _arrow(axes: Axes, start: float, end: float, y: float) -> None:
+    axes.annotate(
+        "", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": "#555555", "shrinkA": 0, "shrinkB": 0}
+    )
+
+
+def main() -> None:
+    text = (DOCS / "RESULTS.md").read_text()
+    with plt.rc_context(STYLE):
+        for name, draw in (("how_it_works", draw_how_it_works), ("gains", draw_gains)):
+            figure = draw(text)
+            figure.savefig(DOCS / f"{name}.png", dpi=DPI, facecolor="white", metadata={"Software": None})
+            plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`--help` of a command: what it does, from its module's own words, and every key that applies, with its default, its
+unit and what it means. Nothing slow is imported for that."""
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from sparsellm.config.compose import composition
+from sparsellm.config.overrides import EXPERIMENT, choices, groups
+from sparsellm.config.schema import MEANING, AnalyzeConfig, Config, EvaluateConfig, SweepConfig
+from sparsellm.config.values import to_dict
+
+COMMANDS = Path(__file__).parents[1] / "commands"
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a command takes: the keys of a schema, all or some of its groups, under a prefix."""
+
+    schema: type
+    groups: tuple[str, ...] | None = None  # None: all
+    prefix: str = ""
+
+
+TAKEN = {
+    "train": (Keys(Config),),
+    "prepare_data": (Keys(Config, ("data", "training")),),
+    "evaluate": (Keys(EvaluateConfig),),
+    "analyze": (Keys(AnalyzeConfig),),
+    "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
+}
+LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
+USAGE = {
+    "train": "[GROUP=CHOICE ...] [KEY=VALUE ...]",
+    "prepare_data": "[GROUP=CHOICE ...] [KEY=VALUE ...]",
+    "evaluate": "checkpoint=PATH [KEY=VALUE ...]",
+    "analyze": "checkpoint=PATH [KEY=VALUE ...]",
+    "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
+}
+
+
+def text(command: str, program: str) -> str:
+    """The help of `command`, which was started as `program`."""
+    lines = [f"usage: {program} {USAGE[command]}", "", *_docstring(command).splitlines(), ""]
+    composed = [taken for taken in TAKEN[command] if taken.schema is Config]
+    if composed:
+        lines += _choices(composed[0])
+    if command == "sweep":
+        training = program.replace("sweep", "train")
+        lines += [f"Every group and key of `{training} --help` may have a list of values. Beside them:", ""]
+    for taken in TAKEN[command]:
+        lines += _keys(taken)
+    if composed:
+        lines += [
+            f"The defaults are those of the schema; an {EXPERIMENT} changes some. What is typed wins over both.",
+            f"{program} --cfg job [...] prints the configuration that a command line gives, without running it.",
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _docstring(command: str) -> str:
+    """Of the command's module, without its first line, which spells the command."""
+    whole = ast.get_docstring(ast.parse((COMMANDS / f"{command}.py").read_text(encoding="utf-8"))) or ""
+    first, _, rest = whole.partition("\n")
+    return f"{first.partition(' : ')[2].capitalize()}\n{rest}".rstrip()
+
+
+def _choices(taken: Keys) -> list[str]:
+    default = composition([])
+    lines = ["Groups, each with its choices (the defaults are marked *):"]
+    shown = [g for g in groups() if taken.groups is None or g in (EXPERIMENT, "model", *taken.groups)]
+    for group in sorted(shown, key=lambda g: (g != EXPERIMENT, g)):
+        marked = [f"{c}*" if default.choices.get(group) == c else c for c in choices(group)]
+        lines.append(f"  {group:<12} {' '.join(marked)}")
+    return [*lines, ""]
+
+
+def _keys(taken: Keys) -> list[str]:
+    defaults = to_dict(taken.schema())
+    lines: list[str] = []
+    nested = [f for f in fields(taken.schema) if is_dataclass(f.type)]
+    for group in nested:
+        if taken.groups is None or group.name in taken.groups:
+            lines += [f"{group.name}: {_paragraph(group.type.__doc__)}"]
+            lines += [*_table(_rows(group.type, defaults[group.name], f"{taken.prefix}{group.name}.")), ""]
+    if not nested:
+        lines += [_paragraph(taken.schema.__doc__), *_table(_rows(taken.schema, defaults, taken.prefix)), ""]
+    return lines
+
+
+def _rows(schema: type, defaults: dict[str, Any], prefix: str) -> Iterable[tuple[str, str, str]]:
+    for each in fields(schema):
+        name, meaning = f"{prefix}{each.name}", each.metadata[MEANING]
+        if name in LEFT_OUT:
+            continue
+        if isinstance(each.type, type) and issubclass(each.type, Enum):
+            meaning += f" ({' | '.join(each.type.__members__)})"
+        yield name, _spelled(defaults[each.name]), meaning
+
+
+def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    rows, lines = list(rows), []
+    names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    for name, value, meaning in rows:
+        first, *more = wrap(meaning, max(40, WIDTH - names - values - 6))
+        lines.append(f"  {name:<{names}}  {value:<{values}}  {first}")
+        lines += [" " * (names + values + 6) + line for line in more]
+    return lines
+
+
+def _spelled(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _paragraph(docstring: str | None) -> str:
+    return " ".join((docstring or "").split("\n\n")[0].split())

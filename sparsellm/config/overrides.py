@@ -1,0 +1,215 @@
+"""What a person typed: `key=value` in Hydra's grammar, sorted, converted and checked one by one.
+
+A key is `group.key` of a schema, a group is a folder of configs/. Every mistake is a sentence with its remedy, and
+none hides another one. Where the grammar cannot read a text (`data.path=~/a=b`), the text is taken as it stands.
+"""
+
+import difflib
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+
+from sparsellm.config.errors import ConfigError
+from sparsellm.config.schema import Config, SweepConfig
+from sparsellm.config.values import build, flat_types, unknown_key
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a checkout the configs stand beside the package; a wheel carries them inside it.
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+EXPERIMENT = "experiment"
+
+
+@dataclass
+class Typed:
+    """A command line: what it asks for, and what in it was refused."""
+
+    groups: dict[str, str | None] = field(default_factory=dict)  # group -> choice; None for experiment=null
+    keys: dict[str, Any] = field(default_factory=dict)  # group.key -> plain value, an enum by its name
+    mistakes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep's command line, sorted by what its overrides are for."""
+
+    sweep: SweepConfig
+    axes: dict[str, list[str]]  # each key or group of a run to its overrides, one per value, in the order given
+    evaluate: list[str]  # overrides for the evaluation, without the prefix
+
+
+def choices(group: str) -> list[str]:
+    """The files of a group."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
+
+
+def parse(texts: list[str], schema: type = Config) -> Typed:
+    """Sort and convert `texts`; of what is typed twice the last one counts, as in a shell."""
+    typed = Typed()
+    for text in _without_dashes(texts, typed.mistakes, schema):
+        name, equals, raw = text.partition("=")
+        name = name.lstrip("+")  # Hydra's sign for a key that is not there yet: here all are
+        if name.startswith("~"):
+            typed.mistakes.append(f"{text}: a key cannot be taken away, only given another value")
+        elif not equals:
+            typed.mistakes.append(_without_value(name, schema))
+        elif schema is Config and name in groups():
+            _choose(typed, name, raw)
+        else:
+            _set(typed, name, raw, schema)
+    return typed
+
+
+def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
+    """The `texts` that are no flags; of each flag, with the value behind it, what to write instead."""
+    kept, rest = [], list(texts)
+    while rest:
+        text = rest.pop(0)
+        if not text.startswith("-"):
+            kept.append(text)
+        elif text in ("-m", "--multirun"):
+            mistakes.append(f"{text} runs all jobs in every rank: use the command `sweep`, or start a command for each")
+        else:
+            name, equals, value = text.lstrip("-").partition("=")
+            if not equals:
+                value = rest.pop(0) if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE"
+            name = name.replace("-", "_")
+            known = name in flat_types(schema) or (schema is Config and name in groups())
+            what = f"write {name}={value}" if known else unknown_key(name, schema)
+            mistakes.append(f"{text} is not an option, for keys have no dashes: {what}")
+    return kept
+
+
+def _choose(typed: Typed, group: str, raw: str) -> None:
+    listed = choices(group)
+    if raw in listed:
+        typed.groups[group] = raw
+    elif group == EXPERIMENT and raw == "null":
+        typed.groups[group] = None
+    else:
+        close = difflib.get_close_matches(raw, listed, n=1)
+        hint = f"did you mean {group}={close[0]}? " if close else ""
+        typed.mistakes.append(f"{group}={raw} is not a choice: {hint}{group} has {', '.join(listed)}")
+
+
+def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
+    kinds = flat_types(schema)
+    if name not in kinds:
+        typed.mistakes.append(unknown_key(name, schema))
+        return
+    value = _value(f"{name}={raw}", raw)
+    if isinstance(value, str) and "${" in value:
+        typed.mistakes.append(f"{name} is {raw}: a command line has no interpolations, so write the value")
+    elif value == "???":
+        typed.mistakes.append(f"{name} has no value: give it one with {name}=...")
+    elif isinstance(value, Override):
+        typed.mistakes.append(f"{name} is {raw}: it takes one value; a list of them is for the command `sweep`")
+    else:
+        try:
+            typed.keys[name] = convert(kinds[name], value, raw)
+        except ValueError as error:
+            typed.mistakes.append(f"{name} is {raw or 'empty'}: it must be {error}")
+
+
+def _value(text: str, raw: str) -> Any:
+    """What Hydra's grammar reads in `raw`; the text itself where it reads nothing, an Override for several values."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException:
+        return raw
+    return override if override.is_sweep_override() else override.value()
+
+
+def convert(kind: Any, value: Any, raw: str) -> Any:
+    """`value` as a key of type `kind` holds it, enums by name; `raw` is its spelling.
+
+    A whole number may be spelled 1e9, and one value is a list of one. Raises ValueError with what it should be.
+    """
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if option is bool and isinstance(value, bool):
+            return value
+        if option is int and isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int) or value.is_integer():
+                return int(value)
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif option is str and isinstance(value, str | int | float | bool):
+            return value if isinstance(value, str) else raw
+        elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
+            items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
+            if all(isinstance(item, str | int | float) for item in items):
+                return [str(item) for item in items]
+        elif isinstance(option, type) and issubclass(option, Enum) and value in option.__members__:
+            return value
+    raise ValueError(" or ".join(_wanted(option) for option in options))
+
+
+def _wanted(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    if typing.get_origin(kind) is list:
+        return "a list, as [a,b]"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
+
+
+def _without_value(name: str, schema: type) -> str:
+    if schema is Config and name in groups():
+        return f"{name} has no choice: write {name}=CHOICE, one of {', '.join(choices(name))}"
+    if name in flat_types(schema):
+        return f"{name} has no value: write {name}=VALUE"
+    return unknown_key(name, schema)
+
+
+def sweep_request(overrides: list[str]) -> SweepRequest:
+    """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
+
+    Raises ConfigError, with every mistake, for what the grammar or `SweepConfig` does not have.
+    """
+    axes, evaluate, options, found = {}, [], [], []
+    parser = OverridesParser.create()
+    for text in _without_dashes(overrides, found, Config):
+        key, _, _ = text.lstrip("+").partition("=")
+        group, _, name = key.partition(".")
+        try:
+            (override,) = parser.parse_overrides([text.lstrip("+")])
+        except HydraException:  # one value, which `parse` reads
+            override = None
+        texts = [text]
+        if override is not None and override.is_sweep_override():
+            # A glob needs Hydra's search path, an interval has no list, and a shuffled list another order every time.
+            listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
+            single = group in ("sweep", "evaluate")
+            if not listed or getattr(override.value(), "shuffle", False) or single:
+                wanted = "one value" if single else f"a list of values in order, as {key}=1,2"
+                found.append(f"{text}: {key} takes {wanted}")
+                continue
+            texts = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if group == "sweep" and name:
+            options.append(text.lstrip("+").removeprefix("sweep."))
+        elif group == "evaluate" and name:
+            evaluate.append(text.removeprefix("evaluate."))
+        else:
+            axes[key] = texts
+    typed = parse(options, SweepConfig)
+    if found := found + [f"sweep.{mistake}" for mistake in typed.mistakes]:
+        raise ConfigError(found)
+    return SweepRequest(build(SweepConfig, typed.keys), axes, evaluate)
+
+
+def quoted(value: str) -> str:
+    """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
+    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"

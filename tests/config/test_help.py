@@ -1,0 +1,48 @@
+"""`--help` has every key with its default and its meaning, and is there before anything slow is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sparsellm.cli import COMMANDS
+from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, SweepConfig, help
+from sparsellm.config.values import flat_types
+
+
+@pytest.mark.parametrize(
+    ("command", "schema", "prefix", "left_out"),
+    [
+        ("train", Config, "", ()),
+        ("evaluate", EvaluateConfig, "", ()),
+        ("analyze", AnalyzeConfig, "", ()),
+        ("sweep", SweepConfig, "sweep.", ()),
+        ("sweep", EvaluateConfig, "evaluate.", ("checkpoint", "output_dir")),
+    ],
+)
+def test_every_key_stands_there_with_its_default_and_its_meaning(command, schema, prefix, left_out):
+    lines = help.text(command, f"sparsellm {command}").splitlines()
+    for key in flat_types(schema):
+        rows = [line.split(maxsplit=2) for line in lines if line.startswith(f"  {prefix}{key} ")]
+        assert [len(row) for row in rows] == ([] if key in left_out else [3]), key
+    assert lines[0].startswith(f"usage: sparsellm {command} ")
+
+
+def test_only_what_applies_stands_there():
+    shown = help.text("prepare_data", "sparsellm prepare_data")
+    assert "data.files" in shown
+    assert "training.sequence_length" in shown
+    assert not any(line.startswith(("  optimizer.", "  runtime.", "  logging ")) for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_slow(command):
+    code = (
+        "import sys; from sparsellm import cli\n"
+        f"try: cli.run({command!r}, ['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m sparsellm.{command} ")

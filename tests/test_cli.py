@@ -1,0 +1,53 @@
+"""The program `sparsellm`, and what it says first."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sparsellm import cli
+
+
+def test_commands_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparsellm"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in cli.COMMANDS)
+
+
+def test_a_misspelt_command_is_refused_with_the_one_it_may_mean(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparsellm", "trian", "experiment=smoke"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "trian is not a command: did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
+    code = (
+        "import sys, importlib; from sparsellm import cli\n"
+        "importlib.import_module = lambda name: (_ for _ in ()).throw(SystemExit(9))\n"
+        f"try: cli.run({command!r}, [])\n"
+        "except SystemExit as end: assert end.code == 9\n"
+        "assert not {'torch', 'hydra', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"sparsellm {command}: starting\n"
+
+
+@pytest.mark.slow
+def test_the_first_mistake_a_person_makes_is_answered_without_a_traceback(tmp_path):
+    for arguments, words in (
+        (["--experiment", "smoke"], "write experiment=smoke"),
+        (["traning.steps=3"], "did you mean training.steps?"),
+        (["training.steps=0", "sparsity.activation=gelu", "run.nme=x"], "3 mistakes"),
+    ):
+        command = [sys.executable, "-m", "sparsellm.train", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in done.stderr
+        for foreign in ("Traceback", "HYDRA", "hydra", "+traning"):
+            assert foreign not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,148 @@
+"""What the documents say can be done: commands compose, links lead somewhere, pictures follow from the tables."""
+
+import re
+import shlex
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from scripts import draw_readme
+from sparsellm.config import (
+    AnalyzeConfig,
+    EvaluateConfig,
+    analyze_mistakes,
+    evaluate_mistakes,
+    from_overrides,
+    mistakes,
+    sweep_request,
+)
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
+HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
+COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze"}
+BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
+
+
+class Command(NamedTuple):
+    document: Path
+    name: str  # of COMMANDS, or what follows sparsellm. or scripts.
+    arguments: list[str]
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.document.stem}: {self.name} {' '.join(self.arguments)}"
+
+
+def commands(document: Path) -> list[Command]:
+    """The command lines of a document's indented or fenced blocks, and of code within its sentences."""
+    text = document.read_text().replace("\\\n", " ")
+    blocks = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    blocks += [line for block in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+    inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^(    [^\n]*|```.*?^```)$", "", text, flags=re.M | re.S))
+    found = []
+    for line in [*blocks, *(" ".join(code.split()) for code in inline)]:
+        if not line.startswith(BEGINNINGS):
+            continue
+        words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        ranks = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
+        start = 1 if words[0] == "sparsellm" else words.index("-m") + 1
+        name = words[start].removeprefix("sparsellm.").removeprefix("scripts.")
+        if name.isupper():
+            continue  # `sparsellm COMMAND`, `python -m sparsellm.X`: said of all commands
+        found.append(Command(document, name, words[start + 1 :], ranks))
+    return found
+
+
+ALL = [command for document in DOCUMENTS if document != HISTORY for command in commands(document)]
+
+
+def composed(command: Command) -> list[str]:
+    """Every mistake in the values of `command`. Raises ConfigError for what does not compose."""
+    name, overrides = command.name, command.arguments
+    if name == "evaluate":
+        return evaluate_mistakes(from_overrides(overrides, EvaluateConfig))
+    if name == "analyze":
+        return analyze_mistakes(from_overrides(overrides, AnalyzeConfig))
+    if name == "sweep":
+        request = sweep_request(overrides)
+        from_overrides(request.evaluate, EvaluateConfig)
+        runs = [list(texts) for texts in product(*request.axes.values())]
+    elif name == "bench_train":
+        options = next((i for i, word in enumerate(overrides) if word.startswith("--")), len(overrides))
+        common, rest = overrides[:options], overrides[options:]
+        variants = [rest[i + 1].split() for i, word in enumerate(rest) if word == "--variant"]
+        runs = [[*common, *variant] for variant in variants or [[]]]
+    else:
+        runs = [overrides]
+    return [mistake for run in runs for mistake in mistakes(from_overrides(run), command.ranks)]
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in ALL if c.name in {*COMMANDS, "bench_train"} and c.arguments != ["--help"]], ids=str
+)
+def test_a_command_in_the_documents_is_accepted(command):
+    assert composed(command) == []
+
+
+def test_every_command_is_documented():
+    assert {command.name for command in ALL} == COMMANDS | {"bench_train", "ops.build"}
+    assert {c.name for c in ALL if c.document == ROOT / "README.md"} == COMMANDS
+
+
+def test_commands_are_found_in_blocks_and_in_sentences(tmp_path):
+    document = tmp_path / "X.md"
+    document.write_text("""Say `sparsellm COMMAND`:
+
+    torchrun ... --nproc_per_node 8 -m sparsellm.train b=2 \\
+        'c=[3, 4]'  # why
+    sparsellm.accelerate(model)
+
+```
+python -m sparsellm.analyze d=5
+```
+Or `sparsellm train
+a=1`.
+""")
+    assert [(c.name, c.arguments, c.ranks) for c in commands(document)] == [
+        ("train", ["b=2", "c=[3, 4]"], 8), ("analyze", ["d=5"], 1), ("train", ["a=1"], 1),
+    ]  # fmt: skip
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def anchors(document: Path) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_pictures_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = document.parent / path if path else document
+        assert linked.exists(), f"{document.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(linked), f"{document.name} links to {target}: no such heading"
+
+
+def test_no_document_needs_files_that_nobody_can_make():
+    for document in DOCUMENTS:
+        if document != HISTORY and "--activations" in (text := document.read_text()):
+            assert "recordings=" in text or "RESULTS.md" in text, f"{document.name} does not say how to record"
+
+
+def test_the_pictures_follow_from_the_tables():
+    text = (ROOT / "docs/RESULTS.md").read_text()
+    training = draw_readme.table("One layer: forward and backward", text)
+    assert draw_readme.layer_speed_ups(training, ("tile", "dense engine"))[1][0] == 3.46
+    for draw in (draw_readme.draw_how_it_works, draw_readme.draw_gains):
+        draw_readme.plt.close(draw(text))
+    with pytest.raises(ValueError, match="no section 'Elsewhere'"):
+        draw_readme.table("Elsewhere", text)
