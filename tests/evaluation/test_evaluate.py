@@ -427,7 +427,7 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("/tokens", "/gone"))
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"]))
-    assert "are not found" in found["failed"]["validation"]
+    assert "there are no prepared tokens" in found["failed"]["validation"]
     assert found["mean"] == found["tasks"]["piqa"]["score"]
     without = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], validation=False)
     assert evaluate_checkpoint(without)["failed"] == {}
