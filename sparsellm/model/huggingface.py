@@ -1,4 +1,4 @@
-"""Between our weights and plain Hugging Face checkpoints, which load anywhere without this package.
+"""Between our weights and plain Hugging Face checkpoints, which transformers loads without this package.
 
 Gated models are stock `LlamaForCausalLM` (hidden_act relu or silu); non-gated ones are stock `ArceeForCausalLM` with
 hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the leading "model.".
