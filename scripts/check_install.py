@@ -35,15 +35,18 @@ for tokens in (1, 48, 300, 2048):
                          for shape in ((tokens, 512), (1536, 512), (1536, 512), (512, 1536)))
     gate -= x.mean(0) * 2
     for engine in ENGINES:
+        trains = engine != "row"  # which has no backward
         for weight in (x, gate, up, down):
-            weight.requires_grad_(True).grad = None
+            weight.requires_grad_(trains).grad = None
         y = gated_ffn(x, gate, up, down, plan_of(engine)).y
-        y.float().sum().backward()
-        exact = [t.detach().double().requires_grad_(True) for t in (x, gate, up, down)]
+        exact = [t.detach().double().requires_grad_(trains) for t in (x, gate, up, down)]
         xd, g, u, d = exact
         yd = (torch.relu(xd @ g.T) * (xd @ u.T)) @ d.T
-        yd.sum().backward()
-        pairs = [(y, yd)] + [(ours.grad, theirs.grad) for ours, theirs in zip((x, gate, up, down), exact)]
+        pairs = [(y, yd)]
+        if trains:
+            y.float().sum().backward()
+            yd.sum().backward()
+            pairs += [(ours.grad, theirs.grad) for ours, theirs in zip((x, gate, up, down), exact)]
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
         assert max(errors) < 3e-2, (engine, tokens, errors)
 from transformers import LlamaConfig, LlamaForCausalLM
