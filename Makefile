@@ -37,6 +37,8 @@ setup: $(TOOLS)
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
+# Threads that wait for each other sleep: spinning ones slow a machine that does something else, too, by a factor of ten.
+train: export OMP_WAIT_POLICY ?= passive
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 

@@ -1,0 +1,136 @@
+"""Whether a wheel that `make wheel` built serves a machine with a Hopper GPU, and which library is loaded when.
+
+    python -m scripts.check_install dist/sparsellm-*.whl
+
+Installs the wheel, and nothing else, into a temporary folder, and runs it from there in processes of their own: without
+nvcc and with an empty cache, with SPARSELLM_KERNELS, with edited sources. Needs torch, transformers and pip; the last
+step needs nvcc, and is named when it is left out. Prints a line per step; exits with 1 at the first that fails.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LIBRARY = "sparsellm_kernels.so"
+
+NO_NVCC = """
+from sparsellm.ops import build, compiler
+def nothing():
+    raise build.KernelsUnavailable("nvcc is hidden")
+compiler.nvcc = nothing
+"""
+
+# Every engine against float64, forward and backward, and a model that was accelerated.
+COMPUTE = """
+import torch, sparsellm
+from sparsellm.ops import build, ENGINES, gated_ffn, plan_of
+build.load()
+print("library", build.prebuilt())
+torch.manual_seed(0)
+for tokens in (1, 48, 300, 2048):
+    x, gate, up, down = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) / 16
+                         for shape in ((tokens, 512), (1536, 512), (1536, 512), (512, 1536)))
+    gate -= x.mean(0) * 2
+    for engine in ENGINES:
+        trains = engine != "row"  # which has no backward
+        for weight in (x, gate, up, down):
+            weight.requires_grad_(trains).grad = None
+        y = gated_ffn(x, gate, up, down, plan_of(engine)).y
+        exact = [t.detach().double().requires_grad_(trains) for t in (x, gate, up, down)]
+        xd, g, u, d = exact
+        yd = (torch.relu(xd @ g.T) * (xd @ u.T)) @ d.T
+        pairs = [(y, yd)]
+        if trains:
+            y.float().sum().backward()
+            yd.sum().backward()
+            pairs += [(ours.grad, theirs.grad) for ours, theirs in zip((x, gate, up, down), exact)]
+        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+        assert max(errors) < 3e-2, (engine, tokens, errors)
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(hidden_act="relu", **sizes)).cuda().bfloat16().eval()
+ids = torch.randint(512, (2, 64), device="cuda")
+with torch.no_grad():
+    before = model(ids).logits.float()
+    sparsellm.accelerate(model, kernels="cuda", engine="row")
+    after = model(ids).logits.float()
+error = ((after - before).norm() / before.norm()).item()
+assert error < 2e-2, error
+print("computes")
+"""
+
+REFUSED = """
+from sparsellm.ops import build
+try:
+    build.available()
+except build.NamedKernelsUnusable as error:
+    print("refused:", error)
+"""
+
+
+def main() -> int:
+    (wheel,) = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        return check(Path(wheel).resolve(), Path(folder))
+
+
+def check(wheel: Path, folder: Path) -> int:
+    site, cache = folder / "site", folder / "cache"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run(install, check=True)
+    packaged = site / "sparsellm" / "kernels" / LIBRARY
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    if not packaged.is_file():
+        print(f"{wheel.name} holds no {LIBRARY}: build it by `make wheel`")
+        return 1
+
+    def step(what: str, code: str, expected: str, **environment: str) -> None:
+        """Run `code` in an empty folder; its output must hold `expected`."""
+        variables = {k: v for k, v in os.environ.items() if k not in ("SPARSELLM_KERNELS", "PYTHONPATH")}
+        variables |= {"PYTHONPATH": str(site), "SPARSELLM_CACHE_DIR": str(cache), **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=elsewhere, env=variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if done.returncode or expected not in done.stdout:
+            print(f"FAILED  {what}: exit code {done.returncode}, expected {expected!r} in:\n{done.stdout}")
+            sys.exit(1)
+        print(f"ok      {what}", flush=True)
+
+    step("without nvcc the packaged library is loaded", NO_NVCC + COMPUTE, f"library {packaged}\ncomputes")
+    named = folder / "named"
+    named.mkdir()
+    shutil.copy(packaged, named)
+    step(
+        "SPARSELLM_KERNELS comes before it", NO_NVCC + COMPUTE, f"library {named / LIBRARY}\ncomputes",
+        SPARSELLM_KERNELS=str(named),
+    )  # fmt: skip
+    step(
+        "an unusable SPARSELLM_KERNELS is refused", REFUSED, "neither a library nor a folder",
+        SPARSELLM_KERNELS=str(folder / "nowhere"),
+    )  # fmt: skip
+    broken = folder / "broken.so"
+    broken.write_bytes(packaged.read_bytes().replace(b"aoti_torch_get_current_cuda_stream", b"x" * 34))
+    step("a library that does not load is refused", REFUSED, "do not load", SPARSELLM_KERNELS=str(broken))
+    source = site / "sparsellm" / "kernels" / "launch.h"
+    source.write_text(source.read_text() + "// edited\n")
+    unbuilt = NO_NVCC + "print(build.available())"
+    step("a packaged library of other sources is said", unbuilt, "not built from the sources beside it")
+    step("and nvcc is the next", unbuilt, "nvcc is hidden")
+    step("SPARSELLM_KERNELS of other sources is refused", REFUSED, "other sources", SPARSELLM_KERNELS=str(named))
+    packaged.unlink()
+    seek = [sys.executable, "-c", "from sparsellm.ops import compiler; compiler.nvcc()"]
+    if subprocess.run(seek, env=os.environ | {"PYTHONPATH": str(site)}, cwd=elsewhere, capture_output=True).returncode:
+        print("left out: there is no nvcc to build with")
+        return 0
+    step("nvcc builds into the cache", "from sparsellm.ops import build; print(build.library())", f"{cache}/kernels/")
+    step("without nvcc the cache is loaded", NO_NVCC + COMPUTE, f"library {cache}/kernels/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
