@@ -268,8 +268,8 @@ class Trainer:
         if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
             what, remedy = not_finite(values)
             raise TrainingDiverged(
-                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, were skipped, for {what} is"
-                f" not finite: {remedy}, and choose another run.name. The checkpoints in"
+                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, were skipped, for {what}"
+                f" is not finite: {remedy}, and choose another run.name. The checkpoints in"
                 f" {self.folder / run_folder.CHECKPOINTS} are from before"
             )
         return values.stop
