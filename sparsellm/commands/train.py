@@ -10,7 +10,7 @@ import sys
 import torch
 
 from sparsellm import data, distributed
-from sparsellm.config import Config, RuntimeConfig, entry_point, mistakes
+from sparsellm.config import Config, RuntimeConfig, entry_point, memory_mistakes, mistakes
 from sparsellm.distributed import (
     MainRankFailed,
     main_rank_from_environment,
@@ -43,7 +43,10 @@ def values(config: Config) -> list[str]:
 def check(config: Config) -> list[str]:
     """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
     found = values(config) + run_folder.mistakes(config)
-    return found if run_folder.is_finished(config) else found + data.mistakes(config) + live.mistakes(config)
+    if run_folder.is_finished(config):
+        return found
+    found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return found + data.mistakes(config) + live.mistakes(config)
 
 
 @entry_point(check, values)

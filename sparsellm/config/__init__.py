@@ -31,6 +31,7 @@ from sparsellm.config.schema import (
     TrainingConfig,
     WandbMode,
     l1_coefficient_as,
+    parameters,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
 
@@ -38,7 +39,7 @@ _LATER = {
     "command": ("entry_point",),
     "compose": ("composition", "from_overrides", "load", "save"),
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
-    "rules": ("analyze_mistakes", "evaluate_mistakes", "mistakes", "obstacles_to_kernels"),
+    "rules": ("analyze_mistakes", "evaluate_mistakes", "memory_mistakes", "mistakes", "obstacles_to_kernels"),
 }
 
 __all__ = [
@@ -77,8 +78,10 @@ __all__ = [
     "from_overrides",
     "l1_coefficient_as",
     "load",
+    "memory_mistakes",
     "mistakes",
     "obstacles_to_kernels",
+    "parameters",
     "quoted",
     "save",
     "sweep_request",

@@ -18,10 +18,14 @@ from sparsellm.config.schema import (
     L1Schedule,
     Precision,
     Source,
+    parameters,
 )
+from sparsellm.config.values import flat, to_dict
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
 
 RUN_NAME = r"[A-Za-z0-9._-]+"
+MAX_WORKERS = 256
+STATE_BYTES = 16  # of a parameter: its float32 weight, gradient and two moments
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -78,8 +82,13 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
     ):  # fmt: skip
         require(0 <= value < math.inf, f"{key} is {value}: it must be zero or a positive number")
-    for key, value in (("training.seed", training.seed), ("data.seed", data.seed)):
-        require(value < 2**63, f"{key} is {value}: it must be below 2^63")
+    for key, value in flat(to_dict(config)).items():
+        if isinstance(value, int):
+            require(value < 2**63, f"{key} is {value}: it must be below 2^63")
+    require(
+        runtime.data_workers <= MAX_WORKERS,
+        f"runtime.data_workers is {runtime.data_workers}: it must be at most {MAX_WORKERS} processes per rank",
+    )
     for key, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
         require(0 <= value < 1, f"{key} is {value}: it must be at least 0 and below 1")
     require(
@@ -115,6 +124,11 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
     step_tokens = training.batch_size * training.sequence_length
     run_tokens = training.steps * step_tokens
+    require(
+        run_tokens < 2**63,
+        f"training.steps {training.steps} x batch_size {training.batch_size} x sequence_length"
+        f" {training.sequence_length} are {run_tokens} tokens: they must be below 2^63, so lower one of them",
+    )
     require(
         (sparsity.l1_schedule == L1Schedule.linear) == (sparsity.l1_warmup_tokens != 0),
         f"sparsity.l1_warmup_tokens is {sparsity.l1_warmup_tokens} with"
@@ -184,6 +198,38 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         " block of training.sequence_length",
     )
     return found + _amount_mistakes(config.evaluation, "evaluation.")
+
+
+def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
+    """Whether what training cannot do without exceeds the memory of this machine, as a GPU or `ranks_here` CPU ranks
+    share it: the model's state, and the tokens of a step. Activations come on top."""
+    on_gpu = config.runtime.device != Device.cpu and torch.cuda.is_available()
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count, training = parameters(config.model), config.training
+    state, tokens = STATE_BYTES * count, 8 * training.batch_size * (training.sequence_length + 1)
+    place, memory, copies = "GPU", 0, 1
+    if on_gpu:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        place, memory, copies = "machine", host, ranks_here
+    found = []
+    if copies * state > memory:
+        ranks = f" on each of {copies} ranks" if copies > 1 else ""
+        found.append(
+            f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, and this"
+            f" {place} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
+            " model.intermediate_size, model.vocab_size)"
+        )
+    if tokens > host:
+        found.append(
+            f"training.batch_size {training.batch_size} x sequence_length {training.sequence_length}: the tokens of a"
+            f" step take {_gib(tokens)}, and this machine has {_gib(host)}: lower one of them"
+        )
+    return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:

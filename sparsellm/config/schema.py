@@ -285,6 +285,13 @@ class AnalyzeConfig:
     speed: bool = key(True, "time each layer, where the CUDA kernels run; times differ a little from run to run")
 
 
+def parameters(model: ModelConfig) -> int:
+    """Of the whole decoder, the tied embedding once."""
+    width, matrices = model.hidden_size, 3 if model.gated else 2
+    layer = 4 * width**2 + matrices * width * model.intermediate_size + 2 * width
+    return model.vocab_size * width + model.num_layers * layer + width
+
+
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
     """The coefficient that gives the same loss under `normalization` (DESIGN §2: `mean` = `sum` x N x L)."""
     size = config.model.intermediate_size * config.model.num_layers

@@ -13,6 +13,7 @@ Nothing in a step waits for the device. The host waits where it says so: when th
 the host, and once, early on, to say how long the run will take (`Progress.step`).
 """
 
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from sparsellm.training.metrics import (
     StepClock,
     StepReport,
     StepSums,
+    StepValues,
     reduce_step,
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
@@ -58,6 +60,15 @@ SAMPLE_PROMPT = "The"
 
 class TrainingDiverged(RuntimeError):
     """Too many optimizer steps in a row had a non-finite gradient."""
+
+
+def not_finite(values: StepValues) -> tuple[str, str]:
+    """What in a step whose gradient is not finite was so first, and what may help."""
+    if not math.isfinite(values.ce):
+        return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
+    if values.l1 is not None and not math.isfinite(values.known["l1_coefficient"] * sum(values.l1)):
+        return "the L1 loss", "lower sparsity.l1_coefficient"
+    return "the gradient of a finite loss", "lower optimizer.learning_rate or sparsity.l1_coefficient"
 
 
 class StopRequest(StopSignals):
@@ -255,9 +266,10 @@ class Trainer:
             self.wandb.write(row)
             self.progress.row(row)
         if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
+            what, remedy = not_finite(values)
             raise TrainingDiverged(
-                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, had a non-finite gradient"
-                f" and were skipped: lower optimizer.learning_rate and choose another run.name. The checkpoints in"
+                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, were skipped, for {what}"
+                f" is not finite: {remedy}, and choose another run.name. The checkpoints in"
                 f" {self.folder / run_folder.CHECKPOINTS} are from before"
             )
         return values.stop

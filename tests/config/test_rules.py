@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sparsellm.config import ConfigError, Kernels, from_overrides, mistakes
+from sparsellm.config import ConfigError, Kernels, from_overrides, memory_mistakes, mistakes
 from sparsellm.ops import build
 
 
@@ -91,6 +91,46 @@ def test_schedules_and_reinitialization_that_just_fit_are_accepted():
         ["sparsity.reinit_dead_after_tokens=1", "sparsity.reinit_every=399"],
     ):
         assert mistakes(from_overrides(overrides), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"training.steps={10**30}"], "training.steps is 1000000000000000000000000000000: it must be below 2.63"),
+        (["training.steps=1e18"], "are 2048000000000000000000 tokens: they must be below 2.63"),
+        (["runtime.data_workers=100000"], "runtime.data_workers is 100000: it must be at most 256"),
+        ([f"sparsity.l1_start_tokens={2**63}"], "sparsity.l1_start_tokens is 9223372036854775808: .* below 2"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_arithmetic(overrides, message):
+    found = mistakes(from_overrides(overrides), 1)
+    assert any(re.search(message, problem) for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.num_layers=1000000"],
+            "model has 262,400,524,416 parameters: .* take 3,910.1 GiB, and this machine has",
+        ),
+        (["model.vocab_size=1000000000"], "model has 128,001,049,728 parameters"),
+        (
+            ["training.batch_size=1e10"],
+            "training.batch_size 10000000000 x sequence_length 256: the tokens of a step take",
+        ),
+    ],
+)
+def test_what_exceeds_the_memory_is_refused_before_it_is_built(overrides, message):
+    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1)
+    assert re.search(message, found), found
+
+
+def test_ranks_on_a_cpu_share_its_memory():
+    config = from_overrides(["runtime.device=cpu", "model.vocab_size=100000"])
+    assert memory_mistakes(config, 1) == []
+    (found,) = memory_mistakes(config, 10**6)
+    assert "on each of 1000000 ranks" in found
 
 
 def test_all_mistakes_are_listed_at_once():

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from sparsellm.config import Activation, ModelConfig
+from sparsellm.config import Activation, ModelConfig, parameters
 from sparsellm.model import Decoder, huggingface
 
 CONFIG = ModelConfig(
@@ -144,3 +144,11 @@ def test_compiled_parts_equal_eager_and_compile_once_for_all_layers():
     torch.testing.assert_close(compiled.ce, eager.ce)
     assert torch.equal(compiled.nnz, eager.nnz)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one layer, one loss
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_parameters_are_counted_without_building_them(gated):
+    config = ModelConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, gated=gated)
+    with torch.device("meta"):
+        decoder = Decoder(config, Activation.relu)
+    assert parameters(config) == sum(p.numel() for p in decoder.parameters())

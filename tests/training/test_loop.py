@@ -229,9 +229,21 @@ def test_a_non_finite_step_is_skipped_and_counted(tmp_path):
 def test_several_non_finite_steps_in_a_row_stop_the_run(tmp_path):
     with small_trainer(tmp_path / "run", "runtime.max_skipped_steps=4") as trainer:
         fail_from(trainer, range(3, 100))
-        with pytest.raises(TrainingDiverged, match="4 steps in a row, up to step 6, had a non-finite gradient"):
+        with pytest.raises(
+            TrainingDiverged, match="4 steps in a row, up to step 6, were skipped, for the cross entropy is"
+        ):
             trainer.fit()
     assert read(tmp_path / "run" / METRICS)[1]["loss"] is None
+
+
+def test_an_l1_loss_that_is_not_finite_is_named_with_its_coefficient(tmp_path):
+    with (
+        small_trainer(tmp_path / "run", "sparsity.l1_coefficient=1e300", "runtime.max_skipped_steps=2") as trainer,
+        pytest.raises(
+            TrainingDiverged, match=r"for the (L1 loss|gradient of a finite loss) is .* sparsity.l1_coefficient"
+        ),
+    ):
+        trainer.fit()
 
 
 def test_no_checkpoint_is_saved_while_steps_are_skipped(tmp_path):
