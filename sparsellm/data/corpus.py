@@ -72,7 +72,7 @@ def local_files(patterns: Sequence[str]) -> tuple[Files, list[str]]:
                 files[path] = Path(path).stat().st_size
     files = dict(sorted(files.items()))
     try:
-        if not mistakes:
+        if files and not mistakes:
             _reader(list(files))
     except DataError as error:
         mistakes.append(str(error))

@@ -25,6 +25,7 @@ import json
 import platform
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -212,18 +213,17 @@ def _manifest(values: dict[str, Any], path: Path) -> Manifest:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {_again(path.parent)}") from None
 
 
-def file_names(folder: Path) -> list[str]:
-    """Every prepared file in `folder`."""
-    return [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")] + tokenizer_names(folder)
+def tokenizer_names(manifest: Manifest) -> list[str]:
+    """The tokenizer's files among those of `manifest`."""
+    return [name for name in manifest.files if name.startswith("tokenizer/")]
 
 
-def tokenizer_names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir())
+def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
+    return checksums(folder, sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir()))
 
 
-def checksums(folder: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of every prepared file in `folder`, or of `names` there."""
-    names = file_names(folder) if names is None else names
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Bytes and xxh3 of the files `names` of `folder`."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     found = {}
     # The bar appears only where reading takes long: 1 GB takes a second or two.
