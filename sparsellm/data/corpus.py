@@ -136,10 +136,8 @@ def open_file(file: str, text_column: str) -> IterableDataset | None:
             if (row := next(iter(dataset), None)) is None:
                 return None
             columns = list(row)
-    except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # so the library says that a jsonl file is empty
-            return None
-        raise
+    except StopIteration:  # so the library says that a jsonl file is empty
+        return None
     except UNREADABLE as error:
         raise DataError(
             f"{file} cannot be read as {reader}: {error}. Bring back a whole copy of the file, or leave the file out"
