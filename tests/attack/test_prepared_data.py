@@ -126,13 +126,13 @@ def test_no_changed_bit_and_no_junk_in_progress_is_accepted(unfinished: Config) 
 
 
 @pytest.mark.parametrize(("name", "stride"), [
-    ("tokenizer/tokenizer.json", 5), ("tokenizer/tokenizer_config.json", 1),
+    ("tokenizer/tokenizer.json", 1), ("tokenizer/tokenizer_config.json", 1),
     ("train.tokens", 41), ("train.documents", 13), ("validation.tokens", 7), ("validation.documents", 3),
 ])  # fmt: skip
 def test_no_changed_bit_in_a_finished_folder_is_accepted(prepared: Config, name: str, stride: int) -> None:
     path, folder = Path(prepared.data.path) / name, Path(prepared.data.path)
     manifest = read(folder)
-    attack(path, flips(path, bits=1, stride=stride), lambda: verify(manifest, folder))
+    attack(path, flips(path, bits=1, stride=stride), lambda: verify(manifest, folder, [name]))
 
 
 @pytest.mark.parametrize("name", [
