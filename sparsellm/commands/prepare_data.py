@@ -67,6 +67,8 @@ def _summary(manifest: Manifest, config: Config) -> str:
         )
     if manifest.empty_documents:
         lines.append(f"  left out: {manifest.empty_documents:,} documents without text")
+    if manifest.empty_files:
+        lines.append(f"  passed over: {_number(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:
         lines.append(f"  left out: {manifest.unparsable_modules:,} modules that cannot be parsed")
     if (limit := token_limit(config)) is not None and manifest.train.tokens < limit:

@@ -181,7 +181,9 @@ def mistakes(config: Config, world_size: int) -> list[str]:
     if data.source == Source.hub:
         require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
     if data.source == Source.files:
-        require(bool(data.files), "data.source=files needs data.files=[PATTERN,...]")
+        require(
+            bool(data.files), "data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]"
+        )
     if data.source == Source.stdlib_docs:
         require(not data.streaming, "data.streaming=true with data.source=stdlib_docs: there is nothing to stream")
         require(

@@ -16,11 +16,14 @@ import glob
 import hashlib
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import fsspec
+import pyarrow.parquet
 from datasets import IterableDataset, load_dataset_builder
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
@@ -35,6 +38,7 @@ Files = dict[str, int | None]  # path or address -> bytes; None for the hub, whe
 CHUNK_CHARACTERS = 4_000_000
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 LICENCE_COLUMNS = ("license", "licence")
+UNREADABLE = (OSError, ValueError, EOFError, zlib.error)  # what a damaged file raises, by its kind and its damage
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -68,7 +72,7 @@ def local_files(patterns: Sequence[str]) -> tuple[Files, list[str]]:
                 files[path] = Path(path).stat().st_size
     files = dict(sorted(files.items()))
     try:
-        if not mistakes:
+        if files and not mistakes:
             _reader(list(files))
     except DataError as error:
         mistakes.append(str(error))
@@ -107,8 +111,8 @@ def card_licence(dataset: str) -> str | None:
     return ", ".join(licence) if isinstance(licence, list) else licence
 
 
-def open_file(file: str, text_column: str) -> IterableDataset:
-    """A stream of the rows of `file`: the text column, and the licence column if there is one.
+def open_file(file: str, text_column: str) -> IterableDataset | None:
+    """A stream of the rows of `file`: the text column, and the licence column if there is one. None if it has no rows.
 
     Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
     """
@@ -116,30 +120,53 @@ def open_file(file: str, text_column: str) -> IterableDataset:
     # The library would take a "[" in a local name for a pattern.
     path = file if "://" in file else glob.escape(file)
     try:
+        # The library cannot read a parquet file of no rows.
+        if file.endswith(".parquet"):
+            with fsspec.open(file) as opened:
+                if pyarrow.parquet.ParquetFile(opened).metadata.num_rows == 0:
+                    return None
         # Not through load_dataset("parquet", ...), which reports each call to a server and waits for it.
         dataset = {
             "parquet": IterableDataset.from_parquet,
             "json": IterableDataset.from_json,
             "text": partial(IterableDataset.from_text, sample_by="document"),
         }[reader](path)
-        columns = dataset.column_names or list(next(iter(dataset), {text_column: None}))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as {reader}: {error}") from error
+        columns = dataset.column_names
+        if not columns:
+            if (row := next(iter(dataset), None)) is None:
+                return None
+            columns = list(row)
+    except StopIteration:  # so the library says that a jsonl file is empty
+        return None
+    except UNREADABLE as error:
+        raise DataError(
+            f"{file} cannot be read as {reader}: {error}. Bring back a whole copy of the file, or leave the file out"
+        ) from error
     if text_column not in columns:
         raise DataError(f"{file} has no column {text_column!r}: set data.text_column to one of {', '.join(columns)}")
     return dataset.select_columns([text_column, *(c for c in LICENCE_COLUMNS if c in columns and c != text_column)])
 
 
 def read(files: Sequence[str], text_column: str, position: Position = START) -> Iterator[Document]:
-    """The documents of `files` from `position` on. Raises DataError when reading fails or a text is not a string."""
+    """The documents of `files` from `position` on. A file of no rows is passed over, with a line that says so.
+
+    Raises DataError when reading fails or a text is not a string.
+    """
     for index in range(position["file"], len(files)):
         skipped = position["document"] if index == position["file"] else 0
-        rows = enumerate(open_file(files[index], text_column))
+        opened = open_file(files[index], text_column)
+        if opened is None:
+            _say_empty(files[index])
+            continue
+        rows = enumerate(opened)
         while True:
             try:
                 number, row = next(rows, (None, None))
-            except (OSError, ValueError) as error:
-                raise DataError(f"{files[index]} cannot be read to its end: {error}") from error
+            except UNREADABLE as error:
+                raise DataError(
+                    f"{files[index]} cannot be read to its end: {error}. Bring back a whole copy of the file, or leave"
+                    " the file out"
+                ) from error
             if row is None:
                 break
             text = row[text_column]
@@ -200,6 +227,11 @@ def stdlib_docs() -> tuple[list[str], int]:
             except (SyntaxError, ValueError):  # lib2to3 keeps Python 2; a few files are broken on purpose
                 unparsable += 1
     return list(dict.fromkeys(texts)), unparsable
+
+
+@cache  # once in each process, however often the files are read
+def _say_empty(file: str) -> None:
+    print(f"sparsellm: {file} has no documents, and is passed over", flush=True)
 
 
 def _reader(files: Sequence[str]) -> str:

@@ -6,8 +6,11 @@
     train.documents         where each document starts in it; little-endian int64
     validation.tokens, validation.documents
     manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete
-    progress.json           the same, without checksums, while preparation goes on
+    progress.json           the same while preparation goes on, with the checksums of what is written so far
     lock                    held by the process that prepares
+
+Both JSON files are sealed with a checksum of their own (sparsellm.files). What they count is held against the files:
+every file and every number that training relies on is found in two places, or refused.
 
 Block n of a stream is its tokens [n T, n T + T], so blocks overlap by one token and the files fit every length T.
 
@@ -17,25 +20,30 @@ one stream; its last tokens are the validation split, the tokens before them the
 both. The document that the cut goes through is counted in both splits.
 """
 
+import hashlib
 import json
-import os
 import platform
 import re
 import shlex
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from tqdm import tqdm
 
 from sparsellm.config import Config, DataConfig, Source
+from sparsellm.data import tokenizer
 from sparsellm.data.errors import DataError
+from sparsellm.files import read_json, read_sealed, write_sealed
 
-VERSION = 1  # of the layout above
+VERSION = 2  # of the layout above
+UNSEALED = 1  # the version whose JSON files had no checksum of their own
 SPLITS = ("train", "validation")
-DOCUMENT_DTYPE = "<i8"
+DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
 
 
 @dataclass
@@ -60,21 +68,28 @@ class Manifest:
     licences: dict[str, int] = field(default_factory=dict)  # documents by the value of their licence column
     train: Split = field(default_factory=Split)
     validation: Split = field(default_factory=Split)
+    source_checksums: dict[str, str] = field(default_factory=dict)  # xxh3 of the local source files read so far
     empty_documents: int = 0  # read, and left out for having no text
+    empty_files: int = 0  # passed over for having no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
-    position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
+    # After the last document read. None where a manifest without a checksum of its own was the only one to tell.
+    position: dict[str, int] | None = field(default_factory=lambda: {"file": 0, "document": 0})
     exhausted: bool = False  # whether the source has no more documents
     cut: bool = False  # whether the end of the stream is held out, because the documents are too few
     # Whether this preparation adds to a finished folder. Runs may have trained on its tokens, so `sequence_length`
     # stays: then a cut moves only towards the end, and no token of theirs is held out later.
     extends: bool = False
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, xxh3; empty until finished
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, xxh3, of what was written so far
     version: int = VERSION
 
     @property
     def token_dtype(self) -> str:
         return "<u2" if self.vocab_size <= 65_536 else "<u4"
+
+    @property
+    def token_bytes(self) -> int:
+        return np.dtype(self.token_dtype).itemsize
 
 
 def blocks(tokens: int, sequence_length: int) -> int:
@@ -139,54 +154,101 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
     path = folder / name
     if not path.is_file():
         return None
-    try:
-        values = json.loads(path.read_text())
-        if values["version"] != VERSION:
-            raise DataError(
-                f"{path} has layout version {values['version']} and this sparsellm reads {VERSION}: {_again(folder)}"
+    if _is_unsealed(path):
+        remedy = _again(folder)
+        if name == "manifest.json":
+            remedy = (
+                "run the preparation of this folder once more (python -m sparsellm.prepare_data with the same"
+                " arguments), which compares the file with all that it counts and adds the checksum"
             )
-        splits = {split: Split(**values[split]) for split in SPLITS}
-        return Manifest(**{**values, **splits})
-    except (TypeError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {_again(folder)}") from error
+        raise DataError(f"{path} comes from an earlier version, which gave the file no checksum of its own: {remedy}")
+    values = read_sealed(path, DataError, _again(folder))
+    if values.get("version") != VERSION:
+        raise DataError(
+            f"{path} has layout version {values.get('version')} and this sparsellm reads {VERSION}: {_again(folder)}"
+        )
+    return _manifest(values, path)
 
 
 def write(manifest: Manifest, folder: Path, name: str) -> None:
     """Write `manifest` to `folder`, whole or not at all, and on disk when this returns."""
-    path, partial = folder / name, folder / f"{name}.partial"
-    with partial.open("w") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    descriptor = os.open(folder, os.O_RDONLY)
+    write_sealed(folder / name, asdict(manifest))
+
+
+def is_unsealed(folder: Path) -> bool:
+    """Whether an earlier version finished `folder`, and gave its manifest no checksum. Raises DataError if damaged."""
+    path = folder / "manifest.json"
+    return path.is_file() and _is_unsealed(path)
+
+
+def seal(folder: Path, config: Config) -> None:
+    """Give the manifest of an earlier version its checksum, once all that training relies on is found to be right.
+
+    Where the files cannot tell (which document comes next), the manifest forgets. Raises DataError for what is wrong.
+    """
+    path = folder / "manifest.json"
+    values = {**read_json(path, DataError, _again(folder)), "position": None, "version": VERSION}
+    manifest = _manifest(values, path)
+    if found := recipe_mistakes(manifest, config):
+        raise DataError("; ".join(found))
+    verify(manifest, folder)
+    for split in SPLITS:
+        ids = np.memmap(folder / f"{split}.tokens", manifest.token_dtype, mode="r")
+        if ids.max() >= manifest.vocab_size:
+            raise DataError(
+                f"{folder}/{split}.tokens holds the id {ids.max()} and the tokenizer has {manifest.vocab_size:,}:"
+                f" {_again(folder)}"
+            )
+    write(manifest, folder, path.name)
+
+
+def _is_unsealed(path: Path) -> bool:
+    return read_json(path, DataError, _again(path.parent)).get("version") == UNSEALED
+
+
+def _manifest(values: dict[str, Any], path: Path) -> Manifest:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return Manifest(**{**values, **{split: Split(**values[split]) for split in SPLITS}})
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {_again(path.parent)}") from None
 
 
-def checksums(folder: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of every prepared file in `folder`, or of `names` there."""
-    if names is None:
-        names = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
-        names += sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir())
+def tokenizer_names(manifest: Manifest) -> list[str]:
+    """The tokenizer's files among those of `manifest`."""
+    return [name for name in manifest.files if name.startswith("tokenizer/")]
+
+
+def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
+    return checksums(folder, sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir()))
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Bytes and xxh3 of the files `names` of `folder`."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     found = {}
     # The bar appears only where reading takes long: 1 GB takes a second or two.
     with tqdm(total=sum(sizes.values()), desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
         for name in names:
-            digest = xxhash.xxh3_64()
-            with (folder / name).open("rb") as file:
-                while piece := file.read(1 << 24):
-                    digest.update(piece)
-                    bar.update(len(piece))
+            digest = digest_of(folder / name, sizes[name], bar)
             found[name] = {"bytes": sizes[name], "xxh3": digest.hexdigest()}
     return found
 
 
+def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
+    """The xxh3 of the first `size` bytes of `path`, which goes on with what is given to its `update`."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while size > 0 and (piece := file.read(min(size, 1 << 24))):
+            digest.update(piece)
+            size -= len(piece)
+            if bar is not None:
+                bar.update(len(piece))
+    return digest
+
+
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Every file of `manifest` that is missing from `folder` or has another size."""
+    """Every file of `manifest` that is missing from `folder` or has another size, and every count in it that does not
+    follow from those sizes."""
     found = []
     for name, expected in manifest.files.items():
         path = folder / name
@@ -197,24 +259,69 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
                 f"{path} has {path.stat().st_size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}:"
                 f" {_again(folder)}"
             )
+    return found or _count_mistakes(manifest, folder)
+
+
+def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
+    path, bytes_of = folder / "manifest.json", {name: file["bytes"] for name, file in manifest.files.items()}
+    needed = {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")} | {"tokenizer/tokenizer.json"}
+    if unknown := sorted(needed - bytes_of.keys()):
+        return [f"{path} does not count {', '.join(unknown)}: {_again(folder)}"]
+    found = []
+    for name in SPLITS:
+        split: Split = getattr(manifest, name)
+        count = blocks(split.tokens, manifest.sequence_length)
+        for what, said, follows in (
+            (f"bytes of {name}.tokens", split.tokens * manifest.token_bytes, bytes_of[f"{name}.tokens"]),
+            (f"bytes of {name}.documents", split.documents * DOCUMENT_BYTES, bytes_of[f"{name}.documents"]),
+            (f"blocks of {name}", split.blocks, count),
+            (
+                f"tokens of {name} after the last block",
+                split.dropped_tail,
+                max(0, split.tokens - 1) - count * manifest.sequence_length,
+            ),
+        ):
+            if said != follows:
+                found.append(f"{path} counts {said:,} {what} and there are {follows:,}: {_again(folder)}")
     return found
 
 
+def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
+    """Whether `manifest` says another thing of the tokenizer than tokenizer/tokenizer.json does."""
+    file = folder / "tokenizer" / "tokenizer.json"
+    vocabulary = tokenizer.load(str(file))
+    return [
+        f"{folder}/manifest.json says {key} {getattr(manifest, key)} and {file} says {there}: {_again(folder)}"
+        for key, there in (
+            ("tokenizer_hash", hashlib.sha256(file.read_bytes()).hexdigest()),
+            ("vocab_size", tokenizer.vocabulary_size(vocabulary)),
+            ("end_of_text_id", vocabulary.token_to_id(tokenizer.END_OF_TEXT)),
+        )
+        if getattr(manifest, key) != there
+    ]
+
+
 def verify(manifest: Manifest, folder: Path, names: list[str] | None = None) -> None:
-    """Read every file of `manifest`, or `names`, and compare. Raises DataError naming what is missing or changed."""
-    if names is not None:
-        manifest = replace(manifest, files={name: manifest.files[name] for name in names})
-    found = size_mistakes(manifest, folder)
-    if not found:
-        actual = checksums(folder, names)
-        found = [
-            f"{folder / name} is corrupt: its xxh3 is {actual[name]['xxh3'] if name in actual else 'unknown'}"
-            f" and {folder}/manifest.json says {expected['xxh3']}: {_again(folder)}"
-            for name, expected in manifest.files.items()
-            if actual.get(name) != expected
-        ]
-    if found:
+    """Read every file of a finished `folder`, or `names`, and compare: the checksums, what the manifest counts and what
+    it says of the tokenizer. Raises DataError naming what is missing or changed."""
+    if found := size_mistakes(manifest, folder):
         raise DataError("; ".join(found))
+    compare(manifest, folder, list(manifest.files) if names is None else names)
+    if names is None and (found := _tokenizer_mistakes(manifest, folder)):
+        raise DataError("; ".join(found))
+
+
+def compare(manifest: Manifest, folder: Path, names: list[str]) -> None:
+    """Read `names` and compare their checksums with those in `manifest`, from when the files were written."""
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))
+    actual = checksums(folder, names)
+    if changed := [name for name in names if actual[name] != manifest.files.get(name)]:
+        raise DataError("; ".join(corrupt(folder, name) for name in changed))
+
+
+def corrupt(folder: Path, name: str) -> str:
+    return f"{folder / name} is corrupt: its xxh3 is not that of what was written there: {_again(folder)}"
 
 
 def recipe_mistakes(manifest: Manifest, config: Config) -> list[str]:

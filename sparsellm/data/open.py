@@ -1,7 +1,6 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
 import glob
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from sparsellm.data.packed import PackedTokens
 from sparsellm.data.preparation import prepare, source_mistakes
 from sparsellm.data.stream import TokenStream
 from sparsellm.distributed import Ranks, main_first
+from sparsellm.files import read_json
 from sparsellm.run_layout import STATE, rank_json
 
 
@@ -49,9 +49,13 @@ def mistakes(config: Config) -> list[str]:
     data, folder, training = config.data, Path(config.data.path), config.training
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
         return []  # refused by sparsellm.config; how many tokens are needed is not known
+    if data.source == Source.files and not data.files:
+        return []  # refused by sparsellm.config; a command that prepares them cannot be told
     if data.streaming:
         return source_mistakes(config)
     try:
+        if data.source == Source.stdlib_docs and manifest.is_unsealed(folder):
+            return []  # `prepare`, which every run calls on this corpus, verifies what an earlier version left
         ready = manifest.read(folder)
         started = ready or manifest.read(folder, "progress.json")
     except DataError as error:
@@ -145,7 +149,10 @@ def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[P
 def _tokens_trained_on(tokenizer_folder: Path) -> str | None:
     """The xxh3 of the training tokens of the checkpoint that `tokenizer_folder` lies in, None if it is in none."""
     path = tokenizer_folder.parent / STATE / rank_json(0)
-    return json.loads(path.read_text())["data"].get("tokens") if path.is_file() else None
+    if not path.is_file():
+        return None
+    position = read_json(path, DataError, "use another checkpoint").get("data")
+    return position.get("tokens") if isinstance(position, dict) else None
 
 
 def _files_of_run(config: Config, run: Path) -> corpus.Files:

@@ -1,19 +1,21 @@
 """Documents to tokens on disk, once, for any number of runs; the layout is in manifest.py.
 
 After each chunk of documents the files are on disk and progress.json says how far they are good. A start after a kill
-cuts them back to that and goes on from there, so the result is the same to the byte. A finished folder is not touched,
-unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
+compares them with the checksums that progress.json keeps of all that was written, cuts them back to that and goes on
+from there, so the result is the same to the byte, and damage on the way is found, not sealed. A finished folder is not
+touched, unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
 
 A stream that is cut (manifest.py) is cut last, in place. What cannot go on from there starts from the first document
 again, which costs little, for a cut means that the documents were few: a start after a kill between the cut and the
 manifest, and an extension. So whatever happened, the result is what one undisturbed preparation gives.
 """
 
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +28,27 @@ from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import (
+    DOCUMENT_BYTES,
     DOCUMENT_DTYPE,
     SPLITS,
     Manifest,
     Split,
     blocks,
     checksums,
+    checksums_of_tokenizer,
+    compare,
+    corrupt,
+    digest_of,
     is_enough,
+    is_unsealed,
     longest_sequence,
     read,
     recipe,
     recipe_mistakes,
+    seal,
     size_mistakes,
     token_limit,
+    tokenizer_names,
     tokens_to_cut,
     verify,
     vocabulary_mistakes,
@@ -59,11 +69,14 @@ def preparation_mistakes(config: Config) -> list[str]:
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
         ]
     try:
-        started = read(folder) or read(folder, "progress.json")
+        if is_unsealed(folder):
+            return []  # `prepare` holds all that an earlier version left against its files
+        ready = read(folder)
+        started = ready or read(folder, "progress.json")
     except DataError as error:
         return [str(error)]
     if started is not None:
-        found = recipe_mistakes(started, config) + size_mistakes(started, folder)
+        found = recipe_mistakes(started, config) + (size_mistakes(ready, folder) if ready is not None else [])
         return found or vocabulary_mistakes(started.vocab_size, config)
     return source_mistakes(config)
 
@@ -88,9 +101,15 @@ def source_mistakes(config: Config) -> list[str]:
 def prepare(config: Config) -> Manifest:
     """Fill `data.path` with at least `token_limit` training tokens, or all there are, and the held-out documents
     that came between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
-    nothing behind where no document was prepared or the text is too short for a block of each split.
+    nothing behind where no document was prepared or the text is too short for a block of each split. On a full disk
+    too, what was prepared before stays, and the next call goes on from there.
     """
     folder, limit = Path(config.data.path), token_limit(config)
+    if not config.data.streaming and is_unsealed(folder):
+        with _exclusive(folder), _writing(folder, limit, []):
+            if is_unsealed(folder):
+                seal(folder, config)
+        print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
     if mistakes := preparation_mistakes(config):
         raise DataError("; ".join(mistakes))
     manifest = read(folder)
@@ -99,7 +118,7 @@ def prepare(config: Config) -> Manifest:
     if manifest is None and not (folder / "progress.json").exists():
         manifest, vocabulary, documents = _start(config)  # before anything is written: what fails, fails here
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with _exclusive(folder):
+    with _exclusive(folder), _writing(folder, limit, made):
         # Another process may have worked here while this one waited.
         done, progress = read(folder), read(folder, "progress.json")
         if done is not None and is_enough(done, limit):
@@ -112,6 +131,7 @@ def prepare(config: Config) -> Manifest:
             manifest, vocabulary, documents = _continue(config, folder, manifest)
         else:
             tokenizer.save(vocabulary, folder / "tokenizer")
+            manifest.files = checksums_of_tokenizer(folder)
         write(manifest, folder, "progress.json")
         (folder / "manifest.json").unlink(missing_ok=True)
 
@@ -121,17 +141,19 @@ def prepare(config: Config) -> Manifest:
             if not manifest.extends and read(folder, "progress.json").position == corpus.START:
                 _remove(folder, made)
             raise
+        compare(manifest, folder, list(manifest.files))
         if held_out := tokens_to_cut(manifest):
             if longest_sequence(manifest) < manifest.sequence_length:
                 _remove(folder, made)
                 raise DataError(_too_short(manifest))
             write(_from_the_start(manifest), folder, "progress.json")
             _cut(folder, manifest, held_out)
+            manifest.files = checksums(folder, manifest.files)
         manifest.extends = False
         for split in (manifest.train, manifest.validation):
             split.blocks = blocks(split.tokens, manifest.sequence_length)
             split.dropped_tail = max(0, split.tokens - 1) - split.blocks * manifest.sequence_length
-        manifest.files = checksums(folder)
+        manifest.files = dict(sorted(manifest.files.items()))
         write(manifest, folder, "manifest.json")
         (folder / "progress.json").unlink()
     return manifest
@@ -193,8 +215,26 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
 def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
     """Hub files are those of the commit that preparation started with; local ones must not have changed."""
     data = config.data
+    compare(manifest, folder, tokenizer_names(manifest))
+    if data.source == Source.files and corpus.find_files(data) != manifest.source_files:
+        raise DataError(
+            f"data.files matches other files, or files of other sizes, than when the preparation of {folder} began:"
+            " bring them back, or choose another data.path"
+        )
+    # All their bytes: that takes seconds a gigabyte, where tokenizing them took minutes.
+    for file, before in manifest.source_checksums.items():
+        if _source_checksum(file) != before:
+            raise DataError(
+                f"{file} has changed since it was read for {folder}: bring the file back as it was, or choose another"
+                " data.path"
+            )
     if manifest.cut:
         manifest = _from_the_start(manifest)
+    if manifest.position is None:
+        raise DataError(
+            f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
+            f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
+        )
     if not manifest.extends:
         manifest = replace(manifest, sequence_length=config.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"))
@@ -203,19 +243,38 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     if data.source == Source.stdlib_docs:
         documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
     else:
-        if data.source == Source.files and corpus.find_files(data) != manifest.source_files:
-            raise DataError(
-                f"data.files matches other files, or files of other sizes, than when the preparation of {folder} began:"
-                " bring them back, or choose another data.path"
-            )
         documents = corpus.read(list(manifest.source_files), data.text_column, manifest.position)
-    return replace(manifest, files={}), vocabulary, documents
+    return manifest, vocabulary, documents
+
+
+def _source_checksum(file: str) -> str:
+    try:
+        return digest_of(Path(file), Path(file).stat().st_size).hexdigest()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): bring the file back as it was") from error
+
+
+def _count_files(manifest: Manifest, reached: int) -> None:
+    """Keep the checksums of the local source files that were read or begun: those before number `reached`.
+
+    In full, though a part would be faster: a byte may change anywhere, and reading is fast beside tokenizing.
+    """
+    for file in list(manifest.source_files)[:reached]:
+        if "://" not in file and file not in manifest.source_checksums:
+            manifest.source_checksums[file] = _source_checksum(file)
+
+
+def _files_between(position: corpus.Position, file: int) -> int:
+    """How many files without documents were passed over from `position` to the first document of number `file`."""
+    return file - position["file"] - (position["document"] > 0) if file > position["file"] else 0
 
 
 def _from_the_start(manifest: Manifest) -> Manifest:
     """`manifest` before the first document."""
-    begin = {"position": corpus.START, "exhausted": False, "cut": False, "files": {}}
-    return replace(manifest, train=Split(), validation=Split(), empty_documents=0, licences={}, **begin)
+    files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
+    begin = {"position": corpus.START, "exhausted": False, "cut": False, "files": files}
+    counts = {"empty_documents": 0, "empty_files": 0, "licences": {}, "source_checksums": {}}
+    return replace(manifest, train=Split(), validation=Split(), **counts, **begin)
 
 
 def _write_tokens(
@@ -238,6 +297,7 @@ def _write_tokens(
         for chunk in corpus.chunks(documents):
             tokens = iter(tokenizer.encode(vocabulary, [document.text for document in chunk if document.text]))
             for document in chunk:
+                manifest.empty_files += _files_between(manifest.position, document.file)
                 manifest.position = document.position_after()
                 if not document.text:
                     manifest.empty_documents += 1
@@ -250,10 +310,13 @@ def _write_tokens(
                     break
             for writer in writers.values():
                 writer.flush()
+            _count_files(manifest, manifest.position["file"] + 1)
             write(manifest, folder, "progress.json")
             bar.update(manifest.train.tokens - bar.n)
             if _is_read(manifest, limit):
                 return
+    _count_files(manifest, len(manifest.source_files))
+    manifest.empty_files += _files_between(manifest.position, len(manifest.source_files))
     manifest.exhausted = True
 
 
@@ -312,7 +375,7 @@ def _too_short(manifest: Manifest) -> str:
 
 def _remove(folder: Path, made: list[Path]) -> None:
     """Take away what a preparation wrote to `folder`, which is locked, and those of the folders `made` for it."""
-    shutil.rmtree(folder / "tokenizer")
+    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     for name in [*(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")), "progress.json", "lock"]:
         (folder / name).unlink(missing_ok=True)
     for path in made or [folder]:
@@ -323,34 +386,41 @@ def _remove(folder: Path, made: list[Path]) -> None:
 
 
 class _Writer:
-    """Appends documents to one split's files and counts them in the manifest."""
+    """Appends documents to one split's files; counts them, and keeps the files' checksums, in the manifest."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         self.counts: Split = getattr(manifest, split)
         self.dtype = manifest.token_dtype
         self.tokens: list[int] = []
         self.starts: list[int] = []
+        self.recorded = manifest.files
+        self.digests = {}
         sizes = {
-            "tokens": self.counts.tokens * np.dtype(self.dtype).itemsize,
-            "documents": self.counts.documents * np.dtype(DOCUMENT_DTYPE).itemsize,
+            f"{split}.tokens": self.counts.tokens * manifest.token_bytes,
+            f"{split}.documents": self.counts.documents * DOCUMENT_BYTES,
         }
-        for kind, size in sizes.items():
-            path = folder / f"{split}.{kind}"
+        for name, size in sizes.items():
+            path = folder / name
             path.touch()
             if path.stat().st_size < size:
                 raise DataError(
                     f"{path} has {path.stat().st_size:,} bytes and {folder}/progress.json says {size:,}:"
                     f" delete {folder} and start again"
                 )
+            self.digests[name] = digest_of(path, size)
+            written = {"bytes": size, "xxh3": self.digests[name].hexdigest()}
+            if size > 0 and self.recorded.get(name) != written:
+                raise DataError(corrupt(folder, name))
             os.truncate(path, size)
-        self.files = {kind: (folder / f"{split}.{kind}").open("ab") for kind in sizes}
+        self.files = {name: (folder / name).open("ab") for name in sizes}
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):  # of a full disk, once more: `flush` has raised it, or brought all to disk
+                file.close()
 
     def append(self, document: list[int]) -> None:
         self.starts.append(self.counts.tokens)
@@ -360,12 +430,40 @@ class _Writer:
 
     def flush(self) -> None:
         """Bring everything appended so far to disk."""
-        self.files["tokens"].write(np.array(self.tokens, self.dtype).tobytes())
-        self.files["documents"].write(np.array(self.starts, DOCUMENT_DTYPE).tobytes())
+        contents = np.array(self.tokens, self.dtype).tobytes(), np.array(self.starts, DOCUMENT_DTYPE).tobytes()
         self.tokens, self.starts = [], []
-        for file in self.files.values():
+        for (name, file), content in zip(self.files.items(), contents, strict=True):
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
+            self.digests[name].update(content)
+            self.recorded[name] = {"bytes": file.tell(), "xxh3": self.digests[name].hexdigest()}
+
+
+@contextmanager
+def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None]:
+    """What cannot be written, as on a full disk, is a DataError; where no document was prepared, nothing is left."""
+    try:
+        yield
+    except OSError as error:
+        progress = read(folder, "progress.json")
+        tokens = progress.train.tokens if progress is not None else 0
+        done = "prepare again"
+        if (folder / "manifest.json").exists() or (progress is not None and progress.position != corpus.START):
+            done = f"the same command goes on, after the {tokens:,} training tokens that are there"
+        elif progress is None or not progress.extends:
+            _remove(folder, made)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DataError(f"data.path={folder} cannot be written: {error}. Mend that, and {done}") from error
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = f"{shutil.disk_usage(parent).free / 2**20:,.0f} MiB are free there"
+        if limit is not None and progress is not None and limit > tokens:
+            needed = (limit - tokens) * progress.token_bytes / 2**20
+            free += f" and the other {limit - tokens:,} training tokens take about {needed:,.0f} MiB"
+        raise DataError(
+            f"data.path={folder} cannot be written, for the disk is full ({error.strerror}): {free}. Make room, and"
+            f" {done}"
+        ) from error
 
 
 @contextmanager

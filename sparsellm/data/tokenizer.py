@@ -6,7 +6,6 @@ the tokens: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, an
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sparsellm.data.errors import DataError
+from sparsellm.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"  # follows every document
 # A longer document is encoded in pieces, on all cores and in 0.5 GB: whole, its encoding takes 100 bytes a character.
@@ -74,10 +74,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> str:
     roles = {role: END_OF_TEXT for role in ("bos_token", "eos_token", "pad_token")}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
     for name, text in ((_FILE, content), ("tokenizer_config.json", json.dumps(config, indent=2) + "\n")):
-        with (folder / name).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(folder / name, text)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from sparsellm.data import DataError, corpus
 
@@ -118,3 +119,30 @@ def test_a_hub_data_set_is_listed_by_its_configuration_and_split(tmp_path: Path,
     assert corpus.card_licence(str(tmp_path)) == "odc-by"
     (tmp_path / "README.md").unlink()
     assert corpus.card_licence(str(tmp_path)) is None
+
+
+def test_files_without_documents_are_passed_over_and_torn_ones_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(json.dumps({"text": f"{i} of the documents"}) + "\n" for i in range(100)).encode()
+    good, empty, blank, packed, torn = (
+        str(tmp_path / f"{name}.jsonl") for name in ("good", "empty", "blank", "p", "t")
+    )
+    for path, content in (
+        (good, lines), (empty, b""), (blank, b"\n\n"), (f"{packed}.gz", gzip.compress(b"")),
+        (f"{torn}.gz", gzip.compress(lines)[:-20]),
+    ):  # fmt: skip
+        Path(path).write_bytes(content)
+    assert len(read([empty, good, f"{packed}.gz", blank, good])) == 200
+    said = capsys.readouterr().out
+    for path in (empty, blank, f"{packed}.gz"):
+        assert said.count(f"{path} has no documents, and is passed over") == 1
+    with pytest.raises(DataError, match=r"t\.jsonl\.gz cannot be read .* Bring back a whole copy of the file"):
+        read([good, f"{torn}.gz"])
+    Dataset.from_dict({"text": []}).to_parquet(str(tmp_path / "none.parquet"))
+    Dataset.from_dict({"text": ["one"]}).to_parquet(str(tmp_path / "one.parquet"))
+    assert read([str(tmp_path / "none.parquet"), str(tmp_path / "one.parquet")]) == ["one"]
+
+
+def test_no_files_at_all_are_no_files_of_several_kinds() -> None:
+    assert corpus.local_files([]) == ({}, [])

@@ -1,10 +1,13 @@
+import errno
 import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from transformers import AutoTokenizer
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, Source, TrainingConfig
 from sparsellm.data import DataError, corpus, mistakes, preparation, prepare, tokenizer
-from sparsellm.data.manifest import read, verify
+from sparsellm.data.manifest import read, verify, write
 
 MakeConfig = Callable[..., Config]
 
@@ -161,7 +164,7 @@ def test_stopped_between_the_last_document_and_the_manifest_it_adds_nothing(
     prepare(direct)
     config = make_config(parquet, max_tokens=1_000)
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "checksums", lambda folder: 1 / 0)
+        patch.setattr(preparation, "compare", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(config)
     prepare(config)
@@ -360,3 +363,95 @@ def test_real_text_with_the_smollm2_tokenizer(shared_data: Path, tmp_path: Path)
     assert decoded.endswith("<|endoftext|>")
     first = {document.text for document in islice(corpus.read(config.data.files, "text"), 20)}
     assert decoded.removesuffix("<|endoftext|>") in first
+
+
+def test_a_source_file_with_one_changed_byte_is_refused_when_more_is_wanted(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path
+) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, some in zip(files, (texts[:300], texts[300:]), strict=True):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    config = make_config([str(file) for file in files], max_tokens=1_000)
+    assert list(prepare(config).source_checksums) == [str(files[0])]  # as far as documents were read
+    config.data.max_tokens = 2_000
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole.replace(b"sparse", b"sparsf", 1))
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since it was read for .*: bring the file back"):
+        prepare(config)
+    files[0].write_bytes(whole)
+    assert prepare(config).train.tokens >= 2_000
+
+
+def test_files_without_documents_are_counted_also_after_a_stop(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path
+) -> None:
+    names = [tmp_path / f"{i}.jsonl" for i in range(6)]
+    for i, name in enumerate(names):
+        some = texts[i * 100 : (i + 1) * 100] if i in (1, 4) else []
+        name.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    config = make_config([str(name) for name in names], max_tokens=1_000)
+    assert prepare(config).empty_files == 1
+    config.data.max_tokens = 10**6
+    manifest = prepare(config)
+    assert manifest.empty_files == 4
+    assert prepare(make_config(config.data.files, path=str(tmp_path / "direct"))) == manifest
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 3, 5, 9, 14, 20, 40])
+def test_a_full_disk_is_one_sentence_and_the_same_call_goes_on(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int
+) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 10_000)
+    straight = make_config(parquet, path=str(tmp_path / "straight"))
+    expected = prepare(straight)
+    config = make_config(parquet)
+    calls, fsync = 0, os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= fatal:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DataError) as refusal:
+            prepare(config)
+    said = str(refusal.value)
+    assert said.startswith(f"data.path={config.data.path} cannot be written, for the disk is full (No space left")
+    assert "MiB are free there" in said
+    assert ("the same command goes on, after the" in said) == Path(config.data.path).exists()
+    assert not list(tmp_path.rglob("*.partial"))
+    assert prepare(config) == expected
+    assert contents(Path(config.data.path)) == contents(tmp_path / "straight")
+
+
+def as_an_earlier_version_left_it(folder: Path, **changes: object) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    for key in ("xxh3", "source_checksums", "empty_files"):
+        del values[key]
+    (folder / "manifest.json").write_text(json.dumps({**values, "version": 1, **changes}, indent=1))
+
+
+def test_the_manifest_of_an_earlier_version_is_sealed_once_everything_agrees(
+    make_config: MakeConfig, parquet: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(parquet, max_tokens=1_000)
+    before = prepare(config)
+    folder = Path(config.data.path)
+    for wrong in ({"train": {"documents": 1, "tokens": 1, "blocks": 1, "dropped_tail": 1}}, {"end_of_text_id": 2},
+                  {"vocab_size": 402}, {"sequence_length": 30}, {"recipe": {}}, {"unknown": 1}):  # fmt: skip
+        as_an_earlier_version_left_it(folder, **wrong)
+        with pytest.raises(DataError, match=r"manifest\.json|prepared from something else"):
+            prepare(config)
+        write(before, folder, "manifest.json")
+    as_an_earlier_version_left_it(folder)
+    (found,) = mistakes(config)
+    assert "comes from an earlier version, which gave the file no checksum of its own: run the preparation" in found
+    assert replace(prepare(config), position=before.position, source_checksums=before.source_checksums) == before
+    assert "was verified; its manifest has a checksum now" in capsys.readouterr().out
+    assert mistakes(config) == []
+    config.data.max_tokens = 2_000
+    with pytest.raises(DataError, match="cannot prove which document comes next"):
+        prepare(config)

@@ -1,0 +1,101 @@
+"""Small files that nothing can go on without: written whole or not at all, and read as if they may be damaged.
+
+    write_whole(path, content)                 any content; a stop at any instant leaves the old file or the new one
+    read_json(path, SomeError, remedy)         a JSON object; whatever is wrong with the file is one sentence
+    write_sealed, read_sealed                  the same with a checksum of the file's own: every changed bit is found
+
+A sealed file is a JSON object whose last key, "xxh3", is the checksum of all the bytes before that key.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import xxhash
+
+_SEAL = b',\n "xxh3": "'
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path`, whole or not at all, and on disk when this returns.
+
+    Raises OSError where that fails, as on a full disk, and leaves what was there before.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # which would keep a full disk full
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring to disk which files `folder` has: without this, a power failure may undo a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises `error` with one sentence that ends in `remedy` if there is none."""
+    return _parsed(_content(path, error, remedy), path, error, remedy)
+
+
+def write_sealed(path: Path, values: dict[str, Any]) -> None:
+    """`write_whole` of `values` as JSON, with a checksum of the file's own as its last key."""
+    body = json.dumps(values, indent=1, allow_nan=False).removesuffix("\n}").encode()
+    write_whole(path, body + _ending(body))
+
+
+def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
+    """The values that `write_sealed` wrote. Raises `error` with one sentence for every other content of `path`."""
+    content = _content(path, error, remedy)
+    body = content.rpartition(_SEAL)[0]
+    if content != body + _ending(body):
+        # What cannot be parsed at all has a sentence that says where.
+        _parsed(content, path, error, remedy)
+        _refuse(path, error, "its content is not what its own checksum was made of", remedy)
+    values = _parsed(content, path, error, remedy)
+    del values["xxh3"]
+    return values
+
+
+def _ending(body: bytes) -> bytes:
+    return _SEAL + xxhash.xxh3_64_hexdigest(body).encode() + b'"\n}\n'
+
+
+def _content(path: Path, error: type[Exception], remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise error(f"{path} is missing: {remedy}") from None
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror or problem}): {remedy}") from problem
+
+
+def _parsed(content: bytes, path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
+    if not content.strip():
+        _refuse(path, error, "it is empty", remedy)
+    try:
+        values = json.loads(content.decode())
+    except UnicodeDecodeError as problem:
+        _refuse(path, error, f"byte {problem.start} is not UTF-8", remedy)
+    except json.JSONDecodeError as problem:
+        _refuse(path, error, f"it is no JSON from line {problem.lineno} column {problem.colno} on", remedy)
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, brackets in brackets
+        _refuse(path, error, f"its JSON cannot be read: {problem}", remedy)
+    if not isinstance(values, dict):
+        _refuse(path, error, f"it holds a JSON {type(values).__name__}, and should hold an object", remedy)
+    return values
+
+
+def _refuse(path: Path, error: type[Exception], why: str, remedy: str) -> NoReturn:
+    raise error(f"{path} is damaged ({why}): {remedy}") from None

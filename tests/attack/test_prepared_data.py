@@ -1,0 +1,162 @@
+"""Damage to a folder of prepared tokens: every byte of its small files, and some of the large ones.
+
+Every attack must end in one sentence (a DataError) that names the file. `failed` counts what was accepted, and what
+ended otherwise.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
+from sparsellm.data import DataError, corpus, mistakes, preparation, prepare, tokenizer
+from sparsellm.data.manifest import read, verify, write
+
+
+class Stopped(BaseException):
+    pass
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Config:
+    """The configuration of a finished folder: 200 documents, 300 ids."""
+    texts = [f"{i}: " + "the block of a token stream " * (i % 7 + 1) for i in range(200)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer.save(tokenizer.train(texts, 300), tmp_path / "tokenizer")
+    config = Config(
+        model=ModelConfig(vocab_size=300),
+        data=DataConfig(
+            source=Source.files, files=[str(tmp_path / "x.jsonl")], tokenizer=str(tmp_path / "tokenizer"),
+            path=str(tmp_path / "tokens"), validation_fraction=0.1, max_tokens=10**6,
+        ),
+        training=TrainingConfig(steps=1, batch_size=1, sequence_length=16),
+    )  # fmt: skip
+    prepare(config)
+    return config
+
+
+@pytest.fixture
+def unfinished(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The same, stopped in the middle of its preparation."""
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
+    config = replace(prepared, data=replace(prepared.data, path=str(tmp_path / "unfinished")))
+    with monkeypatch.context() as patch:
+        calls, flush = 0, preparation._Writer.flush
+
+        def dying(writer: preparation._Writer) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 8:
+                raise Stopped
+            flush(writer)
+
+        patch.setattr(preparation._Writer, "flush", dying)
+        with pytest.raises(Stopped):
+            prepare(config)
+    return config
+
+
+def attack(path: Path, damaged: Iterator[bytes], start: Callable[[], object]) -> None:
+    """`start` with each content of `path` in turn."""
+    whole, tried, held, failed = path.read_bytes(), 0, 0, []
+    for content in damaged:
+        tried += 1
+        path.write_bytes(content)
+        try:
+            start()
+        except DataError as error:
+            if path.name in str(error) and "\n" not in str(error):
+                held += 1
+                continue
+            failed.append(str(error))
+        except Exception as error:
+            failed.append(repr(error))
+        else:
+            failed.append("accepted")
+    path.write_bytes(whole)
+    print(f"{path.name}: tried {tried}, held {held}, failed {len(failed)}")
+    assert not failed, failed[:3]
+    assert tried > 0
+
+
+def flips(path: Path, bits: int = 8, stride: int = 1, size: int | None = None) -> Iterator[bytes]:
+    """The content of `path` with one bit flipped: `bits` of each `stride`-th byte, among the first `size` or all."""
+    whole = path.read_bytes()
+    for at in range(0, len(whole) if size is None else size, stride):
+        for bit in range(bits):
+            yield whole[:at] + bytes([whole[at] ^ 1 << (bit + at) % 8]) + whole[at + 1 :]
+
+
+def junk(path: Path) -> Iterator[bytes]:
+    """Every truncation of `path`, and other things than it should hold."""
+    whole = path.read_bytes()
+    yield from (whole[:end] for end in range(len(whole)))
+    yield from (b"\0", b"\xff\xfe", b"[]", b"{}", b"null", b"1", b'{"version": 2}', b'{"version": 1}', b"[" * 10**5,
+                b"1" * 10**5, b'{"version": NaN}', whole + b"\0", whole + whole, b"\0" * len(whole))  # fmt: skip
+
+
+def checked(config: Config) -> Callable[[], None]:
+    """What training does before it begins."""
+
+    def start() -> None:
+        if found := mistakes(config):
+            raise DataError("; ".join(found))
+        verify(read(Path(config.data.path)), Path(config.data.path))
+
+    return start
+
+
+def test_no_changed_bit_and_no_junk_in_a_manifest_is_accepted(prepared: Config) -> None:
+    path = Path(prepared.data.path) / "manifest.json"
+    attack(path, flips(path), lambda: read(path.parent))
+    attack(path, flips(path, bits=1, stride=3), checked(prepared))
+    attack(path, junk(path), checked(prepared))
+    attack(path, flips(path, bits=1, stride=7), lambda: prepare(prepared))
+    checked(prepared)()
+
+
+def test_no_changed_bit_and_no_junk_in_progress_is_accepted(unfinished: Config) -> None:
+    path = Path(unfinished.data.path) / "progress.json"
+    attack(path, flips(path), lambda: read(path.parent, path.name))
+    attack(path, flips(path, bits=1, stride=7), lambda: prepare(unfinished))
+    attack(path, junk(path), lambda: read(path.parent, path.name))
+
+
+@pytest.mark.parametrize(("name", "stride"), [
+    ("tokenizer/tokenizer.json", 1), ("tokenizer/tokenizer_config.json", 1),
+    ("train.tokens", 41), ("train.documents", 13), ("validation.tokens", 7), ("validation.documents", 3),
+])  # fmt: skip
+def test_no_changed_bit_in_a_finished_folder_is_accepted(prepared: Config, name: str, stride: int) -> None:
+    path, folder = Path(prepared.data.path) / name, Path(prepared.data.path)
+    manifest = read(folder)
+    attack(path, flips(path, bits=1, stride=stride), lambda: verify(manifest, folder, [name]))
+
+
+@pytest.mark.parametrize("name", [
+    "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "train.tokens", "train.documents",
+    "validation.tokens", "validation.documents",
+])  # fmt: skip
+def test_what_is_damaged_during_a_preparation_is_not_sealed(unfinished: Config, prepared: Config, name: str) -> None:
+    path = Path(unfinished.data.path) / name
+    # What follows in the file came after progress.json was written, and is cut off.
+    size = read(Path(unfinished.data.path), "progress.json").files[name]["bytes"]
+    attack(path, flips(path, bits=1, stride=size // 20 + 1, size=size), lambda: prepare(unfinished))
+    assert prepare(unfinished).train == read(Path(prepared.data.path)).train
+
+
+def test_counts_that_are_not_those_of_the_files_are_refused_though_their_checksum_is_right(prepared: Config) -> None:
+    folder = Path(prepared.data.path)
+    manifest = read(folder)
+    wrong = [
+        {"vocab_size": 301}, {"end_of_text_id": 1}, {"tokenizer_hash": "0"}, {"sequence_length": 17}, {"files": {}},
+        *({split: replace(getattr(manifest, split), **{count: 1})}
+          for split in ("train", "validation") for count in ("tokens", "documents", "blocks", "dropped_tail")),
+    ]  # fmt: skip
+    for values in wrong:
+        write(replace(manifest, **values), folder, "manifest.json")
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            verify(read(folder), folder)
+    print(f"counts: tried {len(wrong)}, held {len(wrong)}, failed 0")
