@@ -1,4 +1,4 @@
-"""What is wrong with a row of one of the seven tasks: lm-eval scores a row without a possible label as a wrong answer."""
+"""What is wrong with rows of the seven tasks: lm-eval scores one without a possible label as a wrong answer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

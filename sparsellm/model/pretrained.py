@@ -59,12 +59,13 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
-    tokenizer = _reading(
-        path,
-        "the tokenizer",
-        lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local),
+    what = (
+        "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
-    words = _reading(path, "the tokenizer", lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
+    tokenizer = _reading(
+        path, what, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+    )
+    words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
     if not words:
         raise BrokenModel(
             f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
@@ -100,12 +101,12 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     finally:
         logging.set_verbosity(before)
     wrong = {
-        "is missing": found["missing_keys"],
-        "belongs to no layer that config.json describes": found["unexpected_keys"],
-        "has not the shape that config.json describes": [name for name, *_ in found["mismatched_keys"]],
-        "cannot be read": found.get("error_msgs", ()),
-        "has values that are not finite": _not_finite(model),
-        "differs from the tensor that config.json ties it to": _untied(model, config),
+        "missing": found["missing_keys"],
+        "of no layer that config.json describes": found["unexpected_keys"],
+        "not of the shape that config.json describes": [name for name, *_ in found["mismatched_keys"]],
+        "unreadable": found.get("error_msgs", ()),
+        "with values that are not finite": _not_finite(model),
+        "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
     }
     _refuse(path, wrong)
     return model
@@ -156,9 +157,9 @@ def _verify_files(folder: Path, config: Any) -> None:
         found = _reading(folder, name, read)
         integers = [] if quantized else [tensor for tensor, dtype in found.items() if "F" not in dtype]
         elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
-        _refuse(folder / name, {"is no floating-point tensor": integers, f"is not as {INDEX} says": elsewhere})
+        _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
         held |= dict.fromkeys(found, name)
-    _refuse(folder, {"is missing": (expected or {}).keys() - held.keys()})
+    _refuse(folder, {"missing": (expected or {}).keys() - held.keys()})
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > len(held):
         raise BrokenModel(f"config.json of {folder} has {layers:,} layers, and the files {len(held)} tensors; {REMEDY}")
@@ -194,9 +195,9 @@ def _untied(model: Any, config: Any) -> list[str]:
 
 def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
     """Raises BrokenModel if `wrong`, {what is wrong: names of tensors}, names any."""
-    said = [f"{_list(sorted(names))} {what}" for what, names in wrong.items() if names]
+    said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
     if said:
-        raise BrokenModel(f"the model in {path} is broken: {'; '.join(said)}; {REMEDY}")
+        raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")
 
 
 def _list(names: list[str]) -> str:
