@@ -22,6 +22,11 @@ FOREIGN = {
     "adapter_config.json": "of an adapter to another model",
     "shard-*.safetensors": "of a distributed checkpoint",
 }
+# Keys of config.json that decide what a llama or arcee model computes, and that transformers would fill in if absent.
+REQUIRED = (
+    "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "rms_norm_eps", "vocab_size",
+)  # fmt: skip
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has 2 bits for each
 
 
@@ -45,6 +50,10 @@ def read_config(path: str | Path) -> Any:
         "config.json",
         lambda: AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local),
     )
+    if local and config.model_type in ("llama", "arcee"):
+        given = json.loads(Path(path, "config.json").read_text("utf-8"))
+        if absent := [key for key in REQUIRED if given.get(key) is None]:
+            raise BrokenModel(f"config.json of {path} has no {', '.join(absent)}; {REMEDY}")
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
             raise BrokenModel(

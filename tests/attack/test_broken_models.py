@@ -76,6 +76,12 @@ BROKEN = {  # what: (damage, what the refusal names)
     "a billion layers": (keys("config.json", num_hidden_layers=10**9), "1,000,000,000 layers"),
     "a vocabulary of a billion": (keys("config.json", vocab_size=10**9), "parameters"),
     "no heads": (keys("config.json", num_attention_heads=0), "config.json"),
+    "a key of another name": (
+        lambda folder: (folder / "config.json").write_text(
+            (folder / "config.json").read_text().replace("hidden_act", "hidden_ act")
+        ),
+        "has no hidden_act",
+    ),
     "words as sizes": (keys("config.json", hidden_size="many"), "hidden_size"),
     "garbage tokenizer": (content("tokenizer.json", b"\x00garbage"), "tokenizer"),
     "empty tokenizer": (content("tokenizer.json", b""), "tokenizer"),
@@ -274,10 +280,9 @@ def test_a_malicious_checkpoint_runs_no_code_and_asks_nobody(what, whole, tmp_pa
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     try:
         state = read(folder).state_dict()
-    except BrokenModel as error:
-        assert "trust_remote_code=True" not in str(error)
-    else:
-        assert all(torch.equal(state[name], tensor) for name, tensor in load_file(whole / WEIGHTS).items())
+    except BrokenModel:
+        state = load_file(whole / WEIGHTS)  # refused
+    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(whole / WEIGHTS).items())
     assert not marker.exists()
 
 
