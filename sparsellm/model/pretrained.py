@@ -25,7 +25,7 @@ FOREIGN = {
 # Keys of config.json that decide what a llama or arcee model computes, and that transformers would fill in if absent.
 REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-    "num_hidden_layers", "rms_norm_eps", "vocab_size",
+    "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
 )  # fmt: skip
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has 2 bits for each
 
@@ -52,8 +52,12 @@ def read_config(path: str | Path) -> Any:
     )
     if local and config.model_type in ("llama", "arcee"):
         given = json.loads(Path(path, "config.json").read_text("utf-8"))
+        given = (given.get("rope_parameters") or {}) | given
         if absent := [key for key in REQUIRED if given.get(key) is None]:
-            raise BrokenModel(f"config.json of {path} has no {', '.join(absent)}; {REMEDY}")
+            raise BrokenModel(
+                f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
+                f" model's: {REMEDY}, or add what is absent"
+            )
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
             raise BrokenModel(
