@@ -31,6 +31,7 @@ from scripts.bench_model import CONFIG, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.distributed import process_group
 from sparsellm.evaluation.tasks import TASKS, load, offline
+from sparsellm.model import pretrained
 
 Answers = list[tuple[float, bool]]
 Score = Callable[[list[Any]], Answers]
@@ -94,17 +95,17 @@ def main() -> None:
 
     with offline(True), process_group("cuda") as ranks:
         from lm_eval.models.huggingface import HFLM
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         from sparsellm.evaluation.downstream import SharedLM
 
-        tokenizer = AutoTokenizer.from_pretrained(args.checkpoint or args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.checkpoint or args.tokenizer, trust_remote_code=False)
         requests = {name: requests_of(name, args.data_dir, args.limit) for name in args.tasks}
         if args.checkpoint is None:
             texts = ["".join(instance.args) for instances in requests.values() for instance in instances]
             model = shaped_model(tokenizer, texts, args.layers, args.activations, args.mean)
         else:
-            model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16).to("cuda").eval()
+            model = pretrained.read_model(args.checkpoint, torch.bfloat16).to("cuda").eval()
         sparse = copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
         sparsellm.accelerate(sparse, "cuda")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from sparsellm.analysis import activity, numbers, recordings, report, speed, text
@@ -17,6 +17,7 @@ from sparsellm.distributed import device_type
 from sparsellm.evaluation import hub, tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.progress import progress
+from sparsellm.model import pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build
 from sparsellm.run_layout import ANALYSIS, CONFIG
@@ -123,7 +124,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        described = AutoConfig.from_pretrained(checkpoint.model)
+        described = pretrained.read_config(checkpoint.model)
         activation = getattr(described, "hidden_act", None)
         if described.model_type not in ARCHITECTURES or activation != "relu":
             raise AnalysisError(
@@ -134,7 +135,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
         recorded = _for_recordings(config)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.model)
+        tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
         if config.text is None:
             blocks = text.of_run(checkpoint, run, config.sequences)
         else:
@@ -146,7 +147,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
             )
         choice = config.dtype.name
         dtype = "auto" if choice == "auto" else getattr(torch, choice)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint.model, dtype=dtype)
+        model = pretrained.read_model(checkpoint.model, dtype)
         feedforward_blocks(model)
     except CheckpointNotFound as error:  # damaged
         raise AnalysisError(str(error)) from error

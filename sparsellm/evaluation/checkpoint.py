@@ -34,9 +34,10 @@ from sparsellm.evaluation.results import (
     as_json,
     discard_others,
     has_scores,
+    kept,
     write,
 )
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
 
 T = TypeVar("T")
@@ -137,6 +138,8 @@ class Evaluation:
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         identity = self._on_main(self._open)
+        if not self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides)):
+            self._model(Kernels.torch)  # a broken model is refused before rows are looked for, which takes a while
         loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
         held_out = self._held_out()
         for folder in self.request.sides:
@@ -166,7 +169,10 @@ class Evaluation:
         except OSError as error:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:
-            return self.checkpoint.identity()
+            identity = self.checkpoint.identity()
+            vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
+            pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
+            return identity
         except (OSError, ValueError) as error:
             raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
 
@@ -236,19 +242,18 @@ class Evaluation:
 
     def _model(self, kernels: Kernels) -> Any:
         """The checkpoint as a SharedLM, loaded once, its feedforward blocks on `kernels`. Raises EvaluationError."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         from sparsellm.evaluation.downstream import SharedLM
 
         if self.lm is None:
             choice = self.config.dtype.name
             try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    self.checkpoint.model, dtype="auto" if choice == "auto" else getattr(torch, choice)
+                model = pretrained.read_model(
+                    self.checkpoint.model, "auto" if choice == "auto" else getattr(torch, choice)
                 )
-                tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.model)
+                vocab_size = model.config.get_text_config().vocab_size
+                tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
             except (OSError, ValueError) as error:
-                raise EvaluationError(f"checkpoint {self.checkpoint} cannot be loaded: {error}") from error
+                raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
             self.lm = SharedLM(model.to(self.ranks.device), tokenizer, self.ranks, self.config.batch_size)
         if kernels != self.asked:
             restore(self.lm.model)
@@ -294,7 +299,10 @@ class Evaluation:
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
         """As the run validates: float32 weights, and its own precision and micro-batch."""
         config, device = self.request.run_config(), self.ranks.device
-        model_config, activation, weights = huggingface.load(self.checkpoint.model)
+        try:
+            model_config, activation, weights = huggingface.load(self.checkpoint.model)
+        except (OSError, ValueError) as error:
+            raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
         with torch.device("meta"):
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)

@@ -15,7 +15,7 @@ from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation import tasks
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.model.accelerate import accelerate
 
 T = TypeVar("T")
@@ -84,15 +84,13 @@ class LiveEvaluation:
 
     def _lm(self, decoder: Decoder, data: Data) -> Any:
         """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
-        from transformers import AutoTokenizer
-
         from sparsellm.evaluation.downstream import SharedLM
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
         if self.ranks.device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
             accelerate(model, runtime.kernels.name)
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_folder)
+        tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
         return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)
 

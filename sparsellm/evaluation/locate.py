@@ -13,6 +13,7 @@ import xxhash
 
 from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
+from sparsellm.model import pretrained
 from sparsellm.run_layout import ANALYSIS, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 
 DIGEST_THREADS = 8
@@ -66,9 +67,7 @@ class Checkpoint:
         Raises CheckpointNotFound if a file is not the one that a run's checkpoint was committed with.
         """
         if self.folder is None:
-            from transformers import AutoConfig
-
-            return f"{self.model}@{AutoConfig.from_pretrained(self.model)._commit_hash}"
+            return f"{self.model}@{pretrained.read_config(self.model)._commit_hash}"
         files = sorted(path for path in Path(self.model).iterdir() if path.is_file())
         with ThreadPoolExecutor(DIGEST_THREADS) as pool:
             digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))

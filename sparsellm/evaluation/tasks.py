@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sparsellm.distributed import Ranks, first_error
+from sparsellm.evaluation import rows
 from sparsellm.evaluation.locate import file_digest
 
 
@@ -91,10 +92,14 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
                 definition.write_text(json.dumps(_on_local_rows(name, stock, source)))  # JSON is YAML
             if source is not None and source.stat().st_size == 0:
                 raise ValueError("the file is empty")
+            if source is not None:  # before lm-eval reads them, and fails without naming a row
+                _require_whole(name, _read(source))
             task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
             task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(1234)  # the one of lm_eval, though nothing is drawn
-            rows = task.eval_docs
+            docs = task.eval_docs
+            if source is None:
+                _require_whole(name, task.dataset[TASKS[name].split])
     except Exception as error:  # of the libraries, the network, or a row without a field
         where, remedy = f"the rows in {source}", "they should be in the schema of the hub's data set"
         if source is None:
@@ -104,8 +109,20 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
         raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error
     split = TASKS[name].split if source is None else source.stem
     note = None if split == TASKS[name].split else f"no {TASKS[name].split} rows in data_dir: scored {split} instead"
-    content = rows._fingerprint if source is None else file_digest(source)
+    content = docs._fingerprint if source is None else file_digest(source)
     return LoadedTask(name, task, split, note, f"{task.VERSION} {split} {content}")
+
+
+def _read(source: Path) -> Any:
+    import datasets
+
+    return datasets.load_dataset(FORMATS[source.suffix], data_files=str(source.resolve()), split="train")
+
+
+def _require_whole(name: str, found: Any) -> None:
+    """Raises ValueError, naming the rows that cannot be scored."""
+    if (wrong := rows.mistakes(name, found)) is not None:
+        raise ValueError(wrong)
 
 
 def local_rows(name: str, data_dir: str) -> Path:
@@ -118,10 +135,13 @@ def local_rows(name: str, data_dir: str) -> Path:
     raise TaskUnavailable(f"no rows in {folder}: it should have {' or '.join(path.name for path in wanted)}")
 
 
-def _on_local_rows(name: str, stock: Path, rows: Path) -> dict[str, Any]:
+def _on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
     """lm-eval's definition with other rows; `null` keeps it from asking for the splits that are not there."""
-    splits = {f"{split}_split": split if split == rows.stem else None for split in ("training", "validation", "test")}
-    data = {"dataset_path": FORMATS[rows.suffix], "dataset_kwargs": {"data_files": {rows.stem: str(rows.resolve())}}}
+    splits = {f"{split}_split": split if split == source.stem else None for split in ("training", "validation", "test")}
+    data = {
+        "dataset_path": FORMATS[source.suffix],
+        "dataset_kwargs": {"data_files": {source.stem: str(source.resolve())}},
+    }
     return {"include": str(stock), "task": name, "dataset_name": None, **data, **splits}
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.config import Activation, ModelConfig
+from sparsellm.model import pretrained
 
 # Our configuration's names and theirs, for what only the names distinguish.
 FIELDS = {
@@ -53,7 +54,7 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
 
     hub_config = _hub_config(config, activation, end_of_text_id, torch.float32)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hub_config)
+        model = AutoModelForCausalLM.from_config(hub_config, trust_remote_code=False)
     embedding = weights["embed_tokens.weight"]
     theirs = {PREFIX + name: weight for name, weight in weights.items()} | {HEAD: embedding}
     model.load_state_dict(theirs, assign=True)
@@ -66,11 +67,10 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
 def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     """The inverse of `export`, for an hf/ folder or a hub name: (config, activation, float32 weights by our names).
 
-    Raises ValueError, naming every property that the decoder does not have, for other architectures.
+    Raises BrokenModel for damaged files, and for other architectures ValueError, naming every property that the
+    decoder does not have.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    hub = AutoConfig.from_pretrained(path)
+    hub = pretrained.read_config(path)
     wanted = {
         "model_type": ("llama", "arcee"),
         "hidden_act": ("relu", "silu") if hub.model_type == "llama" else ("relu",),
@@ -95,7 +95,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
         rope_theta=rope["rope_theta"],
         gated=hub.model_type == "llama",
     )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = pretrained.read_model(path, torch.float32)
     weights = {
         name.removeprefix(PREFIX): weight
         for name, weight in model.state_dict().items()

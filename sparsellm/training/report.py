@@ -7,6 +7,7 @@ import torch
 
 from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient_as
 from sparsellm.distributed import Ranks
+from sparsellm.model import pretrained
 from sparsellm.training import run_folder
 from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.wandb_record import sync_command
@@ -110,12 +111,11 @@ def finish(config: Config, folder: Path) -> str:
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
     """Text that transformers alone generates on the CPU from an exported checkpoint: top-k 50, temperature 0.8."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
-    model = AutoModelForCausalLM.from_pretrained(hf_folder)
+    model = pretrained.read_model(hf_folder)
+    tokenizer = pretrained.read_tokenizer(hf_folder, model.config.vocab_size)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,5 +1,6 @@
 """The seven tasks on local rows."""
 
+import json
 from pathlib import Path
 
 import lm_eval.tasks
@@ -57,3 +58,35 @@ def test_what_is_missing_is_named(tmp_path):
         (tmp_path / "piqa/validation.jsonl").write_text(text)
         with pytest.raises(TaskUnavailable, match=reason):
             load("piqa", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("piqa", "label", None, "label is None, and should be one of 0, 1"),
+        ("piqa", "label", 2, "label is 2, and should be one of 0, 1"),
+        ("piqa", "label", -1, "label is -1, and should be one of 0, 1"),
+        ("piqa", "sol2", "", "sol2 is '', and should be a text"),
+        ("hellaswag", "label", "", "label is '', and should be one of '0', '1', '2', '3'"),
+        ("hellaswag", "label", "4", "label is '4', and should be one of '0', '1', '2', '3'"),
+        ("hellaswag", "endings", ["a", None], "endings is ['a', None], and should be several texts"),
+        ("winogrande", "answer", None, "answer is None, and should be one of '1', '2'"),
+        ("winogrande", "answer", "3", "answer is '3', and should be one of '1', '2'"),
+        ("winogrande", "sentence", "no gap", "sentence is 'no gap', and should be a text with a gap, _"),
+        ("arc_easy", "answerKey", "E", "answerKey is 'E', and should be one of 'A', 'B', 'C', 'D'"),
+        ("arc_challenge", "question", None, "question is None, and should be a text"),
+        ("openbookqa", "answerKey", None, "answerKey is None, and should be one of 'A', 'B', 'C', 'D'"),
+        ("openbookqa", "choices", None, "choices is None, and should be texts, and as many labels"),
+        ("commonsense_qa", "answerKey", "", "answerKey is '', and should be one of 'A', 'B', 'C', 'D', 'E'"),
+    ],
+)
+def test_a_row_without_a_possible_label_or_text_is_named(name, field, value, said, tmp_path):
+    rows = rows_of(name, 5, 0)
+    rows[2][field] = value
+    (tmp_path / name).mkdir()
+    path = tmp_path / name / "validation.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(TaskUnavailable) as error:
+        load(name, str(tmp_path))
+    assert str(error.value).startswith(f"the rows in {path} cannot be used: ")
+    assert f"row 3: {said}" in str(error.value)

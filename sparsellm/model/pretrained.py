@@ -1,0 +1,222 @@
+"""Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
+
+transformers fills a tensor that is missing with random numbers, and asks whether to run code that a checkpoint brings.
+Here every tensor must be there, with its shape, and finite; and only data is read, JSON and safetensors. This is the
+only file that calls transformers' `from_pretrained`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+NAMED = 4  # tensors, of those with one kind of damage
+REMEDY = "restore the checkpoint from its source, or give another one"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Files, as patterns, that would make transformers load other weights than those of WEIGHTS.
+FOREIGN = {
+    "adapter_config.json": "of an adapter to another model",
+    "shard-*.safetensors": "of a distributed checkpoint",
+}
+# Keys of config.json that decide what a llama or arcee model computes, and that transformers would fill in if absent.
+REQUIRED = (
+    "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
+)  # fmt: skip
+PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has 2 bits for each
+
+
+class BrokenModel(ValueError):
+    """A model's files cannot be used; the message names the file or the tensors, what is wrong, and the remedy."""
+
+
+def read_config(path: str | Path) -> Any:
+    """The model's configuration. Raises BrokenModel; OSError for a hub that cannot be read."""
+    from transformers import AutoConfig
+
+    local = Path(path).is_dir()
+    if local:
+        for pattern, what in FOREIGN.items():
+            for file in Path(path).glob(pattern):
+                raise BrokenModel(
+                    f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
+                )
+    config = _reading(
+        path,
+        "config.json",
+        lambda: AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local),
+    )
+    if local and config.model_type in ("llama", "arcee"):
+        given = json.loads(Path(path, "config.json").read_text("utf-8"))
+        given = (given.get("rope_parameters") or {}) | given
+        if absent := [key for key in REQUIRED if given.get(key) is None]:
+            raise BrokenModel(
+                f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
+                f" model's: {REMEDY}, or add what is absent"
+            )
+    for key in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, key, None)):
+            raise BrokenModel(
+                f"config.json of {path} has {key.removeprefix('_')}={getattr(config, key)}, which is code from the hub"
+                " and never run: remove that key"
+            )
+    return config
+
+
+def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
+    """The tokenizer, all of whose ids are below `vocab_size`. Raises BrokenModel; OSError as `read_config`."""
+    from transformers import AutoTokenizer
+
+    local = Path(path).is_dir()
+    what = (
+        "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
+    )
+    tokenizer = _reading(
+        path, what, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+    )
+    words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
+    if not words:
+        raise BrokenModel(
+            f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
+        )
+    word, largest = max(words.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise BrokenModel(
+            f"the tokenizer of {path} has token {largest:,} ({word!r}), which exceeds the vocabulary of the model,"
+            f" {vocab_size:,}: the two should be of one checkpoint; {REMEDY}"
+        )
+    return tokenizer
+
+
+def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The causal language model on the CPU, with exactly the tensors of its files. Raises as `read_config`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config, local = read_config(path), Path(path).is_dir()
+    if local:
+        _verify_files(Path(path), config)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers would print a table of what is refused here
+    try:
+        model, found = _reading(
+            path,
+            "the model",
+            lambda: AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True,
+                ignore_mismatched_sizes=True, output_loading_info=True,
+            ),
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(before)
+    wrong = {
+        "missing": found["missing_keys"],
+        "of no layer that config.json describes": found["unexpected_keys"],
+        "not of the shape that config.json describes": [name for name, *_ in found["mismatched_keys"]],
+        "unreadable": found.get("error_msgs", ()),
+        "with values that are not finite": _not_finite(model),
+        "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
+    }
+    _refuse(path, wrong)
+    return model
+
+
+def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
+    """What `work` gives; whatever a library raises of damaged files is a BrokenModel that names them."""
+    try:
+        return work()
+    except (BrokenModel, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            raise  # the hub, not the model
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason or "custom code" in reason:
+            reason = "transformers has no such model, and code that a checkpoint brings (auto_map) is never run"
+        text = f"{what} of {path} cannot be read: {type(error).__name__}: {reason:.500}; {REMEDY}"
+        raise BrokenModel(text) from error
+
+
+def _verify_files(folder: Path, config: Any) -> None:
+    """Whether the safetensors of a folder are whole, as far as their headers say. Raises BrokenModel.
+
+    Done before transformers builds anything: it would fill what is missing at whatever size config.json says.
+    """
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    expected = None
+    if (folder / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        index = _reading(folder, INDEX, lambda: dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]))
+        files, expected = sorted(set(map(str, index.values()))), index
+        if strange := [name for name in files if Path(name).name != name]:
+            raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {_list(strange)}; {REMEDY}")
+    else:
+        raise BrokenModel(f"{folder} holds no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
+    held: dict[str, str] = {}
+    quantized = getattr(config, "quantization_config", None) is not None
+    for name in files:
+
+        def read(name: str = name) -> dict[str, str]:
+            with safe_open(folder / name, framework="pt") as file:
+                return {tensor: file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118
+
+        found = _reading(folder, name, read)
+        integers = [] if quantized else [tensor for tensor, dtype in found.items() if "F" not in dtype]
+        elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
+        _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
+        held |= dict.fromkeys(found, name)
+    _refuse(folder, {"missing": (expected or {}).keys() - held.keys()})
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > len(held):
+        raise BrokenModel(f"config.json of {folder} has {layers:,} layers, and the files {len(held)} tensors; {REMEDY}")
+
+    def parameters() -> int:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    described = _reading(folder, "config.json", parameters)
+    size = sum((folder / name).stat().st_size for name in files)
+    if described > PARAMETERS_PER_BYTE * size:
+        raise BrokenModel(
+            f"config.json of {folder} describes {described:,} parameters, and the files have {size:,} bytes: they"
+            f" should be of one checkpoint; {REMEDY}"
+        )
+
+
+def _not_finite(model: Any) -> list[str]:
+    def finite(tensor: torch.Tensor) -> bool:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return True
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparisons
+        # A NaN anywhere is both of the extremes. One pass without a copy: 50 times as fast as isfinite(values).all().
+        return bool(torch.isfinite(torch.stack(values.aminmax())).all())
+
+    return [name for name, tensor in model.state_dict().items() if not finite(tensor)]
+
+
+def _untied(model: Any, config: Any) -> list[str]:
+    """The output matrix, where config.json ties it to the embedding and the files hold another one."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False) or head is None or embedding is None:
+        return []
+    return ["lm_head.weight"] if head.weight is not embedding.weight else []
+
+
+def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
+    """Raises BrokenModel if `wrong`, {what is wrong: names of tensors}, names any."""
+    said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
+    if said:
+        raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")
+
+
+def _list(names: list[str]) -> str:
+    more = f" (and {len(names) - NAMED:,} more)" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
