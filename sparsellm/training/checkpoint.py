@@ -61,6 +61,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved, is damaged, or does not fit. Raised alike on every rank."""
 
 
+class RankGone(CheckpointError):
+    """A rank has died or left the group, so that the others can agree on nothing any more."""
+
+
 class Checkpoints:
     """A run's `checkpoints/` folder. Built, and every method called, on all ranks together."""
 
@@ -238,12 +242,16 @@ class Checkpoints:
             self._on_main(task, make_folder)
             self._together(task, write_state)
             self._on_main(task, commit)
+        except RankGone:
+            raise  # the next start clears the folder
         except CheckpointError as error:
-            # The other ranks have ended the phase as well: nobody writes into the folder any more.
+            # All ranks have ended the phase: nobody writes into the folder any more.
+            room = None
             if self.ranks.is_main and partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
-                raise CheckpointError(f"{error}. {self._room(wanted)}") from error
-            raise
+                room = self._room(wanted)
+            room = self._gather(task, room)[0]
+            raise CheckpointError(str(error) if room is None else f"{error}. {room}") from error
         self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
 
     def _room(self, wanted: int) -> str:
@@ -314,13 +322,13 @@ class Checkpoints:
         return self._gather(task, self._together(task, work if self.ranks.is_main else lambda: None))[0]
 
     def _gather(self, task: str, item: T) -> list[T]:
-        """Every rank's `item`. Raises CheckpointError if a rank has died or left the group."""
+        """Every rank's `item`. Raises RankGone."""
         items = [None] * self.ranks.world_size
         try:
             dist.all_gather_object(items, item, group=self.ranks.checkpoint_group)
         except (RuntimeError, ValueError) as exception:
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
-            raise CheckpointError(
+            raise RankGone(
                 f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"
                 " checkpoint"
             ) from exception
@@ -337,14 +345,12 @@ def clear_leftovers(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in leftovers(folder):
         name = re.fullmatch(LEFTOVER, path.name)
-        final, suffix = folder / name[1], name[2]
+        final, suffix = folder / name[1], name[3]
         if suffix == "replaced" and not final.exists():
             _say(f"{final}: its replacement was interrupted, the former one is back")
             _rename(path, final)
         elif suffix == "deleting":
-            _say(
-                f"{path}: removing the rest of a checkpoint whose removal was interrupted, {size_of(path) / 1e9:,.2f} GB"
-            )
+            _say(f"{path}: removing what an interrupted removal left, {size_of(path) / 1e9:,.2f} GB")
             shutil.rmtree(path)
         else:
             _say(f"{path}: removing what an interrupted save left, {size_of(path) / 1e9:,.2f} GB")

@@ -8,7 +8,6 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -307,7 +306,7 @@ def history(
     except OSError as error:
         return History([], [f"it cannot be read ({error.strerror})"], 0)
     rows, problems, before_damage = [], [], None
-    # A last line without a line feed is what a kill cut short. (`bytes.splitlines` ends lines at a carriage return too.)
+    # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
             row = _parsed(line, needed, layers)
@@ -342,7 +341,8 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
             raise ValueError(f"it has no {key}")
     for key, is_right in KINDS.items():
         value = row.get(key)
-        if value is not None and (not is_right(value) or isinstance(value, list) and layers not in (None, len(value))):
+        fits = not isinstance(value, list) or layers in (None, len(value))
+        if value is not None and not (is_right(value) and fits):
             raise ValueError(f"its {key} cannot be {value!r:.40}")
     return row
 
@@ -395,7 +395,7 @@ class MetricsFile:
         self._waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises OSError if the file cannot be written; the row is then tried again with the next one, and by `sync`."""
+        """Raises OSError if the file cannot be written: `sync`, or the next row, then writes this one before itself."""
         self._waiting.append(_line(row))
         self._flush()
 
