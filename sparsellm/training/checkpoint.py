@@ -428,7 +428,7 @@ def _problems(folder: Path, step: int) -> list[str]:
         recorded = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
     except FileNotFoundError:
         return [f"{COMMITTED} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
     files = _files(folder)
     problems = [] if committed_step == step else [f"{COMMITTED} is that of step {committed_step}"]
