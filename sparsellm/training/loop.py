@@ -287,10 +287,11 @@ class Trainer:
                 self.checkpoints.settle()  # a save that fails for the same reason gives back what it has taken
                 self.metrics.sync()
         except OSError as error:
-            say(
-                f"sparsellm: the row of step {row['step']:,} cannot be written to {self.folder / METRICS} ({error}): it"
-                " waits in memory until the next checkpoint, where the run ends if there is still no room"
-            )
+            if self.metrics.waiting == 1:
+                say(
+                    f"sparsellm: the row of step {row['step']:,} cannot be written to {self.folder / METRICS}"
+                    f" ({error}): rows wait in memory until the next checkpoint, where the run ends if there is still no room"
+                )
 
     def _sync_rows(self) -> None:
         """Bring the rows to disk before a checkpoint that counts on them. Raises MetricsError on all ranks."""

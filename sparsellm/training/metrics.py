@@ -404,6 +404,11 @@ class MetricsFile:
         self._flush()
         os.fsync(self._file.fileno())
 
+    @property
+    def waiting(self) -> int:
+        """How many rows could not be written yet."""
+        return len(self._waiting)
+
     def saved(self) -> Saved:
         return Saved(self._bytes, self._digest.hexdigest())
 
