@@ -290,7 +290,7 @@ class Trainer:
             if self.metrics.waiting == 1:
                 say(
                     f"sparsellm: the row of step {row['step']:,} cannot be written to {self.folder / METRICS}"
-                    f" ({error}): rows wait in memory until the next checkpoint, where the run ends if there is still no room"
+                    f" ({error}): rows wait in memory until the next checkpoint, where the run ends if there is no room"
                 )
 
     def _sync_rows(self) -> None:

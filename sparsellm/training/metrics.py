@@ -386,7 +386,7 @@ class MetricsFile:
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            print(f"sparsellm: {path}: the last {cut:,} rows are of steps that are trained again", file=sys.stderr)
+            print(f"sparsellm: {path}: rows of steps that are trained again are cut off: {cut:,}", file=sys.stderr)
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(content)
         partial.replace(path)
