@@ -246,21 +246,23 @@ class Checkpoints:
             raise  # the next start clears the folder
         except CheckpointError as error:
             # All ranks have ended the phase: nobody writes into the folder any more.
-            room = None
+            said = str(error)
             if self.ranks.is_main and partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
-                room = self._room(wanted)
-            room = self._gather(task, room)[0]
-            raise CheckpointError(str(error) if room is None else f"{error}. {room}") from error
+                said = self._without_room(task, error, wanted)
+            raise CheckpointError(self._gather(task, said)[0]) from error
         self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
 
-    def _room(self, wanted: int) -> str:
-        """What is free for a save, once a failed one has given back what it had taken."""
+    def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
+        """`error` with what is free for a save, once the failed one has given back what it had taken."""
         free = shutil.disk_usage(self.folder).free
-        return (
-            f"What was written of it is removed: its tensors take {wanted / 1e9:,.2f} GB, hf/ comes on top, with"
-            f" {free / 1e9:,.2f} GB free there"
-        )
+        room = f"its tensors take {spelled(wanted)}, hf/ comes on top, with {spelled(free)} free there"
+        if free < wanted:  # what libraries say of a full disk does not always name it
+            return (
+                f"{task} failed, for the disk is full: {room}. What was written of it is removed, and the checkpoints"
+                " before it are untouched"
+            )
+        return f"{error}. What was written of it is removed: {room}"
 
     # ---- the folder (main rank)
 
@@ -350,16 +352,21 @@ def clear_leftovers(folder: Path) -> None:
             _say(f"{final}: its replacement was interrupted, the former one is back")
             _rename(path, final)
         elif suffix == "deleting":
-            _say(f"{path}: removing what an interrupted removal left, {size_of(path) / 1e9:,.2f} GB")
+            _say(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
             shutil.rmtree(path)
         else:
-            _say(f"{path}: removing what an interrupted save left, {size_of(path) / 1e9:,.2f} GB")
+            _say(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
             _delete(path)
 
 
 def size_of(folder: Path) -> int:
     """Bytes of all files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def spelled(size: int) -> str:
+    """So many bytes, in GB or MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

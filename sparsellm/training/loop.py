@@ -37,7 +37,7 @@ from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build, saved_bytes
 from sparsellm.processes import PARENT_ENDED
 from sparsellm.training import report, run_folder
-from sparsellm.training.checkpoint import CheckpointError, Checkpoints
+from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.metrics import (
     METRICS,
     HeldOut,
@@ -303,7 +303,7 @@ class Trainer:
                 free = shutil.disk_usage(self.folder).free
                 error = (
                     f"{self.config.run.name} ends at step {self.step:,}, for its rows cannot be written to"
-                    f" {self.folder / METRICS} ({problem}; {free / 1e9:.1f} GB free there). Free some space: the same"
+                    f" {self.folder / METRICS} ({problem}; {spelled(free)} free there). Free some space: the same"
                     " command resumes from the newest checkpoint"
                 )
         if (error := first_error(error)) is not None:

@@ -20,7 +20,7 @@ from sparsellm.config import Config, ConfigError, Precision, definition, load, s
 from sparsellm.distributed import Ranks, main_first
 from sparsellm.model import Decoder
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
-from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of
+from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
 __all__ = [
     "CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder",
@@ -84,9 +84,9 @@ def room_mistakes(config: Config) -> list[str]:
     if size * new <= free:
         return []
     return [
-        f"run {run.name} needs room for {new} more checkpoints of {size / 1e9:,.2f} GB each in {folder}"
-        f" (run.keep_checkpoints={run.keep_checkpoints}, and one that is being written), {size * new / 1e9:,.2f} GB,"
-        f" and {free / 1e9:,.2f} GB are free: free the rest, choose another run.root, or keep fewer checkpoints"
+        f"run {run.name} needs room for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
+        f" (run.keep_checkpoints={run.keep_checkpoints}, and one that is being written), {spelled(size * new)},"
+        f" and {spelled(free)} are free: free the rest, choose another run.root, or keep fewer checkpoints"
     ]
 
 

@@ -71,7 +71,7 @@ def test_what_a_kill_left_in_a_finished_run_is_removed_unless_the_run_is_in_use(
     assert "stays there" in capsys.readouterr().err
     run_folder.tidy(tmp_path / "r")
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000012"]
-    assert f"{left.parent}: removing what an interrupted removal left, 0.02 GB" in capsys.readouterr().err
+    assert f"{left.parent}: removing what an interrupted removal left, 20.0 MB" in capsys.readouterr().err
 
 
 def test_a_configuration_that_is_gone_is_said(config, tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_refused_before_the_run(co
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(free, 0, free))
         found = run_folder.room_mistakes(config)
         assert (found == []) == (free == needed)
-    assert "run r needs room for 1 more checkpoints" in found[0]
+    assert "run r needs room for 1 more checkpoint of" in found[0]
     assert "are free" in found[0]
     more = small_config(f"run.root={config.run.root}", "run.checkpoint_every=2", "run.keep_checkpoints=4")
     assert "room for 5 more checkpoints" in run_folder.room_mistakes(more)[0]
