@@ -5,6 +5,12 @@ the file, or if all that is read from the file is what was written.
 """
 
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
@@ -15,10 +21,11 @@ from sparsellm.config import definition, load, save
 from sparsellm.run_layout import COMMITTED, STATE, VALUES
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, MetricsError, MetricsFile, Saved, history
+from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, MetricsError, MetricsFile, Saved, history, read
 from sparsellm.training.wandb_record import record_id
 
 STEPS = 12
+INTERRUPTS = 5  # instants of a start
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +168,69 @@ def test_a_configuration_that_is_none(run, content):
         assert "was begun with" not in found
     finally:
         path.write_bytes(whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB; a checkpoint of the run below takes 0.3 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    except OSError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk, leave):
+    with (disk / "filler").open("wb", buffering=0) as file:
+        while os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > leave:
+            file.write(b"0" * 4096)
+
+
+@pytest.mark.parametrize("leave", [0, 8192, 40_000, 100_000, 250_000])
+def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
+    """After step 2's checkpoint so many bytes are free. What is freed again lets the run end."""
+    folder, options = small_disk / "run", ["run.checkpoint_every=2", "logging.every=1"]
+    with small_trainer(folder, *options) as trainer:
+        advance = trainer.advance
+
+        def filling(batches):
+            if trainer.step == 3:
+                trainer.checkpoints.settle()
+                fill(small_disk, leave)
+            return advance(batches)
+
+        trainer.advance = filling
+        with pytest.raises((CheckpointError, MetricsError)) as ended:
+            trainer.fit()
+        assert "the disk is full" in str(ended.value) or "cannot be written" in str(ended.value)
+        assert trainer.step > 3
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000002"]
+    steps = [row["step"] for row in read(folder / METRICS)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 2
+    (small_disk / "filler").unlink()
+    with small_trainer(folder, *options) as trainer:
+        assert trainer.fit() == 0
+    assert [row["step"] for row in read(folder / METRICS)] == list(range(1, STEPS + 1))
+    print(f"full disk, {leave} bytes left: tried 1, held 1, failed 0")
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_instant_of_a_start(tmp_path):
+    command = [sys.executable, "-m", "sparsellm.train", "experiment=smoke", "runtime.device=cpu", "logging=disabled"]
+    chance, failed = random.Random(0), []
+    for _ in range(INTERRUPTS):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stderr.readline()  # it is starting
+        time.sleep(delay := chance.uniform(0, 3))
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+        if process.returncode != 130 or "Traceback" in errors or "interrupted" not in errors:
+            failed.append((delay, process.returncode, errors[-500:]))
+    print(f"interrupts: tried {INTERRUPTS}, held {INTERRUPTS - len(failed)}, failed {len(failed)}")
+    assert failed == []
