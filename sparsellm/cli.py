@@ -6,7 +6,11 @@ A command's first line is on the screen before torch, which takes seconds, is im
 import difflib
 import importlib
 import os
+import signal
 import sys
+from types import FrameType
+
+from sparsellm.processes import end_with_torchrun
 
 COMMANDS = {
     "train": "pretrain a model, or go on with a run",
@@ -16,6 +20,7 @@ COMMANDS = {
     "analyze": "count where a checkpoint's neurons fire",
 }
 HELP = ("-h", "--help")
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
@@ -47,5 +52,31 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
         sys.exit(0)
     if int(os.environ.get("RANK", "0")) == 0 and "--cfg" not in arguments:
         print(f"sparsellm {command}: starting", file=sys.stderr, flush=True)
-    module = importlib.import_module(f"sparsellm.commands.{command}")
-    sys.exit(module.main(arguments, program))
+    end_with_torchrun()
+    sys.exit(_interruptible(command, arguments, program))
+
+
+def _interruptible(command: str, arguments: list[str], program: str) -> int:
+    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself."""
+
+    def say() -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"\nsparsellm {command}: interrupted; the same command starts again", file=sys.stderr, flush=True)
+
+    def end_at_once(_number: int, _frame: FrameType | None) -> None:
+        say()
+        os._exit(INTERRUPTED)
+
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a process in the background
+    try:
+        # While modules are imported there is nothing to leave in order, and libraries make other errors of an
+        # exception that comes in the middle of their imports.
+        if heard:
+            signal.signal(signal.SIGINT, end_at_once)
+        module = importlib.import_module(f"sparsellm.commands.{command}")
+        if heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return module.main(arguments, program)
+    except KeyboardInterrupt:
+        say()
+        return INTERRUPTED

@@ -63,15 +63,31 @@ def process_group(device_type: str) -> Iterator[Ranks]:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT,
+        backend, store=_meeting_place(), rank=rank, world_size=world_size, timeout=TIMEOUT,
         device_id=device if device_type == "cuda" else None,
     )  # fmt: skip
     try:
         yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_place() -> dist.Store | None:
+    """Where the ranks find one another; None: where torch has them do.
+
+    torchrun (of torch 2.13) keeps its store when it starts ranks again, and in it the addresses of those that ended, to
+    which the new ones would connect: each start on one node has a part of the store for itself. On several nodes
+    torchrun counts the starts of each node alone, so there is no number that all ranks know.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store, _rank, _world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    return dist.PrefixStore(f"start_{start}", store)
 
 
 def first_error(error: str | None) -> str | None:

@@ -10,6 +10,7 @@ CHECKPOINTS = "checkpoints"
 STEP = r"step_(\d{8,})"  # of a checkpoint's name
 HF = "hf"
 STATE = "state"
+VALUES = "values.json"  # in state/: what is the same on all ranks
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS = "evaluation", "analysis"
 ADDED = (EVALUATION, ANALYSIS)  # to a checkpoint, later, so not among them

@@ -37,6 +37,29 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
     assert done.stderr == f"sparsellm {command}: starting\n"
 
 
+@pytest.mark.parametrize("during", ["import", "main"])
+def test_an_interrupt_during_start_up_ends_with_a_sentence(during):
+    code = f"""
+import importlib, os, signal, types
+from sparsellm import cli
+
+def interrupted(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt as error:  # as libraries do in the middle of their imports
+        if {during == "import"}:
+            raise ImportError("another error") from error
+        raise
+
+importlib.import_module = interrupted if {during == "import"} else lambda _: types.SimpleNamespace(main=interrupted)
+cli.run("train", [])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == ("sparsellm train: starting\n\nsparsellm train: interrupted; the same command starts again\n")
+
+
 @pytest.mark.slow
 def test_the_first_mistake_a_person_makes_is_answered_without_a_traceback(tmp_path):
     for arguments, words in (

@@ -32,11 +32,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def train(corpus, tmp_path):
-    """train(*overrides, ranks=1, wait=True): a finished process with its output, or a running one."""
+    """train(*overrides, ranks=1, restarts=0, wait=True): a finished process with its output, or a running one."""
     running = []
 
-    def start(*overrides, ranks=1, wait=True):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    def start(*overrides, ranks=1, restarts=0, wait=True):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
+        launcher = [*torchrun, f"--nproc_per_node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if wait:
@@ -105,6 +106,45 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
     anew = train("run.name=killed", "training.seed=3", "run.restart=true", "training.steps=40")
     assert anew.returncode == 0, anew.stderr
     assert yaml.safe_load((tmp_path / "runs/killed-2/config.yaml").read_text())["training"]["seed"] == 3
+
+
+def test_a_trainer_killed_alone_is_started_again_at_once(train, tmp_path):
+    """Its loader's processes, which were forked from it, hold nothing of the run's."""
+    options = ["run.name=alone", "training.steps=41", "runtime.data_workers=2"]
+    process = train(*options, wait=False)
+    wait_for(tmp_path / "runs/alone/checkpoints/step_00000010", process)
+    process.kill()
+    process.wait()
+    again = train(*options)
+    assert again.returncode == 0, again.stderr
+    assert "resuming after step" in again.stdout
+    assert "is in use" not in again.stderr
+
+
+def test_ranks_whose_torchrun_is_killed_save_and_end(train, tmp_path):
+    process = train("run.name=orphans", "training.steps=2000", ranks=2, wait=False)
+    wait_for(tmp_path / "runs/orphans/checkpoints/step_00000010", process)
+    ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    psutil.wait_procs(ranks, timeout=60)
+    assert not any(rank.is_running() for rank in ranks)
+    last = max((tmp_path / "runs/orphans/checkpoints").iterdir())
+    assert (last / "COMMITTED").exists()
+    assert (tmp_path / "runs/orphans/plots/loss.png").exists()  # the end of an orderly stop
+    logged = [row["step"] for row in read(tmp_path / "runs/orphans" / METRICS)]
+    assert logged[-1] <= int(last.name.removeprefix("step_")) <= logged[-1] + 2
+
+
+def test_torchrun_starts_a_run_again_by_itself_when_a_rank_is_killed(train, tmp_path):
+    process = train("run.name=again", "training.steps=60", ranks=2, restarts=1, wait=False)
+    wait_for(tmp_path / "runs/again/checkpoints/step_00000010", process)
+    ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
+    main_rank = next(rank for rank in ranks if rank.environ()["RANK"] == "0")
+    main_rank.kill()
+    assert process.wait(120) == 0
+    assert (tmp_path / "runs/again/checkpoints/step_00000060/COMMITTED").exists()
 
 
 def test_a_run_leaves_curves_a_summary_and_a_checkpoint(train, tmp_path):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import EvaluateConfig, entry_point, evaluate_mistakes, load
+from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
@@ -55,5 +55,5 @@ def record(found: dict[str, Any]) -> None:
             if wandb.place != "disabled":
                 upload = sync_command(run)
                 print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
-    except run_folder.RunFolderError as error:
+    except (run_folder.RunFolderError, ConfigError) as error:
         print(f"Weights & Biases is skipped: {error}", file=sys.stderr)

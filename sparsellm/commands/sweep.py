@@ -18,6 +18,7 @@ from sparsellm.config import ConfigError, SweepMode
 from sparsellm.sweeps import commands, report
 from sparsellm.sweeps.launch import Launcher
 from sparsellm.sweeps.plan import Point, Sweep, plan
+from sparsellm.training import run_folder
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -64,6 +65,8 @@ def run(sweep: Sweep) -> int:
 def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
     """Train and evaluate one point as far as that is left to do: what failed, or None, also if a signal came."""
     log = sweep.log(point)
+    if point.is_finished():
+        run_folder.tidy(point.folder)
     with launcher.claim(log) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):

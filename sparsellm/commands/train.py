@@ -22,6 +22,7 @@ from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import Trainer, TrainingDiverged
+from sparsellm.training.metrics import MetricsError
 
 
 def device_type(runtime: RuntimeConfig) -> str:
@@ -42,17 +43,19 @@ def values(config: Config) -> list[str]:
 
 def check(config: Config) -> list[str]:
     """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
-    found = values(config) + run_folder.mistakes(config)
-    if run_folder.is_finished(config):
-        return found
-    found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return found + data.mistakes(config) + live.mistakes(config)
+    found, finished = values(config), run_folder.is_finished(config)
+    if not (found or finished):
+        found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        found += run_folder.room_mistakes(config)
+    found += run_folder.mistakes(config)
+    return found if finished else found + data.mistakes(config) + live.mistakes(config)
 
 
 @entry_point(check, values)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         if main_rank_from_environment():
+            run_folder.tidy(run_folder.path_of(config))
             print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
         return 0
     set_determinism(config.runtime.deterministic)
@@ -64,10 +67,10 @@ def main(config: Config) -> int:
                 return Trainer(config, ranks, opened, folder, evaluation).fit()
         except MainRankFailed:
             return 1  # the main rank says why
-        except (CheckpointError, TrainingDiverged, KernelsUnavailable) as error:  # the same on all ranks
+        except (CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError) as error:  # the same on all ranks
             if ranks.is_main:
                 print(f"sparsellm: {error}", file=sys.stderr)
             return 1
-        except (data.DataError, run_folder.RunFolderError) as error:
+        except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
             print(f"sparsellm: rank {ranks.rank}: {error}", file=sys.stderr)
             return 1

@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+import xxhash
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,7 @@ from sparsellm.config.values import build, definition, fingerprint, flat, from_d
 AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
 Flat = dict[str, Any]  # group.key -> plain value
 
+SEAL = "# checksum xxh3_64 "  # begins a config.yaml
 COMPOSITION = "train"  # the file of configs/ that composes a Config
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless it is typed, the warm-up takes at most one step of so many
@@ -138,10 +140,15 @@ def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML to `path`, whole or not at all."""
+    """Write `config` as YAML to `path`, whole or not at all, with a checksum in its first line."""
+    text = as_yaml(config)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(as_yaml(config))
+    partial.write_text(_seal(text) + text)
     partial.replace(path)
+
+
+def _seal(text: str) -> str:
+    return f"{SEAL}{xxhash.xxh3_64_hexdigest(text.encode())} of the lines below\n"
 
 
 def as_yaml(config: AnyConfig) -> str:
@@ -149,5 +156,31 @@ def as_yaml(config: AnyConfig) -> str:
 
 
 def load(path: Path) -> Config:
-    """The configuration that `save` wrote. Raises ConfigError for unknown keys."""
-    return from_dict(OmegaConf.to_container(OmegaConf.load(path)))
+    """The configuration that `save` wrote, as earlier versions did without a checksum. Raises ConfigError."""
+
+    def refuse(why: str) -> NoReturn:
+        raise ConfigError(
+            [f"{path} is damaged ({why}): bring it back from a copy, or remove it to do without"]
+        ) from None
+
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        refuse(f"byte {error.start + 1} is not UTF-8")
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
+    first, _, rest = text.partition("\n")
+    if SEAL in text and f"{first}\n" != _seal(rest):
+        refuse("its content is not what its own checksum was made of")
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # of YAML, of OmegaConf, and what they raise at odd content without a name of its own
+        refuse(f"it is no YAML: {' '.join(str(error).split())[:200]}")
+    if not isinstance(values, dict) or not values:
+        refuse("it holds no keys")
+    try:
+        return from_dict(values)
+    except ConfigError as error:
+        raise ConfigError([f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}"]) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        refuse(f"a value cannot be what it is: {error}")

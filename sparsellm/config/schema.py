@@ -219,7 +219,7 @@ class RunConfig:
     checkpoint_every: int = key(500, "steps between checkpoints")
     keep_checkpoints: int = key(2, "how many of the newest are kept")
     hf_dtype: Precision = key(Precision.float32, "of the exported hf/ weights")
-    skip_damaged: bool = key(False, "resume from the newest whole checkpoint if newer ones are damaged")
+    skip_damaged: bool = key(False, "go on without what is damaged: newer checkpoints, rows of metrics.jsonl")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks
+from sparsellm.processes import end_with_parent
 
 
 @lru_cache(maxsize=2)
@@ -33,10 +34,11 @@ def permutation(size: int, *key: int) -> np.ndarray:
 def outlive_stop_signals(_worker: int) -> None:
     """For loader processes: a stop signal that goes to the whole group is the trainer's to answer, with a checkpoint.
 
-    A worker still ends when the iterator over batches is closed, when its parent exits (`started`) and when it dies of
-    whatever cause."""
+    A worker still ends when the iterator over batches is closed, when the trainer exits (`started`), and at once when
+    the trainer is killed: what a worker inherited from the trainer must not outlive the trainer."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
 
 
 def started(loader: DataLoader) -> Iterator[Any]:

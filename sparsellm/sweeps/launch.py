@@ -5,7 +5,6 @@ away from the command under it. The log is also the lock of its run: the command
 sweep again waits until it is gone.
 """
 
-import ctypes
 import fcntl
 import os
 import shlex
@@ -19,14 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from sparsellm.processes import end_with_parent
 from sparsellm.training.stop import StopSignals
 
 POLL = 0.1  # seconds between looks at a command, its output and the signals for it
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds that torchrun gives its workers to save after a signal; torch before 2.13 has 30 and reads no variable.
 SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Launcher(StopSignals):
@@ -78,5 +75,4 @@ class Launcher(StopSignals):
 
 
 def _end_with_the_sweep() -> None:
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)

@@ -27,14 +27,15 @@ def rows(sweep: Sweep) -> list[Row]:
     `ce` and `val_ce` are nats per token of the last step, `nnz_*` nonzeros per token, `dead_neurons` a sum over layers,
     scores and their `mean` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if validated).
     """
-    finished = {point.name: _numbers(point) for point in sweep.points if point.is_finished()}
+    metrics = {point.name: read(point.folder / METRICS) for point in sweep.points}
+    finished = {point.name: _numbers(point, metrics[point.name]) for point in sweep.points if point.is_finished()}
     scores = {name: _results(sweep, point) for point in sweep.points if (name := point.name) in finished}
     layers = max((len(n.get("nnz_per_layer") or []) for n in finished.values()), default=0)
     tasks = list(dict.fromkeys(task for result in scores.values() for task in result.get("tasks", {})))
     table = []
     for point in sweep.points:
         last, result = finished.get(point.name, {}), scores.get(point.name, {})
-        begun = read(point.folder / METRICS)
+        begun = metrics[point.name]
         nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
         table.append(
             {key: point.values.get(key) for key in sweep.keys}
@@ -43,7 +44,7 @@ def rows(sweep: Sweep) -> list[Row]:
                 "run": point.name,
                 "status": COMPLETE if point.name in finished else UNFINISHED if begun else NOT_BEGUN,
                 "step": begun[-1]["step"] if begun else None,
-                "tokens": begun[-1]["tokens"] if begun else None,
+                "tokens": begun[-1].get("tokens") if begun else None,
                 "ce": last.get("ce"),
                 "val_ce": last.get("val_ce"),
                 "ce_increase": _increase(point, sweep, finished),
@@ -107,9 +108,12 @@ def unregularised(point: Point, sweep: Sweep) -> Point | None:
     return next((p for p in sweep.points if without_l1(p) and p.outside_sparsity == point.outside_sparsity), None)
 
 
-def _numbers(point: Point) -> Row:
-    """The last row of a finished run's metrics; empty if they are gone."""
-    return (read(point.folder / METRICS) or [{}])[-1]
+def _numbers(point: Point, rows: list[Row]) -> Row:
+    """The row of a finished run's last step; empty, which is said, if that row is damaged or gone."""
+    if rows and rows[-1]["step"] == point.config.training.steps:
+        return rows[-1]
+    print(f"sparsellm: {point.folder / METRICS} has no row of the last step: its numbers are left out", file=sys.stderr)
+    return {}
 
 
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:

@@ -32,6 +32,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -44,8 +45,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.distributed import Ranks
-from sparsellm.run_layout import ADDED, COMMITTED, STATE, rank_json
+from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 
+LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 MODEL_PREFIX = "model."
 RANK_PREFIX = "rank."
 HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
@@ -57,6 +59,10 @@ T = TypeVar("T")
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be saved, is damaged, or does not fit. Raised alike on every rank."""
+
+
+class RankGone(CheckpointError):
+    """A rank has died or left the group, so that the others can agree on nothing any more."""
 
 
 class Checkpoints:
@@ -75,7 +81,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._verified: int | None = None
-        self._on_main(f"opening {folder}", self._clear_leftovers)
+        self._on_main(f"opening {folder}", lambda: clear_leftovers(folder))
 
     def save(
         self,
@@ -97,13 +103,19 @@ class Checkpoints:
         snapshot, texts = self._together(
             f"copying the state of step {step}", lambda: self._snapshot(tensors, values, rank_tensors, rank_values)
         )
-        self._writing = self._writer.submit(self._write, step, snapshot, texts)
+        wanted = sum(tensor.nbytes for tensor in tensors.values())
+        self._writing = self._writer.submit(self._write, step, snapshot, texts, wanted)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises CheckpointError, naming the step, if the last save failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def settle(self) -> None:
+        """Until nothing is being written, well or not: `wait` still raises what went wrong."""
+        if self._writing is not None:
+            futures.wait([self._writing])
 
     def failure(self) -> str | None:
         """Why the last save failed, if it is known already. Asks nobody and waits for nothing."""
@@ -148,7 +160,7 @@ class Checkpoints:
                 storage_reader=dcp.FileSystemReader(state),
                 process_group=self.ranks.checkpoint_group,
             )
-            return json.loads((state / "values.json").read_text()), json.loads((state / rank_json(owner)).read_text())
+            return json.loads((state / VALUES).read_text()), json.loads((state / rank_json(owner)).read_text())
 
         values, rank_values = self._together(task, read)
         return values, rank_values, {name.removeprefix(prefix): tensor for name, tensor in rank_tensors.items()}
@@ -167,7 +179,7 @@ class Checkpoints:
             torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
         texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
         if self.ranks.is_main:
-            texts["values.json"] = json.dumps(values)
+            texts[VALUES] = json.dumps(values)
         return copies, texts
 
     def _share(self, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -186,15 +198,18 @@ class Checkpoints:
                 mine.append(name)
         return mine
 
-    def _write(self, step: int, snapshot: dict[str, torch.Tensor], texts: dict[str, str]) -> None:
-        """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures."""
+    def _write(self, step: int, snapshot: dict[str, torch.Tensor], texts: dict[str, str], wanted: int) -> None:
+        """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures.
+
+        `wanted`: bytes of the tensors that all ranks write together.
+        """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         state = partial / STATE
         task = f"saving step {step} to {final}"
 
         def make_folder() -> None:
-            self._clear_leftovers()
+            clear_leftovers(self.folder)
             state.mkdir(parents=True)
 
         def write_state() -> None:
@@ -223,10 +238,31 @@ class Checkpoints:
             for old in self._steps()[: -self.keep]:
                 _delete(self._path(old))
 
-        self._on_main(task, make_folder)
-        self._together(task, write_state)
-        self._on_main(task, commit)
+        try:
+            self._on_main(task, make_folder)
+            self._together(task, write_state)
+            self._on_main(task, commit)
+        except RankGone:
+            raise  # the next start clears the folder
+        except CheckpointError as error:
+            # All ranks have ended the phase: nobody writes into the folder any more.
+            said = str(error)
+            if self.ranks.is_main and partial.exists():
+                shutil.rmtree(partial, ignore_errors=True)
+                said = self._without_room(task, error, wanted)
+            raise CheckpointError(self._gather(task, said)[0]) from error
         self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
+
+    def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
+        """`error` with what is free for a save, once the failed one has given back what it had taken."""
+        free = shutil.disk_usage(self.folder).free
+        room = f"its tensors take {spelled(wanted)}, hf/ comes on top, with {spelled(free)} free there"
+        if free < wanted:  # what libraries say of a full disk does not always name it
+            return (
+                f"{task} failed, for the disk is full: {room}. What was written of it is removed, and the checkpoints"
+                " before it are untouched"
+            )
+        return f"{error}. What was written of it is removed: {room}"
 
     # ---- the folder (main rank)
 
@@ -237,22 +273,6 @@ class Checkpoints:
         """Steps of all folders that are checkpoints by their names, ascending."""
         names = (re.fullmatch(r"step_(\d{8,})", path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
-
-    def _clear_leftovers(self) -> None:
-        """Make the folder hold checkpoints only, whole or damaged, whenever the last writer was killed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.folder.iterdir()):
-            if not (name := re.fullmatch(r"(step_\d{8,})\.(partial|replaced|deleting)", path.name)):
-                continue
-            final, suffix = self.folder / name[1], name[2]
-            if suffix == "replaced" and not final.exists():
-                _say(f"{final}: its replacement was interrupted, the former one is back")
-                _rename(path, final)
-            elif suffix == "deleting":
-                shutil.rmtree(path)
-            else:
-                _say(f"{path}: removing what an interrupted save left")
-                _delete(path)
 
     def _find(self, skip_damaged: bool) -> int | None:
         damaged: dict[int, str] = {}
@@ -292,9 +312,9 @@ class Checkpoints:
             cause, error = exception, str(exception)
         except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
             reasons = {rank: reason for rank, (reason, _) in exception.failures.items()}
-            cause, error = exception, _failed(task, reasons, self.folder)
+            cause, error = exception, _failed(task, reasons)
         except Exception as exception:
-            cause, error = exception, _failed(task, {self.ranks.rank: exception}, self.folder)
+            cause, error = exception, _failed(task, {self.ranks.rank: exception})
         if found := dict.fromkeys(e for e in self._gather(task, error) if e is not None):
             raise CheckpointError("\n".join(found)) from cause
         return result
@@ -304,17 +324,49 @@ class Checkpoints:
         return self._gather(task, self._together(task, work if self.ranks.is_main else lambda: None))[0]
 
     def _gather(self, task: str, item: T) -> list[T]:
-        """Every rank's `item`. Raises CheckpointError if a rank has died or left the group."""
+        """Every rank's `item`. Raises RankGone."""
         items = [None] * self.ranks.world_size
         try:
             dist.all_gather_object(items, item, group=self.ranks.checkpoint_group)
         except (RuntimeError, ValueError) as exception:
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
-            raise CheckpointError(
+            raise RankGone(
                 f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"
                 " checkpoint"
             ) from exception
         return items
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What a killed writer has left in the checkpoints/ `folder` beside checkpoints."""
+    return [path for path in sorted(folder.glob("step_*")) if re.fullmatch(LEFTOVER, path.name)]
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Make the checkpoints/ `folder` hold checkpoints only, whole or damaged, whenever its last writer was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in leftovers(folder):
+        name = re.fullmatch(LEFTOVER, path.name)
+        final, suffix = folder / name[1], name[3]
+        if suffix == "replaced" and not final.exists():
+            _say(f"{final}: its replacement was interrupted, the former one is back")
+            _rename(path, final)
+        elif suffix == "deleting":
+            _say(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
+            shutil.rmtree(path)
+        else:
+            _say(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
+            _delete(path)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def spelled(size: int) -> str:
+    """So many bytes, in GB or MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -383,7 +435,7 @@ def _problems(folder: Path, step: int) -> list[str]:
         recorded = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
     except FileNotFoundError:
         return [f"{COMMITTED} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
     files = _files(folder)
     problems = [] if committed_step == step else [f"{COMMITTED} is that of step {committed_step}"]
@@ -450,11 +502,10 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-def _failed(task: str, reasons: dict[int, BaseException], folder: Path) -> str:
+def _failed(task: str, reasons: dict[int, BaseException]) -> str:
     each = "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, reason in sorted(reasons.items()))
-    free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)" if folder.exists() else ""
     return (
-        f"{task} failed: {each}{free}. The checkpoints on disk are untouched: remove the cause; started again, the same"
+        f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause; started again, the same"
         " command resumes from the newest"
     )
 

@@ -15,11 +15,13 @@ the host, and once, early on, to say how long the run will take (`Progress.step`
 
 import math
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,19 +30,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error
+from sparsellm.distributed import Ranks, first_error, main_first
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build, saved_bytes
+from sparsellm.processes import PARENT_ENDED
 from sparsellm.training import report, run_folder
-from sparsellm.training.checkpoint import CheckpointError, Checkpoints
+from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.metrics import (
     METRICS,
     HeldOut,
+    MetricsError,
     MetricsFile,
     Rows,
+    Saved,
     StepClock,
     StepReport,
     StepSums,
@@ -72,10 +77,20 @@ def not_finite(values: StepValues) -> tuple[str, str]:
 
 
 class StopRequest(StopSignals):
-    """Of a run, which says what it will do; a second signal kills as usual."""
+    """The stop request of a run, which says what the run will do; a second SIGTERM or SIGINT kills as usual.
+
+    The end of torchrun is such a request too. The signal for that may come several times, and kills at none of them.
+    """
+
+    NUMBERS = (*StopSignals.NUMBERS, PARENT_ENDED)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        first = self.signal is None
         super()._remember(number, frame)
+        if number == PARENT_ENDED:
+            if first:
+                os.write(2, b"\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n")
+            return
         os.write(2, b"\nstopping at the next logged step, with a checkpoint; once more to stop without\n")
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
@@ -117,6 +132,7 @@ class Trainer:
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
         self.tokens_per_step = config.training.batch_size * config.training.sequence_length
         self.step, self.data_state = 0, None
+        self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
         self.checkpoints = Checkpoints(
@@ -144,7 +160,7 @@ class Trainer:
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
 
-        Raises TrainingDiverged, CheckpointError.
+        Raises TrainingDiverged, CheckpointError, MetricsError.
         """
         self._resume()
         if self.step >= self.config.training.steps:
@@ -262,7 +278,7 @@ class Trainer:
         if self.ranks.is_main:
             self._warn_of_failed_save(self.checkpoints.failure())
             row = self.rows.row(values, self.l1_denominator, held_out, scores)
-            self.metrics.write(row)
+            self._write_row(row)
             self.wandb.write(row)
             self.progress.row(row)
         if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
@@ -273,6 +289,37 @@ class Trainer:
                 f" {self.folder / run_folder.CHECKPOINTS} are from before"
             )
         return values.stop
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        """On a full disk the row waits in memory. Before the next save all rows must be on disk (`_sync_rows`)."""
+        try:
+            try:
+                self.metrics.write(row)
+            except OSError:
+                self.checkpoints.settle()  # a save that fails for the same reason gives back what it has taken
+                self.metrics.sync()
+        except OSError as error:
+            if self.metrics.waiting == 1:
+                say(
+                    f"sparsellm: the row of step {row['step']:,} cannot be written to {self.folder / METRICS}"
+                    f" ({error}): rows wait in memory until the next checkpoint, where the run ends if there is no room"
+                )
+
+    def _sync_rows(self) -> None:
+        """Bring the rows to disk before a checkpoint that counts on them. Raises MetricsError on all ranks."""
+        error = None
+        if self.ranks.is_main:
+            try:
+                self.metrics.sync()
+            except OSError as problem:
+                free = shutil.disk_usage(self.folder).free
+                error = (
+                    f"{self.config.run.name} ends at step {self.step:,}, for its rows cannot be written to"
+                    f" {self.folder / METRICS} ({problem}; {spelled(free)} free there). Free some space: the same"
+                    " command resumes from the newest checkpoint"
+                )
+        if (error := first_error(error)) is not None:
+            raise MetricsError(error)
 
     def _validate(self) -> HeldOut:
         blocks = self.data.validation
@@ -295,12 +342,15 @@ class Trainer:
             self.checkpoints.wait()
         except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
             self._warn_of_failed_save(str(error))
-        if self.ranks.is_main:
-            self.metrics.sync()
+        self._sync_rows()
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
-        values = {"step": self.step, "plans": None if self.plans is None else self.plans.state()}
+        values = {
+            "step": self.step,
+            "plans": None if self.plans is None else self.plans.state(),
+            "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
+        }
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
 
     def _resume(self) -> None:
@@ -309,6 +359,7 @@ class Trainer:
             return
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]
+        self.saved_rows = None if values.get("metrics") is None else Saved(**values["metrics"])  # older ones have none
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
         torch.set_rng_state(rng["cpu"])
@@ -336,11 +387,15 @@ class Trainer:
             say(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint")
 
     def _open_logs(self) -> None:
-        if not self.ranks.is_main:
-            return
+        """On the main rank. Raises MetricsError there if rows are damaged, and MainRankFailed on the others."""
+        with main_first(self.ranks):
+            if self.ranks.is_main:
+                self._open_logs_on_main()
+
+    def _open_logs_on_main(self) -> None:
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
-        self.metrics = MetricsFile(self.folder / METRICS, self.step)
+        self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
         self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))

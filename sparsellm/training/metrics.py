@@ -8,13 +8,16 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
+import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from sparsellm.config import Config
@@ -23,6 +26,7 @@ from sparsellm.model import DecoderOutput
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
 
 METRICS = "metrics.jsonl"
+NAMED_PROBLEMS = 3  # of a damaged file
 
 
 def mfu(tokens_per_s: float, parameters: int, layers: int, sequence_length: int, width: int, peak: float) -> float:
@@ -230,30 +234,227 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class MetricsError(RuntimeError):
+    """The rows of a run are damaged, or cannot be written."""
+
+
+class Saved(NamedTuple):
+    """How much of a metrics.jsonl there was when a checkpoint was saved: in the checkpoint, under "metrics"."""
+
+    bytes: int
+    xxh3: str  # of so many bytes from the first one on
+
+
+class History(NamedTuple):
+    """What a metrics.jsonl holds."""
+
+    rows: list[dict[str, Any]]  # those that can be read, in the order of their steps
+    problems: list[str]  # everything else, each with its line; not a last line that a kill cut short
+    before_damage: int  # how many rows come before the first problem
+
+    def report(self, path: Path) -> str:
+        """One sentence about the problems in the file `path`."""
+        more = f"; and {len(self.problems) - NAMED_PROBLEMS} more" if len(self.problems) > NAMED_PROBLEMS else ""
+        return f"{path} is damaged: {'; '.join(self.problems[:NAMED_PROBLEMS])}{more}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
+
+
+def _scores(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and "mean" in value and all(score is None or _number(score) for score in value.values())
+    )
+
+
+# What the value of each key is where it is not null; a key may be missing, but for those of ALWAYS.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "tokens", "val_tokens", "skipped_steps", "overflow"), _count),
+    **dict.fromkeys(("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s"), _number),
+    **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
+    "evaluation": _scores,
+}
+ALWAYS = ("step",)
+# What a summary and the curves of a run look up in every row.
+NEVER_NULL = ("step", "tokens", "tokens_per_s", "l1_coefficient", "skipped_steps")
+IN_EVERY_ROW = (
+    *NEVER_NULL, "loss", "ce", "val_ce", "nnz_mean", "nnz_per_layer", "dead_per_layer", "reinitialized_per_layer",
+)  # fmt: skip
+
+
+def history(
+    path: Path, saved: Saved | None = None, needed: Sequence[str] = ALWAYS, layers: int | None = None
+) -> History:
+    """The rows of a metrics.jsonl, and everything that is wrong with the file.
+
+    `saved`: what the file began with at the checkpoint. `needed`: the keys that every row must have. `layers`: how long
+    lists are. A missing file has no rows, and no problem unless some were saved.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"], 0)
+    except OSError as error:
+        return History([], [f"it cannot be read ({error.strerror})"], 0)
+    rows, problems, before_damage = [], [], None
+    # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            row = _parsed(line, needed, layers)
+            if rows and row["step"] <= rows[-1]["step"]:
+                raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
+            rows.append(row)
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+            before_damage = len(rows) if before_damage is None else before_damage
+    if saved is not None and xxhash.xxh3_64_hexdigest(content[: saved.bytes]) != saved.xxh3:
+        if len(content) < saved.bytes:
+            problems.append(f"it has {len(content):,} bytes, and {saved.bytes:,} were saved")
+        elif not problems:
+            problems.append(f"its first {saved.bytes:,} bytes are not those that were saved: a value has changed")
+    return History(rows, problems, len(rows) if before_damage is None else before_damage)
+
+
+def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
+    """A row. Raises ValueError that says what is wrong with the line."""
+    if not line.strip():
+        raise ValueError("it is blank")
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds a JSON {type(row).__name__}, and should hold an object")
+    for key in dict.fromkeys((*ALWAYS, *needed)):
+        if key not in row or (key in NEVER_NULL and row[key] is None):
+            raise ValueError(f"it has no {key}")
+    for key, is_right in KINDS.items():
+        value = row.get(key)
+        fits = not isinstance(value, list) or layers in (None, len(value))
+        if value is not None and not (is_right(value) and fits):
+            raise ValueError(f"its {key} cannot be {value!r:.40}")
+    return row
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
+    found = history(path)
+    if found.problems:
+        print(f"sparsellm: {found.report(path)}; these lines are left out", file=sys.stderr)
+    return found.rows
 
 
 class MetricsFile:
-    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run has not done yet is cut off."""
+    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run has not done yet is cut off.
 
-    def __init__(self, path: Path, last_step: int) -> None:
-        kept = [row for row in read(path) if row["step"] <= last_step]
+    What cannot be written, because the disk is full, is kept in memory and tried again with the next row.
+    """
+
+    def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
+        """`saved`: what the checkpoint of `last_step` knows of the file; None for checkpoints of earlier versions.
+
+        Raises MetricsError if rows up to `last_step` are damaged or gone. With `skip_damaged` those that can be read
+        are kept, and the damaged file beside them as metrics.jsonl.damaged, which is said.
+        """
+        self.path = path
+        found = history(path, saved)
+        kept = [row for row in found.rows if row["step"] <= last_step]
+        content = _content(path, kept, last_step, saved, found)
+        if content is None:
+            what = found.report(path) if found.problems else f"{path} has no rows up to step {last_step:,}"
+            if not skip_damaged:
+                raise MetricsError(
+                    f"{what}. The checkpoint of step {last_step:,} is whole: bring the file back, or go on with the"
+                    f" {len(kept):,} rows that can be read by run.skip_damaged=true, which keeps the file as it is"
+                    f" beside them"
+                )
+            aside = _unused(path.with_name(path.name + ".damaged"))
+            if path.exists():
+                path.rename(aside)
+            print(f"sparsellm: {what}; {len(kept):,} rows are kept, and the file as {aside.name}", file=sys.stderr)
+            content = b"".join(map(_line, kept))
+        elif len(found.rows) > len(kept):
+            cut = len(found.rows) - len(kept)
+            print(f"sparsellm: {path}: rows of steps that are trained again are cut off: {cut:,}", file=sys.stderr)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+        partial.write_bytes(content)
         partial.replace(path)
-        self._file = path.open("a")
+        self._file = path.open("r+b", buffering=0)
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
+        self._waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        """Raises OSError if the file cannot be written: `sync`, or the next row, then writes this one before itself."""
+        self._waiting.append(_line(row))
+        self._flush()
 
     def sync(self) -> None:
-        """Bring the rows to disk: a checkpoint that is there has its rows there."""
+        """Bring the rows to disk: a checkpoint that is there has its rows there. Raises OSError."""
+        self._flush()
         os.fsync(self._file.fileno())
+
+    @property
+    def waiting(self) -> int:
+        """How many rows could not be written yet."""
+        return len(self._waiting)
+
+    def saved(self) -> Saved:
+        return Saved(self._bytes, self._digest.hexdigest())
 
     def close(self) -> None:
         self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            line = self._waiting[0]
+            self._file.seek(self._bytes)
+            written = 0
+            try:
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(self._bytes)  # not half a row
+                raise
+            del self._waiting[0]
+            self._bytes += len(line)
+            self._digest.update(line)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _content(
+    path: Path, kept: list[dict[str, Any]], last_step: int, saved: Saved | None, found: History
+) -> bytes | None:
+    """The file up to `last_step`, the step of a checkpoint, in bytes; None if some of that is damaged or gone."""
+    if last_step == 0:
+        return b""
+    if saved is not None:
+        content = path.read_bytes()[: saved.bytes] if path.exists() else b""
+        return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None
+    # A checkpoint of an earlier version. Damage after its step does not count: that part is cut off.
+    until_damage = found.rows[: found.before_damage]
+    if found.problems and not (until_damage and until_damage[-1]["step"] >= last_step):
+        return None
+    return b"".join(map(_line, kept)) or None  # every run has a row of its first step
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3 and so on that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

@@ -1,5 +1,6 @@
 """What a run says of itself in words: what it is before its first step, what it came to, and a sample of its text."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient_as
 from sparsellm.distributed import Ranks
 from sparsellm.model import pretrained
+from sparsellm.run_layout import STATE, VALUES
 from sparsellm.training import run_folder
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, Saved, history
 from sparsellm.training.wandb_record import sync_command
 
 PLOTS = "plots"
@@ -97,15 +99,32 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
 
 def finish(config: Config, folder: Path) -> str:
     """Draw the plots of the run in `folder`, and sum it up in words."""
-    rows = read(folder / METRICS)
-    if not rows:
-        return f"  {folder / METRICS} has no rows; checkpoint {run_folder.checkpoint(folder, config.training.steps)}"
+    checkpoint = run_folder.checkpoint(folder, config.training.steps)
+    found = history(folder / METRICS, saved_rows(checkpoint), IN_EVERY_ROW, config.model.num_layers)
+    damage = []
+    if found.problems:
+        left = f"of the {len(found.rows):,} other rows" if found.rows else "left out"
+        damage = [f"  {found.report(folder / METRICS)}; this summary is {left}"]
+    if not found.rows:
+        return "\n".join([f"  {folder / METRICS} has no rows; checkpoint {checkpoint}", *damage])
     from sparsellm.training import curves  # the main rank alone draws, at the end
 
-    (folder / PLOTS).mkdir(exist_ok=True)
-    for name, content in curves.draw(config, rows).items():
-        (folder / PLOTS / name).write_bytes(content)
-    return summary(config, rows, folder)
+    try:
+        (folder / PLOTS).mkdir(exist_ok=True)
+        for name, content in curves.draw(config, found.rows).items():
+            (folder / PLOTS / name).write_bytes(content)
+    except OSError as error:
+        damage.append(f"  {folder / PLOTS} is not complete: {error}")
+    return "\n".join([summary(config, found.rows, folder), *damage])
+
+
+def saved_rows(checkpoint: Path) -> Saved | None:
+    """How much of metrics.jsonl there was when `checkpoint` was saved; None: the checkpoint does not say."""
+    try:
+        saved = Saved(**json.loads((checkpoint / STATE / VALUES).read_bytes())["metrics"])
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, is of an earlier version, or is damaged
+        return None
+    return saved if isinstance(saved.bytes, int) else None
 
 
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:

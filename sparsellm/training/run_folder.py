@@ -1,20 +1,37 @@
 """A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. One process group writes it."""
 
 import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
+import torch
 import torch.distributed as dist
 
-from sparsellm.config import Config, ConfigError, definition, load, save
+from sparsellm.config import Config, ConfigError, Precision, definition, load, save
 from sparsellm.distributed import Ranks, main_first
-from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, checkpoint
+from sparsellm.model import Decoder
+from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
+from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
-__all__ = ["CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder"]
+__all__ = [
+    "CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder",
+    "room_mistakes", "tidy",
+]  # fmt: skip
 
 LOCK = "lock"
+PATIENCE = 3  # seconds for which a start waits for another process that is about to end, as after a kill
+POLL = 0.1  # seconds between looks at the lock
+STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
+HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
 
 class RunFolderError(RuntimeError):
@@ -33,7 +50,7 @@ def mistakes(config: Config) -> list[str]:
     try:
         before, now = definition(load(path)), definition(config)
     except ConfigError as error:
-        return [f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}; choose another run.name"]
+        return [f"{'; '.join(error.mistakes)}; or choose another run.name"]
     return [
         f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}:"
         " choose another run.name, or add run.restart=true"
@@ -43,8 +60,50 @@ def mistakes(config: Config) -> list[str]:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run that `config` names has saved its last step."""
-    return not config.run.restart and (checkpoint(path_of(config), config.training.steps) / COMMITTED).is_file()
+    """Whether the run that `config` names has saved its last step; not if that checkpoint's COMMITTED is damaged."""
+    if config.run.restart:
+        return False
+    try:
+        committed = json.loads((checkpoint(path_of(config), config.training.steps) / COMMITTED).read_bytes())
+        return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def room_mistakes(config: Config) -> list[str]:
+    """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
+    run, training, folder = config.run, config.training, path_of(config)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(config.model, config.sparsity.activation, False).parameters())
+    size = parameters * (STATE_BYTES + HF_BYTES[run.hf_dtype])
+    steps = [] if run.restart else _steps(folder)
+    left = training.steps - max(steps, default=0)
+    new = min(run.keep_checkpoints + 1 - min(len(steps), run.keep_checkpoints), -(-left // run.checkpoint_every))
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free + sum(map(size_of, leftovers(folder / CHECKPOINTS)))
+    if size * new <= free:
+        return []
+    return [
+        f"run {run.name} needs room for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
+        f" (run.keep_checkpoints={run.keep_checkpoints}, and one that is being written), {spelled(size * new)},"
+        f" and {spelled(free)} are free: free the rest, choose another run.root, or keep fewer checkpoints"
+    ]
+
+
+def _steps(folder: Path) -> list[int]:
+    """Of the checkpoints in the run's `folder`, by their names."""
+    names = (re.fullmatch(STEP, path.name) for path in (folder / CHECKPOINTS).glob("step_*"))
+    return [int(name[1]) for name in names if name]
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a kill has left among the checkpoints of a finished run, unless a process is using its `folder`."""
+    if leftovers(folder / CHECKPOINTS):
+        try:
+            with claim(folder, patience=0):
+                clear_leftovers(folder / CHECKPOINTS)
+        except (RunFolderError, OSError) as error:
+            print(f"sparsellm: {folder}: what a kill has left stays there: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -62,7 +121,17 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
             name = [folder.name]
             held = claim(folder)
-            save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
+            if _steps(folder) and not (folder / CONFIG).is_file():
+                print(
+                    f"sparsellm: {folder / CONFIG} is gone, and written anew: whether the run was begun with the same"
+                    " values cannot be checked",
+                    file=sys.stderr,
+                )
+            try:
+                save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
+            except OSError as error:
+                held.close()
+                raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
     dist.broadcast_object_list(name, src=0)
     config = replace(config, run=replace(config.run, name=name[0]))
     try:
@@ -72,20 +141,31 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             held.close()
 
 
-def claim(folder: Path):
+def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """The folder's lock, an open file; the system releases it with the process, however that ends.
 
-    Raises RunFolderError if another process holds it, or the folder cannot be written.
+    The lock belongs to the open file, which a forked process would inherit and keep: such a process closes it.
+    Raises RunFolderError if another process holds it for `patience` seconds, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("w")
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunFolderError(
-            f"{folder} is in use: the same run is going on in another process. Wait for it, or add run.restart=true"
-        ) from None
-    return file
+    os.register_at_fork(after_in_child=file.close)
+    deadline, waiting = time.monotonic() + patience, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.close()
+                raise RunFolderError(
+                    f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that"
+                    " process (the run saves, and goes on from there), or choose another run.name"
+                ) from None
+        if not waiting:
+            print(f"sparsellm: {folder} is in use: waiting {patience:g} s for that to end", file=sys.stderr, flush=True)
+        waiting = True
+        time.sleep(POLL)

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM and SIGINT."""
+"""Being asked to stop: SIGTERM and SIGINT, and for a subclass others."""
 
 import signal
 from types import FrameType
@@ -6,7 +6,9 @@ from typing import Self
 
 
 class StopSignals:
-    """While entered, remembers SIGTERM and SIGINT instead of dying of them; a subclass may do more by `_remember`."""
+    """While entered, remembers NUMBERS instead of dying of them; a subclass may do more by `_remember`."""
+
+    NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -17,7 +19,7 @@ class StopSignals:
         return self.received[0] if self.received else None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._remember) for number in self.NUMBERS}
         return self
 
     def __exit__(self, *_: object) -> None:

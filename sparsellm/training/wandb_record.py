@@ -10,6 +10,7 @@ of which `wandb sync` refuses the whole folder: the next start removes such file
 """
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -17,6 +18,8 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from sparsellm.config import Config, WandbMode, to_dict
 
@@ -106,14 +109,29 @@ class WandbRun:
 def record_id(folder: Path) -> str:
     """One for each run folder, through all its starts: names of runs may repeat on other machines."""
     path = folder / FOLDER / "id"
-    found = path.read_text().strip() if path.exists() else ""
-    if not found:
+    found, *check = path.read_bytes().decode(errors="replace").split() or [""] if path.exists() else [""]
+    if re.fullmatch("[0-9a-f]{16}", found) and check in ([], [_check(found)]):
+        return found
+    damaged = f"{path}, which names the run's record in Weights & Biases, is damaged: " if found else None
+    known = {part.name.rpartition("-")[2] for part in path.parent.glob("*run-*-*")}  # wandb's folders end in the id
+    if len(known) == 1:
+        (found,) = known
+        remedy = f"the folders beside it are of {found}, which the run goes on with"
+    else:
         found = secrets.token_hex(8)
-        path.parent.mkdir(exist_ok=True)
-        partial_file = path.with_name("id.partial")
-        partial_file.write_text(found)
-        partial_file.replace(path)
+        remedy = f"the run goes on in a new record, {found}"
+    if damaged:
+        print(f"sparsellm: {damaged}{remedy}", file=sys.stderr)
+    path.parent.mkdir(exist_ok=True)
+    partial_file = path.with_name("id.partial")
+    partial_file.write_text(f"{found} {_check(found)}\n")
+    partial_file.replace(path)
     return found
+
+
+def _check(record: str) -> str:
+    """What stands beside an id in its file, so that a changed one is noticed; earlier versions wrote the id alone."""
+    return xxhash.xxh3_64_hexdigest(record.encode())
 
 
 def offline_parts(folder: Path) -> list[Path]:

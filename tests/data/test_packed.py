@@ -1,11 +1,13 @@
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -130,3 +132,25 @@ def test_a_process_that_fails_with_its_loaders_open_exits() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "0\n")
     assert "in the middle" in done.stderr
+
+
+KILLED = """
+import os, signal, time
+from torch.utils.data import DataLoader
+from sparsellm.data.packed import outlive_stop_signals, started
+
+kept = started(DataLoader(range(100), batch_size=None, num_workers=2, worker_init_fn=outlive_stop_signals))
+next(kept)
+print(*(worker.pid for worker in kept._workers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is a signal on Linux only")
+def test_a_loaders_processes_end_at_once_with_a_trainer_that_is_killed() -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in killed.stdout.readline().split()]
+    assert len(workers) == 2
+    killed.wait(30)
+    time.sleep(1)  # left to themselves, workers look for their parent every 5 s
+    assert [pid for pid in workers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []

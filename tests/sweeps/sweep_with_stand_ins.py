@@ -40,7 +40,7 @@ for step in range(done + 1, steps + 1):
         sys.exit(128 + asked[0])
 checkpoint = folder / "checkpoints" / f"step_{steps:08d}"
 (checkpoint / "hf").mkdir(parents=True)
-(checkpoint / "COMMITTED").write_text("{}")
+(checkpoint / "COMMITTED").write_text(json.dumps({"step": steps, "files": {}}))
 """
 EVALUATE = """
 import json, pathlib, sys

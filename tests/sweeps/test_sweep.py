@@ -122,6 +122,34 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(sweep, tmp_path):
     assert starts(tmp_path) == [*NAMES, NAMES[1]]
 
 
+@pytest.mark.parametrize("row", [b"x{]\n", b"\n", b"\0\0\n", b"\xff\n", b'{"ce": 1}\n'])
+def test_a_run_whose_rows_are_damaged_ends_nothing_but_its_own_numbers(sweep, tmp_path, row):
+    assert sweep(*SMALL, COEFFICIENTS)[0] == 0
+    whole, path = rows(tmp_path), tmp_path / "runs" / NAMES[1] / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], row, *lines[2:]]))
+    code, _, errors = sweep(*SMALL, COEFFICIENTS)
+    assert code == 0
+    assert f"{NAMES[1]}/metrics.jsonl is damaged: line 3: " in errors
+    assert rows(tmp_path) == whole  # the last row is whole
+    path.write_bytes(b"".join([*lines[:-1], row]))
+    code, _, errors = sweep(*SMALL, COEFFICIENTS)
+    assert code == 0
+    assert f"{NAMES[1]}/metrics.jsonl has no row of the last step: its numbers are left out" in errors
+    assert [row["ce"] != "" for row in rows(tmp_path)] == [True, False, True]
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_taken_for_finished(sweep, tmp_path):
+    assert sweep(*SMALL, COEFFICIENTS)[0] == 0
+    (committed,) = (tmp_path / "runs" / NAMES[1]).glob("checkpoints/*/COMMITTED")
+    for content in ("[]", "{}", "garbage", ""):
+        committed.write_text(content)
+        code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.evaluate=false")
+        assert "2 of them trained" in output
+        assert code == 1  # the stand-in, which knows no resume, fails; the others are as they were
+        assert [row["ce"] != "" for row in rows(tmp_path)] == [True, False, True]
+
+
 def test_a_task_of_an_array_does_one_point_and_the_last_one_leaves_the_whole_table(sweep, tmp_path):
     for point in (2, 0, 1):
         assert sweep(*SMALL, COEFFICIENTS, f"sweep.point={point}")[0] == 0

@@ -16,9 +16,11 @@ from small_run import first_gradients, signal_after, small_config, small_trainer
 from transformers import AutoModelForCausalLM
 
 from sparsellm.evaluation.perplexity import cross_entropy
+from sparsellm.processes import PARENT_ENDED
+from sparsellm.training import checkpoint
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import StopRequest, TrainingDiverged
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, read
 from sparsellm.training.optimizer import learning_rate
 
 SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
@@ -282,6 +284,73 @@ def test_a_failed_save_is_said_and_the_next_one_tried(tmp_path, capsys):
     assert "GB free there" in said
     saved = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["step_00000008", "step_00000012"]
+
+
+def no_room_for_rows(monkeypatch, trainer, steps):
+    """None can be written in `steps`."""
+    flush = MetricsFile._flush
+
+    def flushed(self):
+        if self._waiting and trainer.step in steps:
+            raise OSError(28, "No space left on device")
+        flush(self)
+
+    monkeypatch.setattr(MetricsFile, "_flush", flushed)
+
+
+def test_a_failed_save_gives_back_what_it_took_and_says_how_much_it_wanted(tmp_path, capsys, monkeypatch):
+    with small_trainer(tmp_path / "run", "run.checkpoint_every=4", "logging.every=1") as trainer:
+        monkeypatch.setattr(checkpoint, "_seal", lambda folder, step: (_ for _ in ()).throw(OSError(28, "No space")))
+        trainer._resume()
+        trainer._open_logs()
+        trainer.step = 4
+        trainer.data_state = {"samples": 32}
+        trainer._save()
+        trainer.checkpoints.settle()
+        assert list((tmp_path / "run/checkpoints").iterdir()) == []
+        trainer._warn_of_failed_save(trainer.checkpoints.failure())
+        assert "its tensors take 0.2 MB" in capsys.readouterr().err
+        with pytest.raises(CheckpointError):
+            trainer.checkpoints.wait()
+
+
+def test_rows_wait_for_room_and_a_run_whose_rows_find_none_ends_at_its_checkpoint(tmp_path, capsys, monkeypatch):
+    options = ["run.checkpoint_every=4", "logging.every=1"]
+    with small_trainer(tmp_path / "run", *options) as trainer:
+        no_room_for_rows(monkeypatch, trainer, {2, 3, 6, 7, 8, 9})
+        with pytest.raises(MetricsError, match=r"ends at step 8, for its rows cannot be written .* GB free there"):
+            trainer.fit()
+    said = capsys.readouterr().err
+    assert said.count("cannot be written") == 2  # from step 2 on, and from step 6 on
+    assert "the row of step 1 cannot be written" in said
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000004"]
+    assert [row["step"] for row in read(tmp_path / "run" / METRICS)] == [1, 2, 3, 4]
+    monkeypatch.undo()
+    with small_trainer(tmp_path / "run", *options) as trainer:
+        assert trainer.fit() == 0
+    assert [row["step"] for row in read(tmp_path / "run" / METRICS)] == list(range(1, 13))
+
+
+def test_a_run_whose_rows_are_damaged_does_not_go_on_without_a_word(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        signal_after(trainer, 4)
+        assert trainer.fit() == 128 + signal.SIGTERM
+    path = tmp_path / "run" / METRICS
+    whole = path.read_text()
+    path.write_text(whole.replace('"step": 3', '"step": 2'))
+    with small_trainer(tmp_path / "run") as trainer, pytest.raises(MetricsError, match=f"{path} is damaged"):
+        trainer.fit()
+    path.write_text(whole)
+    with small_trainer(tmp_path / "run") as trainer:
+        assert trainer.fit() == 0
+
+
+def test_the_end_of_torchrun_is_one_request_to_stop_however_often_it_is_said(capfd):
+    with StopRequest() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), PARENT_ENDED)
+        assert stop.signal == PARENT_ENDED
+        assert capfd.readouterr().err.count("torchrun has ended: stopping at the next logged step") == 1
 
 
 def test_clipping_and_decay_are_torchs(tmp_path):
