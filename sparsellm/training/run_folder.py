@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import torch
 import torch.distributed as dist
 
-from sparsellm.config import Config, ConfigError, Precision, definition, load, save
+from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
 from sparsellm.distributed import Ranks, main_first
-from sparsellm.model import Decoder
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
@@ -73,9 +71,7 @@ def is_finished(config: Config) -> bool:
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
     run, training, folder = config.run, config.training, path_of(config)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(config.model, config.sparsity.activation, False).parameters())
-    size = parameters * (STATE_BYTES + HF_BYTES[run.hf_dtype])
+    size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
     steps = [] if run.restart else _steps(folder)
     left = training.steps - max(steps, default=0)
     new = min(run.keep_checkpoints + 1 - min(len(steps), run.keep_checkpoints), -(-left // run.checkpoint_every))
