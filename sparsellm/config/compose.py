@@ -171,7 +171,7 @@ def load(path: Path) -> Config:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
     first, _, rest = text.partition("\n")
     if SEAL in text and f"{first}\n" != _seal(rest):
-        refuse("its content is not what its own checksum was made of")
+        refuse("its first line is the checksum of something else; remove that line if the change is meant")
     try:
         values = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # of YAML, of OmegaConf, and what they raise at odd content without a name of its own
