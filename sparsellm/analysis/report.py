@@ -17,6 +17,7 @@ from typing import Any
 
 from sparsellm.analysis import figures, numbers
 from sparsellm.analysis.activity import Activity
+from sparsellm.files import write_whole
 from sparsellm.ops.twell import TOKEN_TILE
 
 ANALYSIS_JSON = "analysis.json"
@@ -46,9 +47,7 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
     if not speeds:
         (folder / figures.SPEEDUP).unlink(missing_ok=True)
     for name, content in files.items():
-        partial = folder / f"{name}.partial"
-        partial.write_bytes(content)
-        partial.replace(folder / name)
+        write_whole(folder / name, content)
 
 
 def title(results: Row) -> str:

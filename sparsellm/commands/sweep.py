@@ -15,6 +15,7 @@ configuration.
 import sys
 
 from sparsellm.config import ConfigError, SweepMode
+from sparsellm.files import write_whole
 from sparsellm.sweeps import commands, report
 from sparsellm.sweeps.launch import Launcher
 from sparsellm.sweeps.plan import Point, Sweep, plan
@@ -33,7 +34,7 @@ def main(arguments: list[str], program: str) -> int:
         return 2
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"
-        report.write(script, commands.slurm_script(sweep, arguments).encode())
+        write_whole(script, commands.slurm_script(sweep, arguments))
         print(f"{script} does {len(sweep.points)} runs, each in a task of its own: sbatch {script}")
         return 0
     return run(sweep)

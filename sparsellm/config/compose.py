@@ -21,6 +21,7 @@ from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
 from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
+from sparsellm.files import write_whole
 
 AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig)
 Flat = dict[str, Any]  # group.key -> plain value
@@ -142,9 +143,7 @@ def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool
 def save(config: Config, path: Path) -> None:
     """Write `config` as YAML to `path`, whole or not at all, with a checksum in its first line."""
     text = as_yaml(config)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(_seal(text) + text)
-    partial.replace(path)
+    write_whole(path, _seal(text) + text)
 
 
 def _seal(text: str) -> str:

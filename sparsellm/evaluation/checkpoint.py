@@ -35,8 +35,8 @@ from sparsellm.evaluation.results import (
     discard_others,
     has_scores,
     kept,
-    write,
 )
+from sparsellm.files import write_whole
 from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
 
@@ -210,7 +210,7 @@ class Evaluation:
         path, weights = self.output / RESULTS, results["identity"]
         if has_scores(results):
             record(results)
-            write(path, as_json(results))
+            write_whole(path, as_json(results))
         elif _identity_in(path) not in (None, weights):
             path.unlink()
         for folder in (self.output, self.output / TORCH):

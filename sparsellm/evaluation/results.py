@@ -88,10 +88,6 @@ def _samples(folder: Path, name: str) -> Path:
     return folder / f"samples_{name}.jsonl"
 
 
-def write(path: Path, text: str) -> None:
-    _partial(path, text).replace(path)
-
-
 def _partial(path: Path, text: str) -> Path:
     """A file beside `path` that holds `text`, to be renamed to it."""
     partial = path.with_name(path.name + ".partial")

@@ -1,8 +1,8 @@
 """What a sweep leaves: sweep.csv, sweep.md, sweep.png and sweep.pdf in its folder, always made anew from its runs."""
 
 import fcntl
-from pathlib import Path
 
+from sparsellm.files import write_whole
 from sparsellm.sweeps import figure, table
 from sparsellm.sweeps.plan import COEFFICIENT, Sweep
 
@@ -23,15 +23,8 @@ def write_all(sweep: Sweep) -> str:
         image = f"\n![{sweep.name}]({NAME}.png)\n" if pictures else ""
         files["md"] = f"# {sweep.name}\n\n{markdown}{image}".encode()
         for kind, content in files.items():
-            write(sweep.folder / f"{NAME}.{kind}", content)
+            write_whole(sweep.folder / f"{NAME}.{kind}", content)
     lines = [markdown, *(str(sweep.folder / f"{NAME}.{kind}") for kind in files)]
     if not pictures:
         lines.append(f"no figure: it needs two finished runs that differ in {COEFFICIENT}")
     return "\n".join(lines)
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.config import Config
+from sparsellm.files import write_whole
 from sparsellm.model import DecoderOutput
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
@@ -387,9 +388,7 @@ class MetricsFile:
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
             print(f"sparsellm: {path}: rows of steps that are trained again are cut off: {cut:,}", file=sys.stderr)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        write_whole(path, content)
         self._file = path.open("r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
         self._waiting: list[bytes] = []  # rows that could not be written yet

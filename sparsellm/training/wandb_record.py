@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from sparsellm.config import Config, WandbMode, to_dict
+from sparsellm.files import write_whole
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
@@ -123,9 +124,7 @@ def record_id(folder: Path) -> str:
     if damaged:
         print(f"sparsellm: {damaged}{remedy}", file=sys.stderr)
     path.parent.mkdir(exist_ok=True)
-    partial_file = path.with_name("id.partial")
-    partial_file.write_text(f"{found} {_check(found)}\n")
-    partial_file.replace(path)
+    write_whole(path, f"{found} {_check(found)}\n")
     return found
 
 
