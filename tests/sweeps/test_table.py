@@ -30,7 +30,8 @@ def leave(point, step=40, scores=None, **values):
     (point.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (before, row)) + '{"step": 4')
     if step == point.config.training.steps:
         (point.checkpoint / "hf").mkdir(parents=True)
-        (point.checkpoint / "COMMITTED").write_text("{}")
+        committed = {"step": point.config.training.steps, "files": {}}
+        (point.checkpoint / "COMMITTED").write_text(json.dumps(committed))
         if scores is not None:
             (point.checkpoint / "evaluation").mkdir()
             (point.checkpoint / "evaluation/results.json").write_text(json.dumps(scores))
