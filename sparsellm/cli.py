@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+from importlib import metadata
 from types import FrameType
 
 from sparsellm.processes import end_with_torchrun
@@ -26,7 +27,10 @@ INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """The program `sparsellm`."""
     command, *arguments = sys.argv[1:] or HELP
-    command = command.replace("-", "_") if command not in HELP else command
+    if command == "--version":
+        print(f"sparsellm {metadata.version('sparsellm')}")
+        sys.exit(0)
+    command = command.replace("-", "_") if not command.startswith("-") else command
     if command in HELP or command not in COMMANDS:
         width = max(map(len, COMMANDS))
         listed = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
@@ -35,8 +39,8 @@ def main() -> None:
             print(text)
             sys.exit(0)
         close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
-        print(f"sparsellm: {command} is not a command: {hint}\n{text}", file=sys.stderr)
+        hint = f": did you mean {close[0]}?" if close else ""
+        print(f"sparsellm: {command} is not a command{hint}\n{text}", file=sys.stderr)
         sys.exit(2)
     run(command, arguments, f"sparsellm {command}")
 

@@ -23,6 +23,13 @@ def test_a_misspelt_command_is_refused_with_the_one_it_may_mean(monkeypatch, cap
     assert "trian is not a command: did you mean train?" in capsys.readouterr().err
 
 
+def test_an_option_that_is_not_there_is_spelled_as_it_was_typed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparsellm", "--verbose"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err.startswith("sparsellm: --verbose is not a command\n")
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
     code = (

@@ -5,8 +5,7 @@
 Every key of sparsellm.train may have a list of values; each of their combinations is an ordinary run. They are trained
 one after another, on all GPUs of this machine, and evaluated with the options evaluate.*; what is finished is not done
 again, so the same command goes on after an interruption. sweeps/NAME/ gets sweep.csv, sweep.md, sweep.png, sweep.pdf
-and a log of each run. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an array script; the other
-options are SweepConfig's in sparsellm/config/schema.py.
+and a log of each run. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an array script.
 
 Exit codes: 0 complete, 1 if a run failed (the others are done all the same), 128 + signal when stopped, 2 for a refused
 configuration.

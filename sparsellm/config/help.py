@@ -57,7 +57,7 @@ def text(command: str, program: str) -> str:
         lines += _keys(taken)
     if composed:
         lines += [
-            f"The defaults are those of the schema; an {EXPERIMENT} changes some. What is typed wins over both.",
+            "What is typed wins over every default, for a group as for a key.",
             f"{program} --cfg job [...] prints the configuration that a command line gives, without running it.",
         ]
     return "\n".join(lines).rstrip()
@@ -72,7 +72,10 @@ def _docstring(command: str) -> str:
 
 def _choices(taken: Keys) -> list[str]:
     default = composition([])
-    lines = ["Groups, each with its choices (the defaults are marked *):"]
+    lines = [
+        "Groups, each with its choices. Those marked * are taken where nothing else is typed, and change some of the"
+    ]
+    lines += ["defaults of the keys below: --cfg job prints what a command line gives in all."]
     shown = [g for g in groups() if taken.groups is None or g in (EXPERIMENT, "model", *taken.groups)]
     for group in sorted(shown, key=lambda g: (g != EXPERIMENT, g)):
         marked = [f"{c}*" if default.choices.get(group) == c else c for c in choices(group)]

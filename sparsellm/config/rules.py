@@ -156,7 +156,7 @@ def mistakes(config: Config, world_size: int) -> list[str]:
                 f" the last {silent_steps}; lower them, or train longer",
             )
     require(
-        optimizer.warmup_steps <= training.steps,
+        training.steps < 1 or optimizer.warmup_steps <= training.steps,
         f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
         " shorten the warm-up, or train longer",
     )
@@ -180,6 +180,9 @@ def mistakes(config: Config, world_size: int) -> list[str]:
 
     if data.source == Source.hub:
         require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+    if data.source != Source.files:
+        other = f"data.source={data.source.name}"
+        require(not data.files, f"data.files is given with {other}, which reads no files: add data=files")
     if data.source == Source.files:
         require(
             bool(data.files), "data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]"

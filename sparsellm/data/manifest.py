@@ -336,7 +336,8 @@ def recipe_mistakes(manifest: Manifest, config: Config) -> list[str]:
         return []
     return [
         f"{config.data.path} was prepared from something else ({'; '.join(differences)}):"
-        " set that back, choose another data.path, or delete the folder"
+        " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or delete"
+        " the folder"
     ]
 
 

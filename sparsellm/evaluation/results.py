@@ -198,6 +198,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
             lines.append(
                 f"validation{side}  loss {validation['loss']:.4f}  perplexity {validation['perplexity']:.3f}"
                 f"  over {validation['tokens']:,} held-out tokens, as the run validates"
+                f"{', by an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
             )
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ Local rows are files DIR/TASK/SPLIT.jsonl or .parquet in the schema of the hub's
 read: zero-shot needs no other. Where that is `test` and there is none, `validation` is scored, and a note says so.
 """
 
+import difflib
 import json
 import os
 import tempfile
@@ -56,7 +57,9 @@ def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[s
     """What is wrong with the values of the keys PREFIXtasks and PREFIXdata_dir, each with its remedy."""
     found = []
     if unknown := [name for name in names if name not in TASKS]:
-        found.append(f"{prefix}tasks has {', '.join(unknown)}: it should have some of {', '.join(TASKS)}")
+        close = [match for name in unknown for match in difflib.get_close_matches(name, TASKS, n=1)]
+        hint = f"did you mean {', '.join(close)}? " if close else ""
+        found.append(f"{prefix}tasks has {', '.join(unknown)}: {hint}it should have some of {', '.join(TASKS)}")
     if len(set(names)) < len(names):
         found.append(f"{prefix}tasks names one twice: {', '.join(names)}")
     if data_dir is not None and not Path(data_dir).expanduser().is_dir():

@@ -45,7 +45,10 @@ class Progress:
         seconds = median(clock.seconds() for clock in self.early[1:-1])
         self.early = None
         self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
-        say(f"about {duration(seconds * (self.steps - done))} to go, {self.tokens_per_step / seconds:,.0f} tokens/s")
+        if done < self.steps:
+            say(
+                f"about {duration(seconds * (self.steps - done))} to go, {self.tokens_per_step / seconds:,.0f} tokens/s"
+            )
 
     def row(self, row: dict[str, Any]) -> None:
         """Show a logged step, and the scores of an evaluated one on a line of their own."""

@@ -86,6 +86,10 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
         lines["nonzeros per token"] = f"{change('nnz_mean')}  of {width:,} per layer ({zeros})"
         by = {n: f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization}
         lines["L1 coefficient"] = f"{by[L1Normalization.sum]}, the same as {by[L1Normalization.mean]}"
+    if last["dead_per_layer"] is not None:
+        dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * config.model.intermediate_size
+        silence = f"silent for the last {config.sparsity.dead_after_tokens:,} tokens"
+        lines["dead neurons"] = f"{dead:,} of {neurons:,} ({dead / neurons:.1%}), {silence}"
     if last["reinitialized_per_layer"] is not None:
         lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of silent neurons"
     lines["throughput"] = f"{speed:,.0f} tokens/s (median of logged steps)"

@@ -40,6 +40,10 @@ from sparsellm.ops import build
         (["data.source=hub"], "data.source=hub needs the data set's name"),
         (["data.source=files"], "data.source=files needs data.files"),
         (["data.streaming=true"], "there is nothing to stream"),
+        (
+            ["data.files=x.txt"],
+            "data.files is given with data.source=stdlib_docs, which reads no files: add data=files",
+        ),
         (["data.max_tokens=0"], "data.max_tokens is 0"),
     ],
 )
