@@ -153,7 +153,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
             if all(isinstance(item, str | int | float) for item in items):
                 return [str(item) for item in items]
-        elif isinstance(option, type) and issubclass(option, Enum) and value in option.__members__:
+        elif isinstance(option, type) and issubclass(option, Enum) and str(value) in option.__members__:
             return value
     raise ValueError(" or ".join(_wanted(option) for option in options))
 

@@ -1,0 +1,86 @@
+"""Hundreds of bad values, one at a time and all together: each is refused by a sentence that names its key."""
+
+from enum import Enum
+from typing import get_args
+
+import pytest
+
+from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, composition, evaluate_mistakes, mistakes
+from sparsellm.config.rules import analyze_mistakes
+from sparsellm.config.values import flat_types
+
+# What no key of a type may be; of numbers, what none of ours may.
+BAD = {
+    int: ["many", "1.5", "true", "[1]", "", "{a: 1}", f"{10**30}", "-1", "1,2", "???", "${a}", "nan"],
+    float: ["many", "true", "[1]", "", "{a: 1}", "nan", "inf", "-1", "1,2", "???", "${a}"],
+    bool: ["1", "yes", "[true]", "", "null", "2.0", "true,false", "???"],
+    Enum: ["nonsense", "1", "[relu]", "", "null", "???"],
+    list: ["null", "{a: 1}", "[[a]]"],
+    str: ["[a]", "{a: 1}", "${a}", "???"],
+}
+RULES = {
+    Config: lambda config: mistakes(config, 1),
+    EvaluateConfig: evaluate_mistakes,
+    AnalyzeConfig: analyze_mistakes,
+}
+
+
+def bad_values(kind) -> list[str]:
+    options = (
+        get_args(kind)
+        if not isinstance(kind, type) and get_args(kind) and kind.__class__.__name__ != ("GenericAlias")
+        else (kind,)
+    )
+    if str in options:
+        return BAD[str]  # int | str takes every number
+    found = []
+    for option in options:
+        if getattr(option, "__origin__", None) is list:
+            found += BAD[list]
+        elif option is not type(None):
+            found += BAD[Enum] if issubclass(option, Enum) else BAD[option]
+    return found + ([] if type(None) in options or "null" in found else ["null"])
+
+
+def cases(schema) -> list[str]:
+    return [f"{key}={value}" for key, kind in flat_types(schema).items() for value in bad_values(kind)]
+
+
+def refusals(schema, overrides: list[str]) -> list[str]:
+    composed = composition(overrides, schema)
+    return composed.mistakes or RULES[schema](composed.config)
+
+
+@pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
+def test_every_bad_value_is_refused_by_the_name_of_its_key(schema):
+    tried = cases(schema)
+    failed = []
+    for case in tried:
+        name = case.partition("=")[0]
+        found = refusals(schema, [case])
+        if not any(name in mistake or name.partition(".")[2] in mistake for mistake in found):
+            failed.append((case, found))
+    print(f"{schema.__name__}: tried {len(tried)}, held {len(tried) - len(failed)}, failed {len(failed)}")
+    assert failed == []
+    if schema is Config:
+        assert len(tried) >= 200
+
+
+def test_all_bad_values_at_once_are_all_refused():
+    typed = [f"{key}={bad_values(kind)[0]}" for key, kind in flat_types(Config).items()]
+    found = composition(typed).mistakes
+    for override in typed:
+        name = override.partition("=")[0]
+        assert any(mistake.startswith(f"{name} ") for mistake in found), name
+
+
+@pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
+def test_every_misspelt_key_is_answered_with_the_one_that_is_meant(schema):
+    tried, failed = list(flat_types(schema)), []
+    for key in tried:
+        misspelt = key[:-2] + key[-1] + key[-2] if key[-1] != key[-2] else key + "x"  # the last two letters exchanged
+        (mistake,) = composition([f"{misspelt}=1"], schema).mistakes
+        if f"did you mean {key[:-1]}" not in mistake and " or " not in mistake:  # beta1 and beta2 are as close
+            failed.append(mistake)
+    print(f"{schema.__name__}: tried {len(tried)}, held {len(tried) - len(failed)}, failed {len(failed)}")
+    assert failed == []
