@@ -3,6 +3,7 @@
     write_whole(path, content)                 any content; a stop at any instant leaves the old file or the new one
     read_json(path, SomeError, remedy)         a JSON object; whatever is wrong with the file is one sentence
     write_sealed, read_sealed                  the same with a checksum of the file's own: every changed bit is found
+    unused(path)                               a name beside it for what is set aside
 
 A sealed file is a JSON object whose last key, "xxh3", is the checksum of all the bytes before that key.
 """
@@ -42,6 +43,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3 and so on that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def read_json(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.distributed import Ranks
+from sparsellm.files import unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
@@ -292,7 +293,7 @@ class Checkpoints:
                 + f"\nrun.skip_damaged=true {fallback}, and keeps what is damaged as step_N.damaged"
             )
         for step, what in damaged.items():
-            kept = _unused(self._path(step).with_name(self._path(step).name + ".damaged"))
+            kept = unused(self._path(step).with_name(self._path(step).name + ".damaged"))
             _rename(self._path(step), kept)
             _say(f"{what}; kept as {kept.name}: the run {fallback}")
         return whole
@@ -491,15 +492,6 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(deleting)
     _rename(folder, deleting)
     shutil.rmtree(deleting)
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3 and so on that does not exist."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
 
 
 def _failed(task: str, reasons: dict[int, BaseException]) -> str:

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.config import Config
-from sparsellm.files import write_whole
+from sparsellm.files import unused, write_whole
 from sparsellm.model import DecoderOutput
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
@@ -380,7 +380,7 @@ class MetricsFile:
                     f" {len(kept):,} rows that can be read by run.skip_damaged=true, which keeps the file as it is"
                     f" beside them"
                 )
-            aside = _unused(path.with_name(path.name + ".damaged"))
+            aside = unused(path.with_name(path.name + ".damaged"))
             if path.exists():
                 path.rename(aside)
             print(f"sparsellm: {what}; {len(kept):,} rows are kept, and the file as {aside.name}", file=sys.stderr)
@@ -448,12 +448,3 @@ def _content(
     if found.problems and not (until_damage and until_damage[-1]["step"] >= last_step):
         return None
     return b"".join(map(_line, kept)) or None  # every run has a row of its first step
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3 and so on that does not exist."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
