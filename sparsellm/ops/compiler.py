@@ -28,7 +28,7 @@ SOURCES = {".cu", ".cuh", ".h", ".cpp"}
 LIBRARY = "sparsellm_kernels.so"
 TOOLKIT = Path("/usr/local/cuda")
 
-COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I."]
+COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I.", "-Ism90"]
 REPORT = ["-Xptxas", "-v", "-lineinfo"]
 POSITION_INDEPENDENT = ["-Xcompiler", "-fPIC"]
 # The stable ABI of torch 2.10, so that one set of headers suits every later torch.

@@ -165,7 +165,7 @@ def test_the_counters_are_those_of_the_kernels():
     totals = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Total \{(.*?)\}", header)[1]))
     assert sorted(map(int, totals.values())) == list(range(len(totals)))
     assert len(totals) <= cuda.TOTALS == int(re.search(r"totals;.*\[(\d+)\]", header)[1])
-    header += (LAUNCH_H.parent / "common" / "tile.cuh").read_text()
+    header += (LAUNCH_H.parent / "sm90" / "common" / "tile.cuh").read_text()
     for name, value in (
         ("kCountedTokens", cuda.COUNTED_TOKENS), ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS),
         ("kBlockColumns", cuda.BLOCK), ("kConsumerWarps", cuda.CONSUMER_WARPS),
