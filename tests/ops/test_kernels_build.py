@@ -36,10 +36,9 @@ def nvcc():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path):
-    flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Ikernels"]
-    command = [nvcc, "-c", *flags, "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path, f"kernels/{source}"]
+    command = [nvcc, "-c", *compiler.COMPILE, "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path, source]
     done = subprocess.run(
-        [*command, "-o", tmp_path / "kernel.o"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "-o", tmp_path / "kernel.o"], cwd=KERNELS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout
     assert [row for row in resources(done.stdout) if row.spills] == []
