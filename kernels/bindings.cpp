@@ -1,7 +1,7 @@
-// The launchers of launch.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build
-// serves torch 2.10 and later. Each operator writes into tensors that its caller has allocated (sparsellm/ops/cuda.py,
-// which also checks shapes), on the current stream of the first tensor's device, and returns nothing. Sizes come from
-// the tensors; every tensor must be contiguous and on one CUDA device.
+// The engines of engines.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
+// torch 2.10 and later. They allocate their results and workspaces with torch's allocator, and launch on the current
+// stream of the first tensor's device. Shapes and dtypes are checked by sparsellm/ops; here every tensor must be
+// contiguous, 16-byte aligned and on that device. An operator has at least one token.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -12,8 +12,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
-#include "launch.h"
+#include "engines.h"
 
 namespace {
 
@@ -24,7 +26,7 @@ using OptionalTensor = std::optional<Tensor>;
   throw std::runtime_error(std::string("sparsellm_cuda::") + op + ": " + why);
 }
 
-// One call of a launcher: its device, its stream, its name in errors.
+// One call of an operator: its device, its stream, its name in errors, the memory that it allocates.
 class Call {
  public:
   Call(const char* op, const Tensor& first) : op_(op), device_(first.get_device_index()), guard_(device_) {
@@ -39,6 +41,7 @@ class Call {
   T* data(const Tensor& tensor) const {
     if (!tensor.is_cuda() || tensor.get_device_index() != device_) refuse(op_, "a tensor is on another device");
     if (!tensor.is_contiguous()) refuse(op_, "a tensor is not contiguous");
+    if (reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0) refuse(op_, "a tensor is not 16-byte aligned");
     return static_cast<T*>(tensor.data_ptr());
   }
 
@@ -47,118 +50,213 @@ class Call {
     return tensor ? data<T>(*tensor) : nullptr;
   }
 
+  // A new tensor of this device, contiguous, its contents undefined.
+  Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) const {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+    AtenTensorHandle made = nullptr;
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                 aoti_torch_device_type_cuda(), device_, &made) != AOTI_TORCH_SUCCESS) {
+      refuse(op_, "torch could not allocate a tensor");
+    }
+    return Tensor(made);
+  }
+  Tensor bytes(int64_t count) const { return empty({count}, aoti_torch_dtype_uint8()); }
+  Tensor bf16(const std::vector<int64_t>& sizes) const { return empty(sizes, aoti_torch_dtype_bfloat16()); }
+
   cudaStream_t stream() const { return stream_; }
 
   void check(cudaError_t error) const {
     if (error != cudaSuccess) refuse(op_, cudaGetErrorString(error));
   }
+  [[noreturn]] void refuse_because(const std::string& why) const { refuse(op_, why); }
 
  private:
   const char* op_;
   int32_t device_;
-  torch::stable::accelerator::DeviceGuard guard_;  // the launchers and the tensor maps they make are per device
+  torch::stable::accelerator::DeviceGuard guard_;  // launches and the tensor maps they make are of one device
   cudaStream_t stream_ = nullptr;
 };
 
-// W, of words [M, W / 8, NT, 8].
-int words_per_tile(const Tensor& words) { return static_cast<int>(words.size(1)) * sparsellm::kSectorWords; }
-
-sparsellm::Packed packed_of(const Call& call, const Tensor& words, const Tensor& wide, const Tensor& mask,
-                            const Tensor& row_counts, const Tensor& fired, const Tensor& counters) {
-  return {call.data<uint32_t>(words),     call.data(wide),           call.data<uint32_t>(mask),
-          call.data<int32_t>(row_counts), call.data<uint8_t>(fired), call.data<int64_t>(counters)};
-}
-
-// rows is flat: of m tokens a row each, and behind them what there is room for of long rows.
-sparsellm::TilePlan plan_of(const Call& call, int64_t m, const Tensor& rows, const OptionalTensor& tokens,
-                            const Tensor& slots, const Tensor& starts, const Tensor& lists, const Tensor& tiles,
-                            const Tensor& order, const Tensor& items, const Tensor& totals) {
-  return {call.data<uint32_t>(rows),   rows.numel() - m * sparsellm::kRowCapacity,
-          call.data<int32_t>(tokens),  call.data<uint16_t>(slots),
-          call.data<uint32_t>(starts), call.data<uint32_t>(lists),
-          lists.numel() / 4 * 4,       call.data<int4>(tiles),  // lists are read in fours
-          call.data<int4>(order),      call.data<int4>(items),
-          call.data<int32_t>(totals)};
-}
-
-void gate_pack(Tensor x, Tensor w, Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired,
-               Tensor counters, bool for_row) {
-  const Call call("gate_pack", x);
-  call.check(sparsellm::gate_pack(call.data(x), call.data(w), x.size(0), x.size(1), w.size(0),
-                                  words_per_tile(words),
-                                  packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                  counters.numel(), for_row, call.stream()));
-}
-
-#define SPARSELLM_PACKED_TENSORS \
-  Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, Tensor counters
-#define SPARSELLM_PLAN_TENSORS \
-  Tensor rows, OptionalTensor tokens, Tensor slots, Tensor starts, Tensor lists, Tensor tiles, Tensor order, \
-      Tensor items, Tensor totals
-
-void pack_rows(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
-  const Call call("pack_rows", words);
-  call.check(sparsellm::pack_rows(
-      packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
-      words_per_tile(words),
-      plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
-}
-
-void tile_plan(SPARSELLM_PACKED_TENSORS, SPARSELLM_PLAN_TENSORS) {
-  const Call call("tile_plan", words);
-  call.check(sparsellm::tile_plan(
-      packed_of(call, words, wide, mask, row_counts, fired, counters), wide.size(0), wide.size(1),
-      plan_of(call, wide.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), call.stream()));
-}
-
-void tile_up(OptionalTensor x, OptionalTensor w_up, int64_t m, int64_t n, SPARSELLM_PLAN_TENSORS, Tensor hidden,
-             OptionalTensor ups, Tensor l1_partials, Tensor l1) {
-  const Call call("tile_up", rows);
-  call.check(sparsellm::tile_up(
-      call.data(x), call.data(w_up), m, x ? x->size(1) : 0, n,
-      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), call.data<uint32_t>(hidden),
-      call.data(ups), call.data<float>(l1_partials), call.data<float>(l1), call.stream()));
-}
-
-// `neurons` and those after it: NeuronPlan.
-#define SPARSELLM_NEURON_TENSORS \
-  Tensor frequencies, Tensor ranks, Tensor neurons, Tensor masks, Tensor before, Tensor neuron_slots, Tensor counts, \
-      Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, \
-      Tensor neuron_totals
-#define SPARSELLM_NEURON_PLAN                                                                                       \
-  sparsellm::NeuronPlan {                                                                                           \
-    call.data<int32_t>(frequencies), call.data<int32_t>(ranks), call.data<int32_t>(neurons),                        \
-        call.data<uint32_t>(masks), call.data<uint32_t>(before), call.data<int32_t>(neuron_slots),                  \
-        call.data<uint32_t>(counts), call.data<uint32_t>(bases), call.data<uint32_t>(neuron_starts),                \
-        call.data<int4>(neuron_tiles), call.data<int4>(neuron_order), call.data<uint32_t>(at),                      \
-        call.data<uint16_t>(places), call.data<int32_t>(neuron_totals)                                              \
+// `count` elements of `whole` from `first` on, as a tensor of one dimension that shares its memory. dtype: that of whole.
+Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
+  const int64_t sizes[] = {count}, strides[] = {1};
+  AtenTensorHandle made = nullptr;
+  if (aoti_torch__reinterpret_tensor(whole.get(), 1, sizes, strides, first, &made) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("sparsellm_cuda: torch could not make a view of a tensor");
   }
-
-void neuron_plan(int64_t m, int64_t k, int64_t n, SPARSELLM_PLAN_TENSORS, SPARSELLM_NEURON_TENSORS) {
-  const Call call("neuron_plan", rows);
-  const sparsellm::NeuronPlan out = SPARSELLM_NEURON_PLAN;
-  call.check(sparsellm::neuron_plan(
-      plan_of(call, m, rows, tokens, slots, starts, lists, tiles, order, items, totals), m, k, n, out, call.stream()));
+  return Tensor(made);
 }
 
-void tile_gradient(Tensor dy, Tensor w_down_t, SPARSELLM_PLAN_TENSORS, OptionalTensor ups, Tensor dl1, Tensor dz,
-                   OptionalTensor du, Tensor at, Tensor places, Tensor dz_by_neuron, OptionalTensor du_by_neuron,
-                   Tensor h_by_neuron, Tensor tickets) {
-  const Call call("tile_gradient", dy);
-  const sparsellm::Gradient gradient = {call.data(ups),
-                                        call.data<float>(dl1),
-                                        call.data<uint32_t>(dz),
-                                        call.data<uint32_t>(du),
-                                        call.data<uint32_t>(at),
-                                        call.data<uint16_t>(places),
-                                        call.data<uint32_t>(dz_by_neuron),
-                                        call.data<uint32_t>(du_by_neuron),
-                                        call.data<uint32_t>(h_by_neuron),
-                                        call.data<int32_t>(tickets)};
-  call.check(sparsellm::tile_gradient(
-      call.data(dy), call.data(w_down_t), dy.size(0), dy.size(1), w_down_t.size(0),
-      plan_of(call, dy.size(0), rows, tokens, slots, starts, lists, tiles, order, items, totals), gradient,
+sparsellm::Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, const Tensor& w_up,
+                          const OptionalTensor& w_down_t) {
+  return {call.data(x), call.data(w_gate), call.data(w_up), call.data(w_down_t), x.size(0), x.size(1), w_up.size(0)};
+}
+
+// What an operator counts: l1 float32 [], fired bool [N], counts int64 [3] (nonzeros, overflow, union).
+class Statistics {
+ public:
+  Statistics(const Call& call, int64_t n)
+      : l1(call.empty({}, aoti_torch_dtype_float32())),
+        fired(call.empty({n}, aoti_torch_dtype_bool())),
+        all_counts_(call.empty({sparsellm::counts_length()}, aoti_torch_dtype_int64())) {}
+
+  sparsellm::Result result(void* y) const {
+    return {y, static_cast<float*>(l1.data_ptr()), static_cast<uint8_t*>(fired.data_ptr()),
+            static_cast<int64_t*>(all_counts_.data_ptr())};
+  }
+  Tensor counts() const { return part_of(all_counts_, 0, 3); }
+  const Tensor& all_counts() const { return all_counts_; }
+
+  const Tensor l1, fired;
+
+ private:
+  Tensor all_counts_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, Tensor w) {
+  const Call call("gate_pack", x);
+  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + 255) / 256;
+  const int32_t int32 = aoti_torch_dtype_int32();
+  const Statistics counted(call, n);
+  const Tensor words = call.empty({m, 4, column_tiles, 8}, int32), wide = call.bf16({m, n});
+  const Tensor mask = call.empty({(m + 127) / 128, column_tiles * 8}, int32);
+  const Tensor row_counts = call.empty({sparsellm::row_counts_length(m, n)}, int32);
+  call.check(sparsellm::pack(call.data(x), call.data(w), m, x.size(1), n,
+                             {call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask),
+                              call.data<int32_t>(row_counts), call.data<uint8_t>(counted.fired),
+                              call.data<int64_t>(counted.all_counts())},
+                             call.stream()));
+  return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t) {
+  const Call call("row_forward", x);
+  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
+  const Tensor y = call.bf16({layer.m, layer.k});
+  const Statistics counted(call, layer.n);
+  const Tensor workspace = call.bytes(sparsellm::row_workspace_bytes(layer.m, layer.k, layer.n));
+  call.check(sparsellm::row_forward(layer, workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
+  return {y, counted.l1, counted.fired, counted.counts()};
+}
+
+// The length of a saved buffer says which engine filled it: a multiple of 16 bytes, and the engine's number beyond.
+constexpr int64_t kTileEngine = 2;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up,
+                                                                Tensor w_down_t, int64_t capacity,
+                                                                std::optional<int64_t> long_capacity, bool ordered,
+                                                                bool saving) {
+  const Call call("tile_forward", x);
+  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
+  if (capacity < 8 || capacity % 8 != 0 || capacity > sparsellm::tile_max_capacity()) {
+    call.refuse_because("capacity is " + std::to_string(capacity) + ": it should be a multiple of 8 up to " +
+                        std::to_string(sparsellm::tile_max_capacity()));
+  }
+  const sparsellm::TileShape shape = {
+      layer.m, layer.k, layer.n, layer.gated(), capacity,
+      long_capacity ? *long_capacity : sparsellm::tile_long_capacity(layer.m, capacity), ordered};
+  const Tensor y = call.bf16({layer.m, layer.k});
+  const Statistics counted(call, layer.n);
+  const Tensor saved = call.bytes(saving ? sparsellm::tile_saved_bytes(shape) + kTileEngine : 0);
+  const Tensor workspace = call.bytes(sparsellm::tile_workspace_bytes(shape, saving));
+  call.check(sparsellm::tile_forward(layer, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
+                                     counted.result(y.data_ptr()), call.stream()));
+  return {y, counted.l1, counted.fired, counted.counts(), saved};
+}
+
+sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
+  const auto shape = sparsellm::tile_shape_of_saved(saved.numel() - kTileEngine, m, k, n, gated);
+  if (shape.capacity < 0) {
+    refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes, which tile_forward saves for no layer of this shape");
+  }
+  return shape;
+}
+
+std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1,
+                                  Tensor saved, bool float_weights) {
+  const Call call("tile_backward", x);
+  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
+  const auto shape = shape_of_saved("tile_backward", saved, layer.m, layer.k, layer.n, layer.gated());
+  const int32_t dtype = float_weights ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  std::vector<Tensor> gradients = {call.bf16({layer.m, layer.k})};
+  for (int weight = layer.gated() ? 0 : 1; weight < 2; ++weight) {
+    gradients.push_back(call.empty({layer.n, layer.k}, dtype));
+  }
+  const Tensor by_neuron = call.empty({layer.n, layer.k}, dtype);
+  const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape));
+  call.check(sparsellm::tile_backward(
+      layer, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(), workspace.data_ptr(),
+      {gradients[0].data_ptr(), layer.gated() ? gradients[1].data_ptr() : nullptr, gradients.back().data_ptr(),
+       by_neuron.data_ptr(), float_weights},
       call.stream()));
+  gradients.push_back(call.empty({layer.k, layer.n}, dtype));
+  call.check(sparsellm::transpose(by_neuron.data_ptr(), float_weights, layer.n, layer.k, gradients.back().data_ptr(),
+                                  float_weights, call.stream()));
+  return gradients;
+}
+
+int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, bool ordered) {
+  return sparsellm::tile_saved_bytes({m, 8, n, gated, capacity, 0, ordered}) + kTileEngine;
+}
+
+Tensor tile_saved_field(Tensor saved, int64_t m, int64_t n, bool gated, std::string name) {
+  const auto field = sparsellm::tile_saved_field(shape_of_saved("tile_saved_field", saved, m, 8, n, gated), name.c_str());
+  if (field.element_bytes == 0) refuse("tile_saved_field", "there is no field " + name);
+  return part_of(saved, field.offset, field.count * field.element_bytes);
+}
+
+int64_t limit(std::string name) {
+  if (name == "tile tokens") return sparsellm::tile_max_tokens(false);
+  if (name == "tile tokens with gradients") return sparsellm::tile_max_tokens(true);
+  if (name == "tile capacity") return sparsellm::tile_max_capacity();
+  refuse("limit", "there is no limit of the name " + name);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up,
+                                                                 bool saving) {
+  const Call call("dense_forward", x);
+  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, std::nullopt);
+  const int64_t plane = layer.m * layer.n * 2, planes = layer.gated() ? 2 : 1;
+  const Tensor h = call.bf16({layer.m, layer.n}), saved = call.bytes(saving ? planes * plane : 0);
+  const Statistics counted(call, layer.n);
+  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(layer.m, layer.n));
+  char* g = saving ? static_cast<char*>(saved.data_ptr()) : nullptr;
+  call.check(sparsellm::dense_forward(layer, workspace.data_ptr(), g, saving && layer.gated() ? g + plane : nullptr,
+                                      h.data_ptr(), counted.result(nullptr), call.stream()));
+  return {h, counted.l1, counted.fired, counted.counts(), saved};
+}
+
+std::vector<Tensor> dense_backward(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1) {
+  const Call call("dense_backward", dy);
+  const int64_t m = g.size(0), n = g.size(1);
+  const Tensor dz = call.bf16({m, n}), h = call.bf16({m, n});
+  const OptionalTensor du = u ? OptionalTensor(call.bf16({m, n})) : std::nullopt;
+  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(m, n));
+  call.check(sparsellm::dense_backward(call.data(dy), call.data(w_down), m, dy.size(1), n, call.data(g), call.data(u),
+                                       call.data<float>(dl1), workspace.data_ptr(), dz.data_ptr(), call.data(du),
+                                       h.data_ptr(), call.stream()));
+  return du ? std::vector<Tensor>{h, dz, *du} : std::vector<Tensor>{h, dz};
+}
+
+std::tuple<Tensor, Tensor, Tensor> pointwise_forward(Tensor z, OptionalTensor u, Tensor h) {
+  const Call call("pointwise_forward", z);
+  const int64_t m = z.size(0), n = z.size(1);
+  const Statistics counted(call, n);
+  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(m, n));
+  call.check(sparsellm::pointwise_forward(call.data(z), call.data(u), m, n, workspace.data_ptr(), call.data(h),
+                                          counted.result(nullptr), call.stream()));
+  return {counted.l1, counted.fired, counted.counts()};
+}
+
+std::vector<Tensor> pointwise_backward(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1) {
+  const Call call("pointwise_backward", z);
+  const int64_t m = z.size(0), n = z.size(1);
+  const Tensor h = call.bf16({m, n});
+  const OptionalTensor du = u ? OptionalTensor(call.bf16({m, n})) : std::nullopt;
+  call.check(sparsellm::pointwise_backward(call.data(z), call.data(u), call.data(dh), call.data<float>(dl1), m, n,
+                                           call.data(dh), call.data(du), h.data_ptr(), call.stream()));
+  return du ? std::vector<Tensor>{h, *du} : std::vector<Tensor>{h};
 }
 
 void transpose(Tensor from, Tensor to) {
@@ -167,228 +265,48 @@ void transpose(Tensor from, Tensor to) {
                                   to.element_size() == 4, call.stream()));
 }
 
-// slots: [tiles, slots of each]; tokens: the row of y at each position.
-void tile_spmm(Tensor lists, Tensor weights, OptionalTensor more_lists, OptionalTensor more_weights, Tensor slots,
-               Tensor starts, Tensor order, OptionalTensor tokens, Tensor y) {
-  const Call call("tile_spmm", y);
-  call.check(sparsellm::tile_spmm({{call.data<uint32_t>(lists), call.data<uint32_t>(more_lists)},
-                                   {call.data(weights), call.data(more_weights)},
-                                   call.data<uint16_t>(slots),
-                                   slots.size(1),
-                                   call.data<uint32_t>(starts),
-                                   starts.size(2),
-                                   call.data<int4>(order),
-                                   call.data<int32_t>(tokens),
-                                   y.size(0),
-                                   y.size(1),
-                                   call.data(y)},
-                                  call.stream()));
-}
-
-void tile_operands(Tensor lists, OptionalTensor more_lists, int64_t m, int64_t n, SPARSELLM_NEURON_TENSORS,
-                   Tensor operand, OptionalTensor more_operand) {
-  const Call call("tile_operands", lists);
-  call.check(sparsellm::tile_operands({{call.data<uint32_t>(lists), call.data<uint32_t>(more_lists)},
-                                       {call.data(operand), call.data(more_operand)},
-                                       SPARSELLM_NEURON_PLAN,
-                                       m,
-                                       n},
-                                      call.stream()));
-}
-
-void tile_weights(Tensor operand, OptionalTensor more_operand, Tensor source, SPARSELLM_NEURON_TENSORS,
-                  Tensor partials, Tensor tickets, Tensor dw, OptionalTensor more_dw) {
-  const Call call("tile_weights", source);
-  call.check(sparsellm::tile_weights({{call.data(operand), call.data(more_operand)},
-                                      call.data(source),
-                                      SPARSELLM_NEURON_PLAN,
-                                      source.size(0),
-                                      source.size(1),
-                                      dw.size(0),
-                                      {call.data(dw), call.data(more_dw)},
-                                      dw.element_size() == 4,
-                                      call.data<float>(partials),
-                                      call.data<int32_t>(tickets)},
-                                     call.stream()));
-}
-
-void rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, OptionalTensor w_up, Tensor w_down_t, Tensor dl1,
-                   Tensor dx, Tensor dw_gate, OptionalTensor dw_up, Tensor dw_down_t, Tensor planes, Tensor arrivals) {
-  const Call call("rest_backward", x);
-  sparsellm::RestBackward a = {};
-  a.rest = call.data<int32_t>(totals) + sparsellm::kRest;
-  a.x = call.data(x);
-  a.dy = call.data(dy);
-  a.w_gate = call.data(w_gate);
-  a.w_up = call.data(w_up);
-  a.w_down_t = call.data(w_down_t);
-  a.dl1 = call.data<float>(dl1);
-  a.dx = call.data(dx);
-  a.dw_gate = call.data(dw_gate);
-  a.dw_up = call.data(dw_up);
-  a.dw_down_t = call.data(dw_down_t);
-  a.float_gradients = dw_gate.element_size() == 4;
-  a.planes = call.data(planes);
-  a.arrivals = call.data<int32_t>(arrivals);
-  a.m = static_cast<int>(x.size(0));
-  a.k = static_cast<int>(x.size(1));
-  a.n = static_cast<int>(w_down_t.size(0));
-  call.check(sparsellm::rest_backward(a, call.stream()));
-}
-
-void token_order(Tensor rows, Tensor row_counts, int64_t n, Tensor workspace, Tensor tokens) {
-  const Call call("token_order", rows);
-  call.check(sparsellm::token_order(call.data<uint32_t>(rows), call.data<int32_t>(row_counts), row_counts.size(0), n,
-                                    call.data(workspace), call.data<int32_t>(tokens), call.stream()));
-}
-
-void row_ffn(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, Tensor words, Tensor wide, Tensor mask,
-             Tensor row_counts, Tensor fired, Tensor counters, Tensor workspace, Tensor tickets, Tensor l1, Tensor y) {
-  const Call call("row_ffn", words);
-  call.check(sparsellm::row_ffn(call.data(x), call.data(w_up), call.data(w_down_t), y.size(0), y.size(1),
-                                w_down_t.size(0), words_per_tile(words),
-                                packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                call.data(workspace), call.data<int32_t>(tickets), call.data<float>(l1), call.data(y),
-                                call.stream()));
-}
-
-void row_rest(OptionalTensor x, OptionalTensor w_up, Tensor w_down_t, SPARSELLM_PACKED_TENSORS, Tensor totals,
-              Tensor workspace, Tensor tickets, Tensor l1, Tensor y) {
-  const Call call("row_rest", words);
-  call.check(sparsellm::row_rest(call.data(x), call.data(w_up), call.data(w_down_t), y.size(0), y.size(1),
-                                 w_down_t.size(0), words_per_tile(words),
-                                 packed_of(call, words, wide, mask, row_counts, fired, counters),
-                                 call.data<int32_t>(totals), call.data(workspace), call.data<int32_t>(tickets),
-                                 call.data<float>(l1), call.data(y), call.stream()));
-}
-
-void dense_hidden(Tensor x, Tensor w_gate, OptionalTensor w_up, OptionalTensor g, OptionalTensor u, Tensor h,
-                  Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters) {
-  const Call call("dense_hidden", x);
-  call.check(sparsellm::dense_hidden(call.data(x), call.data(w_gate), call.data(w_up), x.size(0), x.size(1),
-                                     w_gate.size(0), call.data(g), call.data(u), call.data(h),
-                                     call.data<float>(l1_partials), call.data<float>(l1), call.data<uint8_t>(fired),
-                                     call.data<int64_t>(counters), call.stream()));
-}
-
-void dense_gradient(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1, Tensor dz, OptionalTensor du,
-                    Tensor h, Tensor counters) {
-  const Call call("dense_gradient", dy);
-  call.check(sparsellm::dense_gradient(call.data(dy), call.data(w_down), dy.size(0), dy.size(1), w_down.size(1),
-                                       call.data(g), call.data(u), call.data<float>(dl1), call.data(dz), call.data(du),
-                                       call.data(h), call.data<int64_t>(counters), call.stream()));
-}
-
-void pointwise(Tensor z, OptionalTensor u, Tensor h, Tensor l1_partials, Tensor l1, Tensor fired, Tensor counters) {
-  const Call call("pointwise", z);
-  call.check(sparsellm::pointwise(call.data(z), call.data(u), z.size(0), z.size(1), call.data(h),
-                                  call.data<float>(l1_partials), call.data<float>(l1), call.data<uint8_t>(fired),
-                                  call.data<int64_t>(counters), call.stream()));
-}
-
-void pointwise_gradient(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1, Tensor dz, OptionalTensor du, Tensor h) {
-  const Call call("pointwise_gradient", z);
-  call.check(sparsellm::pointwise_gradient(call.data(z), call.data(u), call.data(dh), call.data<float>(dl1), z.numel(),
-                                           call.data(dz), call.data(du), call.data(h), call.stream()));
-}
-
-// The parts of the schemas that several operators share, in the order of the structs of launch.h.
-#define SPARSELLM_PACKED "Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
-#define SPARSELLM_LISTS "Tensor rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, "
-#define SPARSELLM_QUEUE "Tensor tiles, Tensor order, Tensor items, "
-#define SPARSELLM_BY_NEURON "Tensor frequencies, Tensor ranks, Tensor neurons, Tensor masks, Tensor before, Tensor neuron_slots, Tensor counts, Tensor bases, Tensor neuron_starts, Tensor neuron_tiles, Tensor neuron_order, Tensor at, Tensor places, Tensor neuron_totals, "
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
-      "gate_pack(Tensor x, Tensor w, Tensor(a!) words, Tensor(b!) wide, Tensor(c!) mask, Tensor(d!) row_counts, "
-      "Tensor(e!) fired, Tensor(f!) counters, bool for_row) -> ()");
+      "gate_pack(Tensor x, Tensor w) -> (Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
+      "Tensor counts)");
   library.def(
-      "pack_rows(" SPARSELLM_PACKED
-      "Tensor counters, Tensor(a!) rows, Tensor? tokens, Tensor slots, Tensor starts, Tensor lists, Tensor tiles, "
-      "Tensor order, Tensor items, Tensor(b!) totals) -> ()");
-  library.def("order_workspace(int m, int n) -> int");
-  library.def("token_order(Tensor rows, Tensor row_counts, int n, Tensor(a!) workspace, Tensor(b!) tokens) -> ()");
+      "row_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t) -> (Tensor y, Tensor l1, Tensor fired, "
+      "Tensor counts)");
   library.def(
-      "tile_plan(" SPARSELLM_PACKED "Tensor(a!) counters, Tensor rows, Tensor? tokens, Tensor(b!) slots, "
-      "Tensor(c!) starts, Tensor(d!) lists, Tensor(e!) tiles, Tensor(f!) order, Tensor(g!) items, Tensor(h!) totals) "
-      "-> ()");
+      "tile_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, int capacity, int? long_capacity, "
+      "bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
   library.def(
-      "tile_up(Tensor? x, Tensor? w_up, int m, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor(a!) totals, Tensor(b!) hidden, Tensor(c!)? ups, Tensor(d!) l1_partials, Tensor(e!) l1) -> ()");
+      "tile_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1, Tensor saved, "
+      "bool float_weights) -> Tensor[]");
+  library.def("tile_saved_bytes(int m, int n, bool gated, int capacity, bool ordered) -> int");
+  library.def("tile_saved_field(Tensor saved, int m, int n, bool gated, str name) -> Tensor");
+  library.def("limit(str name) -> int");
   library.def(
-      "neuron_plan(int m, int k, int n, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor totals, Tensor(a!) frequencies, Tensor(b!) ranks, Tensor(c!) neurons, Tensor(d!) masks, "
-      "Tensor(e!) before, Tensor(f!) neuron_slots, Tensor(g!) counts, Tensor(h!) bases, Tensor(i!) neuron_starts, "
-      "Tensor(j!) neuron_tiles, Tensor(k!) neuron_order, Tensor(l!) at, Tensor(m!) places, "
-      "Tensor(n!) neuron_totals) -> ()");
-  library.def(
-      "tile_gradient(Tensor dy, Tensor w_down_t, " SPARSELLM_LISTS SPARSELLM_QUEUE
-      "Tensor totals, Tensor? ups, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor at, Tensor places, "
-      "Tensor(c!) dz_by_neuron, Tensor(d!)? du_by_neuron, Tensor(e!) h_by_neuron, Tensor(f!) tickets) -> ()");
-  library.def(
-      "tile_spmm(Tensor lists, Tensor weights, Tensor? more_lists, Tensor? more_weights, Tensor slots, Tensor starts, "
-      "Tensor order, Tensor? tokens, Tensor(a!) y) -> ()");
-  library.def(
-      "tile_operands(Tensor lists, Tensor? more_lists, int m, int n, " SPARSELLM_BY_NEURON
-      "Tensor(a!) operand, Tensor(b!)? more_operand) -> ()");
-  library.def(
-      "tile_weights(Tensor operand, Tensor? more_operand, Tensor source, " SPARSELLM_BY_NEURON
-      "Tensor(a!) partials, Tensor(b!) tickets, Tensor(c!) dw, Tensor(d!)? more_dw) -> ()");
+      "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, bool saving) -> (Tensor h, Tensor l1, Tensor fired, "
+      "Tensor counts, Tensor saved)");
+  library.def("dense_backward(Tensor dy, Tensor w_down, Tensor g, Tensor? u, Tensor dl1) -> Tensor[]");
+  library.def("pointwise_forward(Tensor z, Tensor? u, Tensor(a!) h) -> (Tensor l1, Tensor fired, Tensor counts)");
+  library.def("pointwise_backward(Tensor z, Tensor? u, Tensor(a!) dh, Tensor dl1) -> Tensor[]");
   library.def("transpose(Tensor from, Tensor(a!) to) -> ()");
-  library.def("row_workspace(int m, int k, int n) -> int");
-  library.def("row_rest_workspace(int m, int k) -> int");
-  library.def(
-      "row_ffn(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
-      "Tensor(a!) counters, Tensor(b!) workspace, Tensor(c!) tickets, Tensor(d!) l1, Tensor(e!) y) -> ()");
-  library.def(
-      "row_rest(Tensor? x, Tensor? w_up, Tensor w_down_t, " SPARSELLM_PACKED
-      "Tensor counters, Tensor totals, Tensor(a!) workspace, Tensor(b!) tickets, Tensor(c!) l1, Tensor(d!) y) -> ()");
-  library.def(
-      "dense_hidden(Tensor x, Tensor w_gate, Tensor? w_up, Tensor(a!)? g, Tensor(b!)? u, Tensor(c!) h, "
-      "Tensor(d!) l1_partials, Tensor(e!) l1, Tensor(f!) fired, Tensor(g!) counters) -> ()");
-  library.def(
-      "dense_gradient(Tensor dy, Tensor w_down, Tensor g, Tensor? u, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, "
-      "Tensor(c!) h, Tensor(d!) counters) -> ()");
-  library.def(
-      "pointwise(Tensor z, Tensor? u, Tensor(a!) h, Tensor(b!) l1_partials, Tensor(c!) l1, Tensor(d!) fired, "
-      "Tensor(e!) counters) -> ()");
-  library.def(
-      "pointwise_gradient(Tensor z, Tensor? u, Tensor dh, Tensor dl1, Tensor(a!) dz, Tensor(b!)? du, Tensor(c!) h) "
-      "-> ()");
-  library.def("rest_backward_workspace(int m, int n) -> int");
-  library.def(
-      "rest_backward(Tensor totals, Tensor x, Tensor dy, Tensor w_gate, Tensor? w_up, Tensor w_down_t, Tensor dl1, "
-      "Tensor(a!) dx, Tensor(b!) dw_gate, Tensor(c!)? dw_up, Tensor(d!) dw_down_t, Tensor(e!) planes, "
-      "Tensor(f!) arrivals) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
-  library.impl("neuron_plan", TORCH_BOX(&neuron_plan));
-  library.impl("tile_gradient", TORCH_BOX(&tile_gradient));
-  library.impl("tile_spmm", TORCH_BOX(&tile_spmm));
-  library.impl("tile_operands", TORCH_BOX(&tile_operands));
-  library.impl("tile_weights", TORCH_BOX(&tile_weights));
-  library.impl("transpose", TORCH_BOX(&transpose));
-  library.impl("rest_backward", TORCH_BOX(&rest_backward));
-  library.impl("pointwise_gradient", TORCH_BOX(&pointwise_gradient));
   library.impl("gate_pack", TORCH_BOX(&gate_pack));
-  library.impl("pack_rows", TORCH_BOX(&pack_rows));
-  library.impl("token_order", TORCH_BOX(&token_order));
-  library.impl("tile_plan", TORCH_BOX(&tile_plan));
-  library.impl("tile_up", TORCH_BOX(&tile_up));
-  library.impl("row_ffn", TORCH_BOX(&row_ffn));
-  library.impl("row_rest", TORCH_BOX(&row_rest));
-  library.impl("dense_hidden", TORCH_BOX(&dense_hidden));
-  library.impl("dense_gradient", TORCH_BOX(&dense_gradient));
-  library.impl("pointwise", TORCH_BOX(&pointwise));
+  library.impl("row_forward", TORCH_BOX(&row_forward));
+  library.impl("tile_forward", TORCH_BOX(&tile_forward));
+  library.impl("tile_backward", TORCH_BOX(&tile_backward));
+  library.impl("tile_saved_field", TORCH_BOX(&tile_saved_field));
+  library.impl("dense_forward", TORCH_BOX(&dense_forward));
+  library.impl("dense_backward", TORCH_BOX(&dense_backward));
+  library.impl("pointwise_forward", TORCH_BOX(&pointwise_forward));
+  library.impl("pointwise_backward", TORCH_BOX(&pointwise_backward));
+  library.impl("transpose", TORCH_BOX(&transpose));
 }
 
 // Sizes: numbers alone, so of no device.
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
-  library.impl("order_workspace", TORCH_BOX(&sparsellm::order_workspace));
-  library.impl("row_workspace", TORCH_BOX(&sparsellm::row_workspace));
-  library.impl("row_rest_workspace", TORCH_BOX(&sparsellm::row_rest_workspace));
-  library.impl("rest_backward_workspace", TORCH_BOX(&sparsellm::rest_backward_workspace));
+  library.impl("tile_saved_bytes", TORCH_BOX(&tile_saved_bytes));
+  library.impl("limit", TORCH_BOX(&limit));
 }

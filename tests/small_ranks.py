@@ -11,7 +11,7 @@ from small_run import force_plans, small_trainer
 
 from sparsellm.ops import dispatch
 
-dispatch.LISTED_PER_TOKEN = dispatch.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
+dispatch.ROOM = dispatch.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
 folder = Path(sys.argv[1])
 with small_trainer(folder / "run", *sys.argv[2:]) as trainer:
     rank = trainer.ranks.rank

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
-from sparsellm.ops import ENGINES, choose_engine, gated_ffn, neuron_major, nongated_ffn, plan_of
+from sparsellm.model.engine_choice import NeuronMajor
+from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.dispatch import room_for
+from sparsellm.ops.feedforward import forward
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
@@ -51,18 +53,18 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
     """The row of one layer on its inputs x [M, K]."""
     gated = hasattr(block, "gate_proj")
     x, *weights = (t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :])))
-    operator, dense = (gated_ffn, _dense_gated) if gated else (nongated_ffn, _dense_nongated)
+    dense, up = (_dense_gated, weights[:2]) if gated else (_dense_nongated, (None, weights[0]))
     active = torch.relu(x @ weights[0].T) != 0
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
-    engine = ENGINES[choose_engine(tokens, width, neurons, nonzeros, unions)]
-    plan, w_down_t = plan_of(engine, room=room_for(nonzeros / tokens)), neuron_major(weights[-1])
+    plan = Plan(choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
+    w_down_t = NeuronMajor.of(weights[-1], None).weight
     compiled = torch.compile(dense, dynamic=False)
     times = milliseconds(
         {
             "eager": lambda: dense(x, *weights),
             "compiled": lambda: compiled(x, *weights),
-            "engine": lambda: operator(x, *weights, plan, w_down_t),
+            "engine": lambda: forward(x, *up, weights[-1], plan, w_down_t, False),
         }
     )
     dense_ms = min(times["eager"], times["compiled"])
@@ -70,7 +72,7 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
         "tokens": tokens,
         "nonzeros": nonzeros / tokens,
         "union": unions / tiles(tokens, TOKEN_TILE),
-        "engine": engine,
+        "engine": plan.engine.name,
         "dense_ms": dense_ms,
         "engine_ms": times["engine"],
         "speedup": dense_ms / times["engine"],

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluFeedForward
-from sparsellm.ops import MAX_COLUMNS, MULTIPLE, gated_ffn, nongated_ffn
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
 
 OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return statistics beside y
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -87,9 +87,9 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
 def _probe(name: str, module: nn.Module) -> None:
     """Raise ValueError unless the module computes what the operator does on random tokens."""
     gated = "gate_proj" in module._modules
-    weights = [getattr(module, p).weight for p in PROJECTIONS[not gated :]]
-    x = torch.randn(PROBE_TOKENS, weights[0].shape[1], generator=torch.Generator().manual_seed(0)).to(weights[0])
-    ours, expected = (gated_ffn if gated else nongated_ffn)(x, *weights, plan=None).y, module(x[None])[0]
+    gate, up, down = (getattr(module, p).weight if p in module._modules else None for p in PROJECTIONS)
+    x = torch.randn(PROBE_TOKENS, up.shape[1], generator=torch.Generator().manual_seed(0)).to(up)
+    ours, expected = feedforward(x, gate, up, down, plan=None).y, module(x[None])[0]
     if not (ours - expected).norm() <= PROBE_TOLERANCE * ours.norm():
         formula = "down(relu(gate(x)) * up(x))" if gated else "down(relu(up(x)))"
         raise ValueError(f"{name}, a {kind(module)}, computes something else: it should compute {formula}")

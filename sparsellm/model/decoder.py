@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sparsellm import ops
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model.cross_entropy import linear_cross_entropy, softmax_cross_entropy
-from sparsellm.ops import FeedForwardOutput, gated_ffn, nongated_ffn
+from sparsellm.ops import FeedForwardOutput
 
 
 @dataclass
@@ -84,7 +85,8 @@ class GatedFeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> FeedForwardOutput:
-        out = gated_ffn(x.flatten(0, 1), self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, plan=None)
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        out = ops.feedforward(x.flatten(0, 1), *weights, plan=None)
         return out._replace(y=out.y.view(x.shape))
 
 
@@ -97,7 +99,7 @@ class NonGatedFeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> FeedForwardOutput:
-        out = nongated_ffn(x.flatten(0, 1), self.up_proj.weight, self.down_proj.weight, plan=None)
+        out = ops.feedforward(x.flatten(0, 1), None, self.up_proj.weight, self.down_proj.weight, plan=None)
         return out._replace(y=out.y.view(x.shape))
 
 

@@ -1,28 +1,19 @@
-"""The feedforward operators: tensors in, tensors out; nothing here knows modules or configurations."""
+"""The feedforward operator: tensors in, tensors out; nothing here knows modules or configurations."""
 
-from sparsellm.ops.dispatch import ENGINES, choose_engine, choose_training_engine
-from sparsellm.ops.feedforward import (
-    MAX_COLUMNS,
-    MULTIPLE,
-    FeedForwardOutput,
-    gated_ffn,
-    nongated_ffn,
-    plan_of,
-    saved_bytes,
-)
-from sparsellm.ops.layout import NeuronMajor, neuron_major
+from sparsellm.ops.dispatch import choose_engine, choose_training_engine
+from sparsellm.ops.feedforward import MULTIPLE, FeedForwardOutput, feedforward, saved_bytes
+from sparsellm.ops.plan import ENGINES, Engine, Plan
+from sparsellm.ops.twell import MAX_COLUMNS
 
 __all__ = [
     "ENGINES",
     "MAX_COLUMNS",
     "MULTIPLE",
+    "Engine",
     "FeedForwardOutput",
-    "NeuronMajor",
+    "Plan",
     "choose_engine",
     "choose_training_engine",
-    "gated_ffn",
-    "neuron_major",
-    "nongated_ffn",
-    "plan_of",
+    "feedforward",
     "saved_bytes",
 ]

@@ -3,6 +3,7 @@
     choose_engine            a forward pass
     choose_training_engine   the forward and the backward pass of a micro-batch
     room_for                 how many nonzeros per token the tile engine is given room for
+    capacity, orders, fuses  what a call of so many tokens is given: room in lists, an order of its tokens, fused kernels
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
 costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
@@ -11,10 +12,8 @@ Letters: M tokens, K model width, N neurons.
 
 import math
 
+from sparsellm.ops.plan import ROOM, Engine
 from sparsellm.ops.twell import TOKEN_TILE
-
-DENSE, ROW, TILE = 0, 1, 2  # plan[0]: the engine
-ENGINES = ("dense", "row", "tile")  # their names
 
 PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
 TILE_FLOPS = 760e12  # per second, gathered products of the tile engine
@@ -38,7 +37,8 @@ TILE_MAX_NONZEROS = 320  # per token of LARGE_BATCH tokens or more: it was measu
 LARGE_BATCH = 16_384  # tokens
 MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
 SMALL_BATCH_MAX_NONZEROS = 256  # of fewer: measured with up to 116, and few full tiles leave multiprocessors idle
-LISTED_PER_TOKEN = 320  # nonzeros per token that the tile engine's lists hold, unless the plan says otherwise
+ALL_FIT = 1 << 22  # activations of a call, M N, up to which the tile engine's lists hold them all, whatever the room
+MIN_FUSED_TOKENS = 1344  # of fewer, cuBLAS and elementwise kernels mostly take less time, of more mostly not (LOG.md)
 # Real batches differ by several times, and one without room takes ten times as long or more.
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
@@ -57,11 +57,29 @@ TRAINING_SECONDS_PER_NONZERO = 0.115e-9  # at ROW_WIDTH
 def room_for(per_token: float) -> int:
     """A plan's room, nonzeros per token, where a batch had `per_token`: for several times as many."""
     room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
-    return max(room, LISTED_PER_TOKEN)
+    return max(room, ROOM)
 
 
-def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None) -> int:
-    """DENSE, ROW or TILE for `tokens` tokens of a layer with `width` K and `neurons` N.
+def capacity(tokens: int, neurons: int, room: int) -> int:
+    """How many nonzeros the tile engine's lists hold, for `room` per token: a multiple of 8."""
+    words = tokens * neurons if tokens * neurons <= ALL_FIT else tokens * min(room, neurons)
+    return -(-words // 8) * 8
+
+
+def orders(tokens: int) -> bool:
+    """Whether the tile engine brings together tokens that fire the same neurons."""
+    return tokens >= MIN_ORDERED_TOKENS
+
+
+def fuses(tokens: int) -> bool:
+    """Whether the dense engine computes its elementwise half where the products end."""
+    return tokens >= MIN_FUSED_TOKENS
+
+
+def choose_engine(
+    tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
+) -> Engine:
+    """The engine for `tokens` tokens of a layer with `width` K and `neurons` N.
 
     nnz: nonzero activations; union: neurons active in each 128-token tile; both summed over `tokens` tokens, as
     FeedForwardOutput counts them (union < 0: not measured, so no tile engine). `current`: the engine now in use; the
@@ -69,13 +87,13 @@ def choose_engine(tokens: int, width: int, neurons: int, nnz: float, union: floa
     """
     if tokens <= FEW_TOKENS:
         share = FEWEST_TOKENS_MAX_SHARE if tokens <= FEWEST_TOKENS else FEW_TOKENS_MAX_SHARE
-        return ROW if nnz <= min(FEW_TOKENS_MAX_DENSITY * tokens, share) * neurons else DENSE
+        return Engine.row if nnz <= min(FEW_TOKENS_MAX_DENSITY * tokens, share) * neurons else Engine.dense
     if tokens < MANY_TOKENS:
-        return DENSE
+        return Engine.dense
     seconds = estimates(tokens, width, neurons, nnz, union)
-    needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
-    if union < 0 or not _is_near_what_was_measured(tokens, nnz) or seconds[TILE] > needed:
-        del seconds[TILE]
+    needed = seconds[Engine.dense] * (1 if current == Engine.tile else 1 - TILE_MARGIN)
+    if union < 0 or not _is_near_what_was_measured(tokens, nnz) or seconds[Engine.tile] > needed:
+        del seconds[Engine.tile]
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -84,7 +102,7 @@ def _is_near_what_was_measured(tokens: int, nnz: float) -> bool:
     return nnz <= tokens * (TILE_MAX_NONZEROS if tokens >= LARGE_BATCH else SMALL_BATCH_MAX_NONZEROS)
 
 
-def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
+def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[Engine, float]:
     """Seconds of everything after the gate product, by engine; arguments as of `choose_engine`."""
     listed = TILE_SECONDS_PER_NONZERO * nnz
     gathered = 4 * union * TOKEN_TILE * width / TILE_FLOPS
@@ -92,24 +110,24 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
     if tokens < MIN_ORDERED_TOKENS:
         batch = UNORDERED_SECONDS + UNORDERED_SECONDS_PER_MEAN * nnz / max(tokens, 1)
     return {
-        DENSE: DENSE_SECONDS + 4 * tokens * width * neurons / DENSE_FLOPS,
-        ROW: PACKING_SECONDS + ROW_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
-        TILE: PACKING_SECONDS + batch + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
+        Engine.dense: DENSE_SECONDS + 4 * tokens * width * neurons / DENSE_FLOPS,
+        Engine.row: PACKING_SECONDS + ROW_SECONDS + ROW_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH,
+        Engine.tile: PACKING_SECONDS + batch + TILE_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }
 
 
 def choose_training_engine(
-    tokens: int, width: int, neurons: int, nnz: float, union: float, current: int | None = None
-) -> int:
-    """DENSE or TILE for the forward and backward pass of `tokens` tokens; arguments as of `choose_engine`."""
+    tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
+) -> Engine:
+    """The engine, dense or tile, for the forward and backward pass of `tokens` tokens; arguments as of `choose_engine`."""
     if tokens < MANY_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
-        return DENSE
+        return Engine.dense
     seconds = training_estimates(tokens, width, neurons, nnz, union)
-    needed = seconds[DENSE] * (1 if current == TILE else 1 - TILE_MARGIN)
-    return TILE if seconds[TILE] <= needed else DENSE
+    needed = seconds[Engine.dense] * (1 if current == Engine.tile else 1 - TILE_MARGIN)
+    return Engine.tile if seconds[Engine.tile] <= needed else Engine.dense
 
 
-def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[int, float]:
+def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[Engine, float]:
     """Seconds of the forward and backward pass but for the gate product, by engine; arguments as of `choose_engine`.
 
     The gradients of the gate product differ by engine, and are among them.
@@ -117,6 +135,6 @@ def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union:
     listed = TRAINING_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH
     gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_TRAINING_FLOPS
     return {
-        DENSE: DENSE_SECONDS + DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
-        TILE: PACKING_SECONDS + TRAINING_SECONDS + TRAINING_SECONDS_PER_TOKEN * tokens + listed + gathered,
+        Engine.dense: DENSE_SECONDS + DENSE_TRAINING_PRODUCTS * 2 * tokens * width * neurons / DENSE_TRAINING_FLOPS,
+        Engine.tile: PACKING_SECONDS + TRAINING_SECONDS + TRAINING_SECONDS_PER_TOKEN * tokens + listed + gathered,
     }

@@ -1,7 +1,7 @@
 """TwELL, the packed form of the sparse activations, in plain PyTorch: the executable specification of the CUDA kernels.
 
-Letters: M tokens, N neurons, C the compression. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles,
-W = 256 / C words of one row of one tile.
+Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of one row
+of one tile: one word for eight columns.
 
 A row of a tile (a segment) holds its nonzeros in W 32-bit words: word 0 how many there are; words 1 to count the
 values, `bfloat16 bits << 16 | column`, columns ascending, counted from the row's start. A segment with more than W - 1
@@ -19,14 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TOKEN_TILE = 128  # tokens of a token tile
+MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16
 COLUMN_TILE = 256  # columns of a column tile, the gate product's own tile
-COMPRESSIONS = (2, 4, 8, 16)
+COMPRESSION = 8  # columns for each word
+WORDS = COLUMN_TILE // COMPRESSION  # W
 WORD_BITS = 32
 SECTOR_WORDS = 8  # of a segment, side by side: 32 bytes, what memory is read in
 
 
 class PackedGate(NamedTuple):
-    words: Tensor  # int32 [M, W / 8, NT, 8]
+    words: Tensor  # int32 [M, 4, NT, 8]
     wide: Tensor  # bfloat16 [M, N]: the segments with more than W - 1 nonzeros; undefined elsewhere
     mask: Tensor  # int32 [MT, NT * 8]: bit n % 32 of word n / 32: neuron n fires for some token of the tile
     row_counts: Tensor  # int32 [M]: nonzeros of each token
@@ -45,23 +47,23 @@ def segments(words: Tensor) -> Tensor:
     return words.transpose(1, 2).flatten(2)
 
 
-def pack(h: Tensor, compression: int) -> PackedGate:
-    """h bfloat16 [M, N], packed; compression one of COMPRESSIONS. Undefined places are zero here."""
+def pack(h: Tensor) -> PackedGate:
+    """h bfloat16 [M, N], packed. Undefined places are zero here."""
     m, n = h.shape
     token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
-    width, words_per_tile = column_tiles * COLUMN_TILE, COLUMN_TILE // compression
+    width = column_tiles * COLUMN_TILE
     # On bits, for copying bfloat16 may change those of a NaN.
     bits = F.pad(h.contiguous().view(torch.int16).int(), (0, width - n)).view(m, column_tiles, COLUMN_TILE)
     active = (bits & 0x7FFF) != 0
     counts = active.sum(-1, dtype=torch.int32)
-    fits = counts < words_per_tile
+    fits = counts < WORDS
 
     columns = torch.arange(width, dtype=torch.int32, device=h.device)
     values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
     kept = active & fits[..., None]
-    slot = torch.where(kept, active.cumsum(-1), words_per_tile)  # what is not kept goes to a place beyond the last
-    words = bits.new_zeros((m, column_tiles, words_per_tile + 1))
-    words = words.scatter_(2, slot, values)[..., :words_per_tile]
+    slot = torch.where(kept, active.cumsum(-1), WORDS)  # what is not kept goes to a place beyond the last
+    words = bits.new_zeros((m, column_tiles, WORDS + 1))
+    words = words.scatter_(2, slot, values)[..., :WORDS]
     words[..., 0] = counts
     words = words.unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
     wide = torch.where(fits[..., None], 0, bits).view(m, width)[:, :n].to(torch.int16).view(torch.bfloat16)
@@ -79,11 +81,11 @@ def pack(h: Tensor, compression: int) -> PackedGate:
 def unpack(packed: PackedGate, n: int) -> Tensor:
     """The bfloat16 [M, N] that was packed, with +0.0 for -0.0; reads nothing undefined."""
     words = segments(packed.words)
-    m, column_tiles, words_per_tile = words.shape
+    m, column_tiles, _ = words.shape
     width = column_tiles * COLUMN_TILE
     counts, slots = words[..., :1], words[..., 1:]
-    fits = counts < words_per_tile
-    used = fits & (torch.arange(words_per_tile - 1, device=counts.device) < counts)
+    fits = counts < WORDS
+    used = fits & (torch.arange(WORDS - 1, device=counts.device) < counts)
     column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes to a place beyond the last
     dense = slots.new_zeros((m, width + 1)).scatter_(1, column.flatten(1), (slots >> 16).flatten(1))[:, :n]
     full = ~fits.expand(m, column_tiles, COLUMN_TILE).reshape(m, width)[:, :n]

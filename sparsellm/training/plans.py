@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sparsellm.config import Config
 from sparsellm.model import Decoder
-from sparsellm.ops import ENGINES, choose_training_engine, plan_of
-from sparsellm.ops.dispatch import DENSE, TILE_MAX_NONZEROS, room_for
+from sparsellm.ops import Engine, Plan, choose_training_engine
+from sparsellm.ops.dispatch import TILE_MAX_NONZEROS, room_for
 from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
@@ -51,15 +51,20 @@ class Plans:
         micro_batches = math.ceil(sequences / config.runtime.micro_batch_size)
         self.tokens = sequences * training.sequence_length // micro_batches  # of the mean micro-batch
         self.tokens_per_step = training.batch_size * training.sequence_length
-        self.plans = [plan_of() for _ in decoder.layers]
-        for layer, plan in zip(decoder.layers, self.plans, strict=True):
-            layer.mlp.training_plan = plan
+        self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call
+        for layer, tensor in zip(decoder.layers, self.tensors, strict=True):
+            layer.mlp.training_plan = tensor
         self.counts: Counts | None = None  # not decided yet
 
     @property
-    def engines(self) -> list[str]:
+    def plans(self) -> list[Plan]:
         """In effect, by layer."""
-        return [ENGINES[int(plan[0])] for plan in self.plans]
+        return [Plan.read(tensor) for tensor in self.tensors]
+
+    @property
+    def engines(self) -> list[str]:
+        """The names of the engines in effect, by layer."""
+        return [plan.engine.name for plan in self.plans]
 
     def before(self, step: int) -> None:
         """Decide, if `step` is one to decide before. Waits then for the step DELAY before."""
@@ -67,13 +72,13 @@ class Plans:
             return
         counts, self.counts = self.counts.read(), None
         share = self.tokens / self.tokens_per_step
-        for plan, nnz, union, fullest in zip(self.plans, *counts, strict=True):
+        for tensor, plan, nnz, union, fullest in zip(self.tensors, self.plans, *counts, strict=True):
             engine = choose_training_engine(
-                self.tokens, self.width, self.neurons, nnz * share, union * share, current=int(plan[0])
+                self.tokens, self.width, self.neurons, nnz * share, union * share, current=plan.engine
             )
             if fullest > TILE_MAX_NONZEROS:
-                engine = DENSE  # once without room, such a one would take far longer than the others win
-            plan.copy_(plan_of(ENGINES[engine], room=room_for(fullest)))
+                engine = Engine.dense  # once without room, such a one would take far longer than the others win
+            tensor.copy_(Plan(engine, room_for(fullest)).tensor())
 
     def after(self, step: int, sums: StepSums) -> None:
         """Send what `step` counted, if it is one to decide from. Collective."""
@@ -87,12 +92,14 @@ class Plans:
     def state(self) -> dict[str, Any]:
         """All that the next steps depend on, for JSON. Waits for counts that are under way."""
         counts = None if self.counts is None else {"step": self.counts.step, "values": self.counts.read()}
-        return {"plans": [plan.tolist() for plan in self.plans], "counts": counts}
+        return {"plans": [list(plan) for plan in self.plans], "counts": counts}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results."""
-        for plan, values in zip(self.plans, state["plans"], strict=True):
-            plan.copy_(torch.tensor(values, dtype=plan.dtype))
+        for tensor, (engine, *_, room) in zip(
+            self.tensors, state["plans"], strict=True
+        ):  # older ones have three values
+            tensor.copy_(Plan(Engine(engine), room).tensor())
         counts = state["counts"]
         if counts is not None:
             self.counts = Counts(counts["step"], torch.tensor(counts["values"], dtype=torch.float64), None)

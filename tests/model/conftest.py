@@ -1,17 +1,15 @@
 """`hollow`: accelerated models without a GPU.
 
-There the operator runs dense. The whole machinery runs around a stand-in at the place where it is called, which notes
-the engine that each call asks for, and returns the counts that a test sets.
+There the operator runs dense. The whole machinery runs around stand-ins at the places where it is called, which note
+the engine that each call asks for, and return the counts that a test sets.
 """
 
 import pytest
 import torch
 from model.small_models import logits
 
-from sparsellm.model import Decoder
-from sparsellm.model import accelerate as module
-from sparsellm.ops import ENGINES, plan_of
-from sparsellm.ops.layout import check_fresh
+from sparsellm.model import Decoder, accelerate, engine_choice
+from sparsellm.ops import Engine, Plan
 
 
 class Hollow:
@@ -20,19 +18,24 @@ class Hollow:
     def __init__(self):
         self.engines, self.copies, self.nnz, self.union = [], [], None, None
 
-    def stand_for(self, operator):
-        def run(*arguments):
-            *tensors, plan, w_down_t = arguments
-            if plan is None:
-                self.engines.append("traced")
-                return operator(*tensors, None)
-            self.engines.append(ENGINES[int(plan[0])])
+    def stand_for_forward(self, forward):
+        def run(x, w_gate, w_up, w_down, plan, w_down_t, saving):
+            self.engines.append(plan.engine.name)
             self.copies.append(w_down_t)
-            if self.engines[-1] != "dense":
-                check_fresh(w_down_t.weight, w_down_t.stamp, tensors[-1])
-                assert torch.equal(w_down_t.weight, tensors[-1].T)
-            out = operator(*tensors, plan_of("dense"), w_down_t)
-            return out if self.nnz is None else out._replace(nnz=out.nnz * 0 + self.nnz, union=out.nnz * 0 + self.union)
+            assert plan.engine == Engine.dense or torch.equal(w_down_t, w_down.T)
+            y, l1, fired, counts, saved = forward(x, w_gate, w_up, w_down, Plan(), None, saving)
+            if self.nnz is not None:
+                counts = torch.tensor([self.nnz, 0, self.union])
+            return y, l1, fired, counts, saved
+
+        return run
+
+    def stand_for_feedforward(self, feedforward):
+        def run(*tensors_and_plan):
+            *tensors, plan = tensors_and_plan
+            name = "traced" if plan is None else (plan if isinstance(plan, Plan) else Plan.read(plan)).engine.name
+            self.engines.append(name)
+            return feedforward(*tensors, None if plan is None else Plan())
 
         return run
 
@@ -45,11 +48,18 @@ class Hollow:
 
 
 @pytest.fixture
-def hollow(monkeypatch):
+def small_choices(monkeypatch):
+    """Choices as on a GPU, in models this small: the CPU's float32 for the GPU's bfloat16, few tokens for many."""
+    monkeypatch.setattr(accelerate.build, "load", lambda: None)
+    monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
+    monkeypatch.setattr(engine_choice, "COUNT_EVERY", 1)
+    for module in (engine_choice, accelerate):
+        monkeypatch.setattr(module, "sparse_engines_take", lambda tensor: tensor.dtype == torch.float32)
+
+
+@pytest.fixture
+def hollow(small_choices, monkeypatch):
     stand_in = Hollow()
-    monkeypatch.setattr(module.build, "load", lambda: None)
-    monkeypatch.setattr(module, "MANY_TOKENS", 128)  # enough tokens to be many, in models this small
-    monkeypatch.setattr(module, "sparse_engines_take", lambda _device, dtype: dtype == torch.float32)
-    for name in ("gated_ffn", "nongated_ffn"):
-        monkeypatch.setattr(module, name, stand_in.stand_for(getattr(module, name)))
+    monkeypatch.setattr(engine_choice, "forward", stand_in.stand_for_forward(engine_choice.forward))
+    monkeypatch.setattr(accelerate, "feedforward", stand_in.stand_for_feedforward(accelerate.feedforward))
     return stand_in

@@ -15,7 +15,8 @@ MODELS = ["llama", "arcee", "decoder", "nongated_decoder"]
 def make(name, **changes):
     torch.manual_seed(0)
     if "decoder" in name:
-        config = ModelConfig(96, 32, 64, 2, 4, context_length=256, init_std=0.2, gated=name == "decoder")
+        layer_count = changes.get("num_hidden_layers", 2)
+        config = ModelConfig(96, 32, 64, layer_count, 4, context_length=256, init_std=0.2, gated=name == "decoder")
         return Decoder(config, changes.get("activation", Activation.relu)).eval()
     config, model = (LlamaConfig, LlamaForCausalLM) if name == "llama" else (ArceeConfig, ArceeForCausalLM)
     settings = {**SIZE, "hidden_act": "relu", "initializer_range": 0.2, "max_position_embeddings": 256, **changes}

@@ -7,8 +7,8 @@ from torch import nn
 
 import sparsellm
 from sparsellm.model import Decoder
-from sparsellm.model import accelerate as module
-from sparsellm.ops import plan_of
+from sparsellm.model import engine_choice as module
+from sparsellm.ops import Plan
 
 # Which engine runs.
 
@@ -39,12 +39,13 @@ def test_between_few_and_many_tokens_calls_stay_dense_and_count_nothing(hollow, 
     for count, engines in ((64, ["row", "row"]), (65, ["dense", "dense"]), (127, ["dense", "dense"])):
         for _ in range(2):
             assert hollow.of(model, tokens(count)) == engines
-    assert vars(model)[module.ATTRIBUTE].sent is None
+    for block in blocks(model):
+        block.choice.counted = 0
     with monkeypatch.context() as capture:
-        capture.setattr(module, "_is_capturing", lambda: True)
+        capture.setattr(module, "is_capturing", lambda: True)
         hollow.of(model, tokens(5))
     hollow.of(model, tokens(100))
-    assert vars(model)[module.ATTRIBUTE].sent is None  # what the graph will count is not there yet
+    assert [block.choice.counted for block in blocks(model)] == [0] * 2  # what the graph will count is not there yet
     assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
     assert hollow.of(model, tokens(128)) == ["row"] * 2
 
@@ -72,21 +73,19 @@ def test_the_tile_engine_has_room_for_several_times_what_was_counted(hollow, mon
         hollow.nnz, hollow.union = nnz, 9
         for _ in range(2):  # the second call decides from the first
             hollow.of(model, ids)
-        assert [block.plans[1].tolist() for block in blocks(model)] == [[2, 8, room]] * 2
+        assert [block.choice.plans[1] for block in blocks(model)] == [Plan.of("tile", room)] * 2
 
 
 def test_blocks_that_do_not_count_are_no_hindrance(hollow):
-    """A model in training of which one layer is not: its block alone runs on the operator."""
+    """A model in training of which one layer is not: its block alone computes without its training plan."""
     model = sparsellm.accelerate(make("llama"), "cuda").train()
     layers(model)[1].eval()
     hollow.nnz, hollow.union = 1, 1
-    ids = tokens(200)
-    model(input_ids=ids)
-    dispatch = vars(model)[module.ATTRIBUTE]
-    assert [block for block, _ in dispatch.sent[1]] == [blocks(model)[1]]
-    model.eval()
-    with torch.no_grad():
-        model(input_ids=ids)
+    model(input_ids=tokens(200))
+    assert hollow.engines == ["traced", "dense"]
+    assert [block.choice.counted for block in blocks(model)] == [0, 0]
+    assert hollow.of(model.eval(), tokens(200)) == ["dense"] * 2
+    assert [block.choice.counted for block in blocks(model)] == [200] * 2
 
 
 def test_counts_under_way_are_not_waited_for(hollow):
@@ -97,15 +96,31 @@ def test_counts_under_way_are_not_waited_for(hollow):
             return self.there
 
     model = sparsellm.accelerate(make("llama"), "cuda")
-    dispatch = vars(model)[module.ATTRIBUTE]
     hollow.nnz, hollow.union = 64 * 5, 5
     hollow.of(model, tokens(5))
-    sent, dispatch.arrival = dispatch.sent, Event()
-    assert hollow.of(model, tokens(5)) == ["row"] * 2
-    assert dispatch.sent is sent  # one at a time
-    dispatch.arrival.there = True
+    event = Event()
+    for block in blocks(model):
+        block.choice.arrival = event
+    hollow.nnz = 1
+    for _ in range(2):
+        assert hollow.of(model, tokens(5)) == ["row"] * 2
+        assert [block.choice.counts.tolist() for block in blocks(model)] == [[64 * 5, 0, 5]] * 2  # one at a time
+    event.there = True
     assert hollow.of(model, tokens(5)) == ["dense"] * 2
-    assert dispatch.sent is not sent
+    assert hollow.of(model, tokens(5)) == ["row"] * 2
+
+
+def test_most_calls_copy_nothing_to_the_host(hollow, monkeypatch):
+    monkeypatch.setattr(module, "COUNT_EVERY", 8)
+    model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 1, 1
+    sent = []
+    for _ in range(18):
+        hollow.of(model, tokens(5))
+        sent.append(blocks(model)[0].choice.counted)
+    assert [i for i, tokens_ in enumerate(sent) if tokens_] == [0, 8, 16]
+    hollow.of(model, tokens(200))  # calls of many tokens are counted by themselves
+    assert blocks(model)[0].choice.counted == 200
 
 
 def test_nothing_is_prepared_or_chosen_during_capture(hollow, monkeypatch):
@@ -113,7 +128,7 @@ def test_nothing_is_prepared_or_chosen_during_capture(hollow, monkeypatch):
     hollow.nnz, hollow.union = 64 * 5, 5
     hollow.of(model, tokens(5))
     with monkeypatch.context() as capture:
-        capture.setattr(module, "_is_capturing", lambda: True)
+        capture.setattr(module, "is_capturing", lambda: True)
         assert hollow.of(model, tokens(5)) == ["row"] * 2
     assert hollow.of(model, tokens(5)) == ["dense"] * 2
 
@@ -124,35 +139,34 @@ def test_a_fixed_engine_is_kept_and_counts_nothing(engine, hollow):
     hollow.nnz, hollow.union = 64 * 5, 5
     for ids in (tokens(5), tokens(200), tokens(5)):
         assert hollow.of(model, ids) == [engine] * 2
-    assert vars(model)[module.ATTRIBUTE].sent is None
-    assert all((block.w_down_t is None) == (engine == "dense") for block in blocks(model))
+    assert [block.choice.counted for block in blocks(model)] == [0] * 2
+    assert all((block.choice.w_down_t is None) == (engine == "dense") for block in blocks(model))
 
 
 def test_training_makes_no_copies(hollow):
     model = sparsellm.accelerate(make("llama").train(), "cuda")
     model(tokens(5)).logits.sum().backward()
-    assert [block.w_down_t for block in blocks(model)] == [None] * 2
+    assert [block.choice.w_down_t for block in blocks(model)] == [None] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_follows_its_own_plan(name, hollow):
     """Whatever calls without gradients have left: copies that have become stale, counts under way."""
     model = sparsellm.accelerate(make(name).train(), "cuda")
-    plans = [plan_of("dense", room=room) for room in (1, 2)]
-    for block, plan in zip(blocks(model), plans, strict=True):
-        block.training_plan = plan
+    for block in blocks(model):
+        block.training_plan = Plan().tensor()
+        block.choice.plans[1] = Plan.of("row")
     for _ in range(2):
         logits(model, tokens(200))
-        counts = [block.counts.clone() for block in blocks(model)]
         with torch.no_grad():
             for block in blocks(model):
                 block.down_proj.weight.mul_(2)
-        assert all(block.w_down_t is not None for block in blocks(model))
+        left = [(block.choice.w_down_t, block.choice.counted) for block in blocks(model)]
+        assert all(copy is not None and counted for copy, counted in left)
         hollow.engines.clear()
-        hollow.copies.clear()
         (model.logits(tokens(9)) if isinstance(model, Decoder) else model(tokens(9)).logits).sum().backward()
-        assert (hollow.engines, hollow.copies) == (["dense"] * 2, [None] * 2)
-        assert all(torch.equal(block.counts, count) for block, count in zip(blocks(model), counts, strict=True))
+        assert hollow.engines == ["dense"] * 2
+        assert [(block.choice.w_down_t, block.choice.counted) for block in blocks(model)] == left
 
 
 def test_other_dtypes_run_dense_without_a_copy(hollow):
@@ -167,37 +181,65 @@ def test_other_dtypes_run_dense_without_a_copy(hollow):
 def test_the_copy_is_made_once_for_each_change_of_the_weight(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda", "row")
 
-    def copies():
-        hollow.copies.clear()
+    def made():
+        """Whether each block's copy was made by this call; the stand-in checks that it is of the weight as it is."""
+        before = [block.choice.w_down_t for block in blocks(model)]
         hollow.of(model, tokens(5))
-        return hollow.copies[:]
+        return [block.choice.w_down_t is not copy for block, copy in zip(blocks(model), before, strict=True)]
 
-    first = copies()
-    assert all(a is b for a, b in zip(copies(), first, strict=True))
+    assert made() == [False, False]  # accelerate made them
+    addresses = [block.choice.w_down_t.weight.data_ptr() for block in blocks(model)]
     weight = blocks(model)[0].down_proj.weight
     with torch.no_grad():
         weight.mul_(2)
-    changed = copies()
-    assert changed[0] is not first[0]
-    assert changed[1] is first[1]
+    assert made() == [True, False]
     model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
-    loaded = copies()
-    assert all(a is not b for a, b in zip(loaded, changed, strict=True))
+    assert made() == [True, True]
     blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64))
-    assert copies()[1] is loaded[1]
+    assert made() == [True, False]
     weight = blocks(model)[1].down_proj.weight
     weight.data = weight.data.clone() * 2
-    assert copies()[1] is not loaded[1]
+    assert made() == [False, True]
+    assert made() == [False, False]
+    assert [block.choice.w_down_t.weight.data_ptr() for block in blocks(model)] == addresses  # always the same memory
+
+
+def test_a_new_weight_never_takes_the_place_of_the_old_one(hollow):
+    """Weights made one after the other, of one size, would else land at one address with one version."""
+    model = sparsellm.accelerate(make("llama"), "cuda", "row")
+    for _ in range(8):
+        blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64))
+        hollow.of(model, tokens(5))
+
+
+def test_a_weight_that_changed_is_refused_during_capture(hollow, monkeypatch):
+    model = sparsellm.accelerate(make("llama"), "cuda", "row")
+    with torch.no_grad():
+        blocks(model)[0].down_proj.weight.mul_(2)
+    with monkeypatch.context() as capture:
+        capture.setattr(module, "is_capturing", lambda: True)
+        with pytest.raises(ValueError, match="call the model once before the capture"):
+            hollow.of(model, tokens(5))
+    hollow.of(model, tokens(5))
+
+
+def test_a_weight_made_in_inference_mode_is_refused(hollow):
+    model = sparsellm.accelerate(make("llama"), "cuda", "row")
+    with torch.inference_mode():
+        blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64), requires_grad=False)
+    with pytest.raises(ValueError, match="was made in inference mode"):
+        hollow.of(model, tokens(5))
 
 
 def test_moves_to_another_dtype_and_back_are_noticed(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda")
+    hollow.nnz, hollow.union = 1, 1
     assert hollow.of(model, tokens(5)) == ["row"] * 2
-    hollow.of(model.to(torch.bfloat16), tokens(5))
-    assert [block.w_down_t for block in blocks(model)] == [None] * 2
+    assert hollow.of(model.to(torch.bfloat16), tokens(5)) == ["dense"] * 2
+    assert [block.choice.w_down_t for block in blocks(model)] == [None] * 2
     hollow.copies.clear()
-    hollow.of(model.float(), tokens(5))
-    assert all(a.weight.dtype == torch.float32 for a in hollow.copies)
+    assert hollow.of(model.float(), tokens(5)) == ["row"] * 2
+    assert all(copy.dtype == torch.float32 for copy in hollow.copies)
 
 
 @pytest.mark.parametrize("layer_count", [1, 2])

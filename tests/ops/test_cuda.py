@@ -3,31 +3,40 @@
 import kernel_stand_ins
 import pytest
 import torch
-from kernel_stand_ins import RESTS, recomputed_backward
+from kernel_stand_ins import ASKED
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import build, cuda, feedforward, plan_of, saved_bytes, twell
+from sparsellm.ops import Engine, FeedForwardOutput, Plan, build, cuda, dispatch, reference, saved_bytes, twell
+
+SIZES = pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)]
+)
 
 
 @pytest.fixture
 def stand_ins():
     if build.loaded():
         pytest.skip("the kernels themselves are loaded")
+    cuda.limit.cache_clear()
     with kernel_stand_ins.registered():
         yield
+    cuda.limit.cache_clear()
+
+
+def layer(ws):
+    """(w_gate or None, w_up, w_down)"""
+    return ws if len(ws) == 3 else [None, *ws]
 
 
 def forward(x, ws, plan, w_down_t=None, saving=False):
-    """(y, l1, fired, counts), and what is saved."""
-    w_up = ws[1] if len(ws) == 3 else None
-    *outputs, saved = cuda.forward(x, ws[0], w_up, ws[-1], plan, w_down_t, saving)
-    return outputs, saved
+    """FeedForwardOutput's fields, and what is saved."""
+    y, l1, fired, counts, saved = cuda.forward(x, *layer(ws), plan, w_down_t, saving)
+    nnz, overflow, union = counts
+    return FeedForwardOutput(y, l1, nnz, fired, overflow, union), saved
 
 
-def gradients(x, ws, dy, dl1, saved):
-    """(dx, dw ...)"""
-    w_up = ws[1] if len(ws) == 3 else None
-    return [t for t in cuda.backward(x, ws[0], w_up, ws[-1], dy, dl1, saved) if t is not None]
+def recomputed_backward(ws):
+    return reference.gated_recomputed_backward if len(ws) == 3 else reference.nongated_recomputed_backward
 
 
 def assert_as_accurate(found, x, ws, dy, dl1):
@@ -40,121 +49,96 @@ def assert_as_accurate(found, x, ws, dy, dl1):
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-@pytest.mark.parametrize("engine", ["dense", "row", "tile"])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)])
+@pytest.mark.parametrize("engine", list(Engine))
+@SIZES
 def test_every_engine_gives_what_the_reference_gives(m, k, n, engine, gated):
     x, ws = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
-    expected = operator(gated)(x, *ws, plan_of())
+    expected = operator(gated)(x, *ws, Plan())
     for w_down_t in (None, ws[-1].T.contiguous(), ws[-1].T.float().contiguous()):
-        found, _ = forward(x, ws, plan_of(engine, 4), w_down_t)
-        for name in ("y", "l1", "nnz", "fired", "union"):
-            ours, theirs = getattr(feedforward._output(*found), name), getattr(expected, name)
+        found, saved = forward(x, ws, Plan(engine), w_down_t)
+        assert not len(saved)
+        for name, ours, theirs in zip(found._fields, found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
-        storages = {t.untyped_storage().data_ptr() for t in found if t.numel()}
-        assert len(storages) == sum(t.numel() > 0 for t in found)  # an operator's results share no memory
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-@pytest.mark.parametrize("engine", ["dense", "tile"])
+@pytest.mark.parametrize("engine", [Engine.dense, Engine.tile])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)])
+@SIZES
 def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, stored, engine, gated):
     x, in_bf16 = tokens(m, k, torch.bfloat16), weights(k, n, gated, torch.bfloat16, requires_grad=False)
     ws = [w.to(stored) for w in in_bf16]
     dy, dl1 = tokens(m, k, torch.bfloat16, seed=3), torch.tensor(0.37)
-    outputs, saved = forward(x, ws, plan_of(engine), saving=True)
-    assert sum(t.nbytes for t in saved) == saved_bytes(plan_of(engine), m, n, gated, torch.bfloat16)
-    for ours, theirs in zip(outputs, forward(x, ws, plan_of(engine))[0], strict=True):
+    outputs, saved = forward(x, ws, Plan(engine), saving=True)
+    assert len(saved) == saved_bytes(Plan(engine), m, n, gated, torch.bfloat16)
+    assert cuda.engine_of(saved) == (engine if m else Engine.dense)
+    for ours, theirs in zip(outputs, forward(x, ws, Plan(engine))[0], strict=True):
         assert torch.equal(ours, theirs)
-    found = gradients(x, ws, dy, dl1, saved)
-    if engine == "tile":
+    found = cuda.backward(x, *layer(ws), dy, dl1, saved)
+    if engine == Engine.tile:
         assert [t.dtype for t in found] == [torch.bfloat16] + [stored] * len(ws)
     assert_as_accurate(found, x, in_bf16, dy, dl1)
-    assert not RESTS
 
 
-def test_the_room_is_for_all_or_for_so_many_of_each_token():
-    assert cuda.tile_room(1024, 4096, 1) == 1024 * 4096
-    assert cuda.tile_room(1024, 4104, 96) == 1024 * 96
-    assert cuda.tile_room(100_000, 64, 96) == 100_000 * 64
-    assert cuda.tile_room(1 << 20, 65_536, 65_536) == cuda.MAX_WORDS < 1 << 32
-
-
-def check_the_rest(plan, stored, gated, left):
-    """Forward and backward of 129 tokens, about half of 1,000 neurons firing for each. left: tokens left to the rest's
-    kernels. Returns what was saved."""
-    x, in_bf16 = tokens(129, 16, torch.bfloat16), weights(16, 1000, gated, torch.bfloat16, requires_grad=False)
-    ws = [w.to(stored) for w in in_bf16]
-    dy, dl1 = tokens(129, 16, torch.bfloat16, seed=3), torch.tensor(0.37)
-    outputs, saved = forward(x, ws, plan, saving=True)
-    found, expected = feedforward._output(*outputs), operator(gated)(x, *in_bf16, plan_of())
-    torch.testing.assert_close(found[:2], expected[:2])
-    assert found.overflow == twell.pack(torch.relu(x @ in_bf16[0].T), 8).overflow + left
-    assert_as_accurate(gradients(x, ws, dy, dl1, saved), x, in_bf16, dy, dl1)
-    assert RESTS == ["row_rest", "rest_backward"]
-    return saved
+def test_the_lists_have_room_for_all_or_for_so_many_of_each_token():
+    assert dispatch.capacity(1024, 4096, 1) == 1024 * 4096
+    assert dispatch.capacity(1024, 4104, 96) == 1024 * 96
+    assert dispatch.capacity(100_000, 64, 96) == 100_000 * 64
+    assert dispatch.capacity(1001, 8192, 7) == 7008  # in eights
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("per_token", "left"), [(3, 129), (64, 129), (900, 0)])
-def test_the_plan_gives_the_room(per_token, left, stored, gated, monkeypatch):
-    """In the lists, and so many for long rows, which the stand-ins look at."""
-    monkeypatch.setattr(cuda, "ALL_FIT", 0)
-    monkeypatch.setattr(kernel_stand_ins, "PER_TOKEN", [per_token])
-    plan = plan_of("tile", room=per_token)
-    saved = check_the_rest(plan, stored, gated, left)
-    assert len(saved.lists) == 129 * per_token
-    assert len(saved.first) == (129 * per_token if gated else 0)
-    assert sum(t.nbytes for t in saved) == saved_bytes(plan, 129, 1000, gated, torch.bfloat16)
+def test_the_tile_engine_is_asked_for_what_the_policy_says(monkeypatch):
+    monkeypatch.setattr(dispatch, "ALL_FIT", 0)
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 100)
+    ws = weights(16, 264, True, torch.bfloat16, requires_grad=False)
+    for m, saving in ((99, True), (100, False)):
+        _, saved = forward(tokens(m, 16, torch.bfloat16), ws, Plan(Engine.tile, 8), saving=saving)
+        assert ASKED.pop() == (8 * m, m == 100, saving)
+        assert len(saved) == (saved_bytes(Plan(Engine.tile, 8), m, 264, True, torch.bfloat16) if saving else 0)
+    monkeypatch.setitem(kernel_stand_ins.LIMITS, "tile capacity", 512)
+    forward(tokens(100, 16, torch.bfloat16), ws, Plan(Engine.tile, 64))
+    cuda.limit.cache_clear()
+    forward(tokens(100, 16, torch.bfloat16), ws, Plan(Engine.tile, 64))
+    assert [capacity for capacity, *_ in ASKED] == [6400, 512]
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("long_room", "left"), [(100, 129), (129 * 1000 - 1, 0)])
-def test_long_rows_may_have_less_room_than_the_lists(long_room, left, monkeypatch):
-    monkeypatch.setattr(cuda, "MAX_WORDS", 129 * 512 + long_room)
-    saved = check_the_rest(plan_of("tile"), torch.bfloat16, False, left)
-    assert len(saved.lists) == 129 * 1000
-
-
 @pytest.mark.parametrize(
     ("engine", "saving", "message"),
     [
-        ("row", True, "where gradients are asked for"),
-        ("tile", True, "x has 9 tokens: for the tile engine with gradients it should have up to 8"),
-        ("tile", False, "x has 9 tokens: for the tile engine it should have up to 7"),
+        (Engine.row, True, "where gradients are asked for, it should be dense or tile"),
+        (Engine.tile, True, "x has 9 tokens: for the tile engine with gradients it should have up to 8"),
+        (Engine.tile, False, "x has 9 tokens: for the tile engine it should have up to 7"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_before_any_kernel(engine, saving, message, monkeypatch):
-    """Without stand-ins a kernel would be another error."""
-    monkeypatch.setattr(cuda, "MAX_TOKENS", 8)
-    monkeypatch.setattr(cuda, "MAX_WORDS", 8 * 512 - 1)
+def test_what_an_engine_cannot_do_is_refused(engine, saving, message, monkeypatch):
+    monkeypatch.setitem(kernel_stand_ins.LIMITS, "tile tokens", 7)
+    monkeypatch.setitem(kernel_stand_ins.LIMITS, "tile tokens with gradients", 8)
     x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
     with pytest.raises(ValueError, match=message):
-        forward(x, ws, plan_of(engine), saving=saving)
+        forward(x, ws, Plan(engine), saving=saving)
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_inputs_of_any_layout_are_read():
+@pytest.mark.parametrize("engine", list(Engine))
+def test_inputs_of_any_layout_are_read(engine):
     k, n = 16, 264
     x, ws = tokens(9, k, torch.bfloat16), weights(k, n, True, torch.bfloat16, requires_grad=False)
-    expected, _ = forward(x, ws, plan_of("tile"))
+    expected, _ = forward(x, ws, Plan(engine))
     strided = torch.empty(9, 2 * k, dtype=torch.bfloat16)[:, ::2].copy_(x)
     misaligned = torch.empty(9 * k + 1, dtype=torch.bfloat16)[1:].view(9, k).copy_(x)
     column_major = torch.empty(k * n + 1, dtype=torch.bfloat16)[1:].view(n, k).copy_(ws[-1].T).T
-    assert cuda._transposed(column_major, None, torch.bfloat16).data_ptr() % 16 == 0
     for layout in (strided, misaligned):
-        for ours, theirs in zip(forward(layout, ws, plan_of("tile"))[0], expected, strict=True):
-            assert torch.equal(ours, theirs)
+        for weight in (ws[-1], column_major):
+            for ours, theirs in zip(forward(layout, [*ws[:-1], weight], Plan(engine))[0], expected, strict=True):
+                assert torch.equal(ours, theirs)
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("compression", twell.COMPRESSIONS)
-def test_gate_pack_gives_the_packed_form(compression):
+def test_gate_pack_gives_the_packed_form():
     x, w = tokens(130, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)[0]
-    packed = cuda.gate_pack(x, w, compression)
-    expected = twell.pack(torch.relu(x @ w.T), compression)
-    for ours, theirs in zip(packed, expected, strict=True):
+    packed = cuda.gate_pack(x, w)
+    for ours, theirs in zip(packed, twell.pack(torch.relu(x @ w.T)), strict=True):
         assert torch.equal(ours, theirs)

@@ -2,12 +2,10 @@
 
 import pytest
 
+from sparsellm.ops import Engine
 from sparsellm.ops.dispatch import (
-    DENSE,
     MANY_TOKENS,
-    ROW,
     SMALL_BATCH_MAX_NONZEROS,
-    TILE,
     TILE_MARGIN,
     TILE_MAX_NONZEROS,
     choose_engine,
@@ -29,41 +27,41 @@ def choose(tokens, per_token, per_tile, **current):
 @pytest.mark.parametrize("tokens", [16_384, 131_072])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_real_patterns_take_the_tile_engine(pattern, tokens):
-    assert choose(tokens, *PATTERNS[pattern]) == TILE
+    assert choose(tokens, *PATTERNS[pattern]) == Engine.tile
 
 
 @pytest.mark.parametrize(
     ("tokens", "share"), [(1, 0.15), (4, 0.15), (8, 0.7 / 8), (16, 0.7 / 16), (17, 1.5 / 17), (64, 1.5 / 64)]
 )
 def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, share):
-    assert choose(tokens, 0, 0) == ROW
-    assert choose(tokens, 0.99 * share * N, N) == ROW
-    assert choose(tokens, 1.01 * share * N, N) == DENSE
+    assert choose(tokens, 0, 0) == Engine.row
+    assert choose(tokens, 0.99 * share * N, N) == Engine.row
+    assert choose(tokens, 1.01 * share * N, N) == Engine.dense
 
 
 @pytest.mark.parametrize("tokens", [65, 128, 2047])
 def test_neither_few_nor_many_tokens_take_the_dense_engine(tokens):
-    assert choose(tokens, 0, 0) == choose(tokens, 20, 500) == DENSE
+    assert choose(tokens, 0, 0) == choose(tokens, 20, 500) == Engine.dense
 
 
 def test_very_few_nonzeros_take_the_row_engine():
-    assert choose(16_384, 1.5, 150) == ROW
+    assert choose(16_384, 1.5, 150) == Engine.row
 
 
 @pytest.mark.parametrize(
     ("tokens", "most"), [(8192, SMALL_BATCH_MAX_NONZEROS), (16_384, TILE_MAX_NONZEROS), (131_072, TILE_MAX_NONZEROS)]
 )
 def test_batches_take_the_tile_engine_for_about_as_many_nonzeros_as_were_measured(tokens, most):
-    assert choose(tokens, most, 2500) == choose_training(tokens, most, 2500) == TILE
+    assert choose(tokens, most, 2500) == choose_training(tokens, most, 2500) == Engine.tile
     for per_token, per_tile in ((most + 1, 2500), (900, 3853)):
-        assert choose(tokens, per_token, per_tile) == choose_training(tokens, per_token, per_tile) == DENSE
+        assert choose(tokens, per_token, per_tile) == choose_training(tokens, per_token, per_tile) == Engine.dense
 
 
 def test_300_per_token_where_they_were_measured():
     for tokens in (16_384, 131_072):
-        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == TILE
+        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == Engine.tile
     for tokens in (2048, 4096):
-        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == DENSE
+        assert choose(tokens, 300, 3306) == choose_training(tokens, 300, 3306) == Engine.dense
 
 
 @pytest.mark.parametrize(
@@ -75,40 +73,40 @@ def test_the_room_is_for_several_times_as_many_as_the_tile_engine_is_chosen_for(
 
 def test_long_rows_never_take_the_tile_engine():
     neurons, tokens = 65_536, 16_384
-    assert choose_engine(tokens, K, neurons, 700 * tokens, 20_000 * tokens // 128) != TILE
-    assert choose_engine(tokens, K, neurons, 200 * tokens, 8_000 * tokens // 128) == TILE
+    assert choose_engine(tokens, K, neurons, 700 * tokens, 20_000 * tokens // 128) != Engine.tile
+    assert choose_engine(tokens, K, neurons, 200 * tokens, 8_000 * tokens // 128) == Engine.tile
 
 
 @pytest.mark.parametrize("per_token", [300, 1000, 2800, N])
 def test_half_dense_activations_take_the_dense_engine(per_token):
-    assert choose(16_384, per_token, N) == DENSE
+    assert choose(16_384, per_token, N) == Engine.dense
 
 
 def test_the_tile_engine_must_win_by_a_margin_and_then_stays():
     tokens = 16_384
-    dense = estimates(tokens, K, N, 0, 0)[DENSE]
+    dense = estimates(tokens, K, N, 0, 0)[Engine.dense]
     nnz = 100 * tokens  # too many for the row engine
-    fixed, per_union = estimates(tokens, K, N, nnz, 0)[TILE], estimates(tokens, K, N, nnz, 1)[TILE]
+    fixed, per_union = estimates(tokens, K, N, nnz, 0)[Engine.tile], estimates(tokens, K, N, nnz, 1)[Engine.tile]
     per_union -= fixed
 
     def at(share, current):
         return choose_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
 
-    assert at(1 - TILE_MARGIN - 0.01, DENSE) == TILE
-    assert at(1 - TILE_MARGIN / 2, DENSE) == DENSE
-    assert at(1 - TILE_MARGIN / 2, None) == DENSE
-    assert at(1 - TILE_MARGIN / 2, TILE) == TILE
-    assert at(1.01, TILE) == DENSE
+    assert at(1 - TILE_MARGIN - 0.01, Engine.dense) == Engine.tile
+    assert at(1 - TILE_MARGIN / 2, Engine.dense) == Engine.dense
+    assert at(1 - TILE_MARGIN / 2, None) == Engine.dense
+    assert at(1 - TILE_MARGIN / 2, Engine.tile) == Engine.tile
+    assert at(1.01, Engine.tile) == Engine.dense
 
 
 def test_an_unmeasured_union_is_no_reason_for_the_tile_engine():
-    assert choose_engine(16_384, K, N, 36 * 16_384, -1) in (DENSE, ROW)
-    assert choose_engine(16_384, K, N, N * 16_384, -1, current=TILE) == DENSE
+    assert choose_engine(16_384, K, N, 36 * 16_384, -1) in (Engine.dense, Engine.row)
+    assert choose_engine(16_384, K, N, N * 16_384, -1, current=Engine.tile) == Engine.dense
 
 
 def test_no_tokens_and_no_nonzeros_are_cases_too():
-    assert choose_engine(0, K, N, 0, 0) == ROW
-    assert choose_engine(16_384, K, N, 0, 0) == ROW
+    assert choose_engine(0, K, N, 0, 0) == Engine.row
+    assert choose_engine(16_384, K, N, 0, 0) == Engine.row
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_no_tokens_and_no_nonzeros_are_cases_too():
 def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
     """Measured through the operator, less cuBLAS's gate product of the same run; at 300 per token, of others (467)."""
     seconds = estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
-    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.12)
+    assert seconds[Engine.tile] == pytest.approx(microseconds * 1e-6, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -133,20 +131,20 @@ def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, micro
 )
 def test_the_estimate_of_the_dense_engine_is_near_what_was_measured(tokens, microseconds):
     """As above; of 131,072 tokens, which the board's power binds, it makes 7,062 where 7,250 to 8,660 were measured."""
-    assert estimates(tokens, K, N, 0, 0)[DENSE] == pytest.approx(microseconds * 1e-6, rel=0.1)
+    assert estimates(tokens, K, N, 0, 0)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize(("tokens", "microseconds"), [(4096, 986), (16_384, 3727), (32_768, 7521)])
 def test_the_training_estimate_of_the_dense_engine_is_near_what_was_measured(tokens, microseconds):
     """Forward and backward, less cuBLAS's gate product of forward runs (126, 486, twice that)."""
-    assert training_estimates(tokens, K, N, 0, 0)[DENSE] == pytest.approx(microseconds * 1e-6, rel=0.05)
+    assert training_estimates(tokens, K, N, 0, 0)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("per_token", "per_tile", "engine"),
     [
-        (19.9, 572, TILE), (28.2, 1370, TILE), (35.0, 1612, TILE), (42.6, 1800, TILE), (66.0, 2549, TILE),
-        (123.2, 3216, DENSE), (298.1, 3282, DENSE),
+        (19.9, 572, Engine.tile), (28.2, 1370, Engine.tile), (35.0, 1612, Engine.tile), (42.6, 1800, Engine.tile), (66.0, 2549, Engine.tile),
+        (123.2, 3216, Engine.dense), (298.1, 3282, Engine.dense),
     ],
 )  # fmt: skip
 def test_2048_tokens_take_the_engine_that_was_fastest(per_token, per_tile, engine):
@@ -169,34 +167,34 @@ def choose_training(tokens, per_token, per_tile, **current):
 def test_training_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
     """Measured through the operator and autograd, less cuBLAS's gate product, as above."""
     seconds = training_estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
-    assert seconds[TILE] == pytest.approx(microseconds * 1e-6, rel=0.1)
+    assert seconds[Engine.tile] == pytest.approx(microseconds * 1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("tokens", [2048, 16_384, 131_072])
 def test_training_takes_the_tile_engine_for_sparse_layers_only(tokens):
-    assert choose_training(tokens, 36, 640) == TILE
+    assert choose_training(tokens, 36, 640) == Engine.tile
     for per_token in (TILE_MAX_NONZEROS + 1, 900, N // 2, N):
-        assert choose_training(tokens, per_token, min(N, 4 * per_token)) == DENSE
+        assert choose_training(tokens, per_token, min(N, 4 * per_token)) == Engine.dense
 
 
 def test_training_is_dense_where_the_tile_engine_cannot_be_judged_or_cannot_win():
-    assert choose_training(MANY_TOKENS - 1, 1, 10) == DENSE
-    assert choose_training(0, 0, 0) == DENSE
-    for current in (None, DENSE, TILE):
-        assert choose_training_engine(16_384, K, N, 36 * 16_384, -1, current=current) == DENSE
+    assert choose_training(MANY_TOKENS - 1, 1, 10) == Engine.dense
+    assert choose_training(0, 0, 0) == Engine.dense
+    for current in (None, Engine.dense, Engine.tile):
+        assert choose_training_engine(16_384, K, N, 36 * 16_384, -1, current=current) == Engine.dense
     small_model = choose_training_engine(16_384, 64, 128, 10 * 16_384, 100 * 128)
-    assert small_model == DENSE
+    assert small_model == Engine.dense
 
 
 def test_in_training_too_the_tile_engine_must_win_by_a_margin_and_then_stays():
     tokens, nnz = 16_384, 36 * 16_384
-    dense, fixed = (training_estimates(tokens, K, N, nnz, 0)[engine] for engine in (DENSE, TILE))
-    per_union = training_estimates(tokens, K, N, nnz, 1)[TILE] - fixed
+    dense, fixed = (training_estimates(tokens, K, N, nnz, 0)[engine] for engine in (Engine.dense, Engine.tile))
+    per_union = training_estimates(tokens, K, N, nnz, 1)[Engine.tile] - fixed
 
     def at(share, current):
         return choose_training_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
 
-    assert at(1 - TILE_MARGIN - 0.01, DENSE) == at(1 - TILE_MARGIN - 0.01, None) == TILE
-    assert at(1 - TILE_MARGIN / 2, DENSE) == at(1 - TILE_MARGIN / 2, None) == DENSE
-    assert at(1 - TILE_MARGIN / 2, TILE) == TILE
-    assert at(1.01, TILE) == DENSE
+    assert at(1 - TILE_MARGIN - 0.01, Engine.dense) == at(1 - TILE_MARGIN - 0.01, None) == Engine.tile
+    assert at(1 - TILE_MARGIN / 2, Engine.dense) == at(1 - TILE_MARGIN / 2, None) == Engine.dense
+    assert at(1 - TILE_MARGIN / 2, Engine.tile) == Engine.tile
+    assert at(1.01, Engine.tile) == Engine.dense

@@ -38,7 +38,11 @@ def nvcc():
 def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path):
     command = [nvcc, "-c", *compiler.COMPILE, "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path, source]
     done = subprocess.run(
-        [*command, "-o", tmp_path / "kernel.o"], cwd=KERNELS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "-o", tmp_path / "kernel.o"],
+        cwd=KERNELS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     assert [row for row in resources(done.stdout) if row.spills] == []

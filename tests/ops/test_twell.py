@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sparsellm.ops import twell
-from sparsellm.ops.twell import COLUMN_TILE, COMPRESSIONS, SECTOR_WORDS, TOKEN_TILE, pack, segments, tiles, unpack
+from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORDS, pack, segments, tiles, unpack
 
-LAUNCH_H = Path(__file__).parents[2] / "kernels" / "launch.h"
+LAUNCH_H = Path(__file__).parents[2] / "kernels" / "sm90" / "launch.h"
 HEIGHTS = (0, 1, 127, 129)
 WIDTHS = (8, 264, 1000)
 
@@ -18,11 +18,11 @@ def bits(h):
     return h.view(torch.int16)
 
 
-def poisoned(packed, compression):
+def poisoned(packed):
     """With garbage wherever the format says undefined."""
     words = segments(packed.words)
     counts = words[..., :1]
-    fits = counts < COLUMN_TILE // compression
+    fits = counts < WORDS
     position = torch.arange(words.shape[2])
     defined = ((position == 0) | (fits & (position <= counts))).unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
     full = ~fits.expand(-1, -1, COLUMN_TILE).reshape(len(packed.wide), counts.shape[1] * COLUMN_TILE)[
@@ -33,10 +33,10 @@ def poisoned(packed, compression):
     )
 
 
-def check(h, compression):
+def check(h):
     m, n = h.shape
-    slots = COLUMN_TILE // compression - 1
-    packed = pack(h, compression)
+    slots = WORDS - 1
+    packed = pack(h)
     assert packed.words.shape == (m, (slots + 1) // 8, tiles(n, COLUMN_TILE), 8)
     assert packed.wide.shape == (m, n)
     assert packed.mask.shape == (tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE) * 8)
@@ -47,7 +47,7 @@ def check(h, compression):
     active = (bits(h) & 0x7FFF) != 0
     expected = torch.where(active, bits(h), 0)
     assert torch.equal(bits(unpack(packed, n)), expected)
-    assert torch.equal(bits(unpack(poisoned(packed, compression), n)), expected)
+    assert torch.equal(bits(unpack(poisoned(packed), n)), expected)
     counts = torch.stack([t.sum(1) for t in active.split(COLUMN_TILE, 1)], 1)
     assert torch.equal(segments(packed.words)[..., 0], counts)
     assert torch.equal(packed.row_counts, active.sum(1))
@@ -72,39 +72,36 @@ def heavy_tailed(m, n, density, seed=0):
     return (torch.rand(m, n, generator=generator).bfloat16() + 0.01) * fires
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("m", HEIGHTS)
-def test_any_shape_and_density(m, n, compression):
+def test_any_shape_and_density(m, n):
     for seed, density in enumerate((0.0, 0.003, 0.03, 0.3, 3.0)):
-        check(heavy_tailed(m, n, density, seed), compression)
+        check(heavy_tailed(m, n, density, seed))
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_all_zero_and_all_one(compression):
-    zero = check(torch.zeros(129, 1000, dtype=torch.bfloat16), compression)
+def test_all_zero_and_all_one():
+    zero = check(torch.zeros(129, 1000, dtype=torch.bfloat16))
     assert (zero.nnz, zero.overflow, zero.union) == (0, 0, 0)
-    one = check(torch.ones(129, 1000, dtype=torch.bfloat16), compression)
+    one = check(torch.ones(129, 1000, dtype=torch.bfloat16))
     assert (one.nnz, one.overflow, one.union) == (129_000, 129 * 4, 2000)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("distance", [-1, 0, 1, "255", "256"])
-def test_a_tile_as_full_as_its_slots_and_one_fuller(compression, distance):
-    count = int(distance) if isinstance(distance, str) else COLUMN_TILE // compression - 1 + distance
+def test_a_tile_as_full_as_its_slots_and_one_fuller(distance):
+    count = int(distance) if isinstance(distance, str) else WORDS - 1 + distance
     generator = torch.Generator().manual_seed(count)
     h = torch.zeros(5, 2 * COLUMN_TILE, dtype=torch.bfloat16)
     for row in h:
         row[COLUMN_TILE + torch.randperm(COLUMN_TILE, generator=generator)[:count]] = 1.5
-    packed = check(h, compression)
-    assert packed.overflow == (5 if count > COLUMN_TILE // compression - 1 else 0)
+    packed = check(h)
+    assert packed.overflow == (5 if count > WORDS - 1 else 0)
 
 
 def test_an_overfull_tile_is_kept_and_counted():
     h = torch.zeros(2, 512, dtype=torch.bfloat16)
     h[0, 256:288] = torch.arange(1, 33)  # one more than its 31 slots
     h[1, 256:287] = 1
-    packed = check(h, 8)
+    packed = check(h)
     assert packed.overflow == 1
     assert segments(packed.words)[:, 1, 0].tolist() == [32, 31]
     assert torch.equal(packed.wide[0, 256:288], h[0, 256:288])
@@ -113,7 +110,7 @@ def test_an_overfull_tile_is_kept_and_counted():
 def test_columns_ascend_and_count_from_the_start_of_the_row():
     h = torch.zeros(1, 520, dtype=torch.bfloat16)
     h[0, [3, 200, 256, 515]] = torch.tensor([1.0, -2.0, 3.0, 4.0], dtype=torch.bfloat16)
-    words = segments(pack(h, 8).words)[0]
+    words = segments(pack(h).words)[0]
     assert words[:, 0].tolist() == [2, 1, 1]
     assert [w & 0xFFFF for w in words[0, 1:3].tolist()] == [3, 200]
     assert words[0, 1] == 0x3F80 << 16 | 3
@@ -124,7 +121,7 @@ def test_columns_ascend_and_count_from_the_start_of_the_row():
 def test_words_lie_eight_at_a_time():
     h = torch.zeros(2, 512, dtype=torch.bfloat16)
     h[:, 1:10] = h[:, 256] = 1
-    row = pack(h, 8).words.flatten(1)[1]
+    row = pack(h).words.flatten(1)[1]
     one = 0x3F80 << 16
     assert row[:8].tolist() == [9, *(one | column for column in range(1, 8))]
     assert row[8:10].tolist() == [1, one | 256]
@@ -134,46 +131,25 @@ def test_words_lie_eight_at_a_time():
 def test_the_last_column_of_the_widest_layer():
     h = torch.zeros(1, 65_536, dtype=torch.bfloat16)
     h[0, -1] = -1
-    check(h, 16)
+    check(h)
 
 
 def test_nan_counts_and_negative_zero_does_not():
     h = torch.zeros(3, 264, dtype=torch.bfloat16)
     h[0, 5], h[1, 6], h[2, 263] = float("nan"), -0.0, torch.finfo(torch.bfloat16).smallest_normal / 4
-    packed = check(h, 8)
+    packed = check(h)
     assert packed.row_counts.tolist() == [1, 0, 1]
     assert unpack(packed, 264)[0, 5].isnan()
-    check(torch.full((3, 264), float("nan"), dtype=torch.bfloat16), 8)
-    check(torch.full((3, 264), -0.0, dtype=torch.bfloat16), 8)
+    check(torch.full((3, 264), float("nan"), dtype=torch.bfloat16))
+    check(torch.full((3, 264), -0.0, dtype=torch.bfloat16))
 
 
 def test_the_constants_are_those_of_the_kernels():
     header = LAUNCH_H.read_text()
-    for name, value in (("kTokenTile", TOKEN_TILE), ("kColumnTile", COLUMN_TILE), ("kSectorWords", SECTOR_WORDS)):
+    names = {"kTokenTile": TOKEN_TILE, "kColumnTile": COLUMN_TILE, "kSectorWords": SECTOR_WORDS,
+             "kCompression": twell.COMPRESSION}  # fmt: skip
+    for name, value in names.items():
         assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
-    compressions = re.search(r"the compression factor: ([\d, or]+)\)", header)[1]
-    assert tuple(int(c) for c in re.findall(r"\d+", compressions)) == COMPRESSIONS
-
-
-def test_the_counters_are_those_of_the_kernels():
-    from sparsellm.ops import cuda
-
-    header = LAUNCH_H.read_text()
-    counters = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Counter \{(.*?)\}", header)[1]))
-    known = {"kNonzeros": "0", "kOverflow": "1", "kUnion": "2", "kDrawn": "3"}
-    assert counters == {**known, "kCounters": str(cuda.COUNTERS)}
-    totals = dict(re.findall(r"(k\w+) = (\d+)", re.search(r"enum Total \{(.*?)\}", header)[1]))
-    assert sorted(map(int, totals.values())) == list(range(len(totals)))
-    assert len(totals) <= cuda.TOTALS == int(re.search(r"totals;.*\[(\d+)\]", header)[1])
-    header += (LAUNCH_H.parent / "sm90" / "common" / "tile.cuh").read_text()
-    for name, value in (
-        ("kCountedTokens", cuda.COUNTED_TOKENS), ("kRowCapacity", cuda.ROW_CAPACITY), ("kRowTickets", cuda.ROW_TICKETS),
-        ("kBlockColumns", cuda.BLOCK), ("kConsumerWarps", cuda.CONSUMER_WARPS),
-        ("kPointwiseColumns", cuda.POINTWISE_COLUMNS),
-    ):  # fmt: skip
-        assert int(re.search(rf"constexpr int {name} = (\d+);", header)[1]) == value
-    assert "constexpr int kDenseCounters = kCounters + 1;" in header
-    assert cuda.DENSE_COUNTERS == cuda.COUNTERS + 1
 
 
 def test_words_hold_a_column_of_the_widest_layer():

@@ -12,8 +12,8 @@ import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
 from sparsellm.distributed import process_group
-from sparsellm.ops import dispatch, plan_of, saved_bytes
-from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE
+from sparsellm.ops import Engine, Plan, dispatch, saved_bytes
+from sparsellm.ops.plan import ROOM
 from sparsellm.training import plans as module
 from sparsellm.training.metrics import METRICS, StepSums, read
 from sparsellm.training.plans import Plans
@@ -22,7 +22,7 @@ from sparsellm.training.plans import Plans
 LARGE = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.context_length=2048", "model.num_heads=32",
          "training.sequence_length=2048", "training.batch_size=10", "runtime.micro_batch_size=4"]  # fmt: skip
 STEP_TOKENS, STEP_TILES = 20_480, 160
-START = plan_of().tolist()
+START = list(Plan())
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def fake(*overrides, layers=2):
 def plans_of(*overrides, layers=2):
     decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace()) for _ in range(layers)])
     made = Plans(small_config(*LARGE, *overrides), decoder, 1)
-    assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.plans, strict=True))
+    assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.tensors, strict=True))
     return made
 
 
@@ -49,7 +49,7 @@ def counted(per_token, per_tile, fullest=None):
 
 
 def values(plans):
-    return [plan.tolist() for plan in plans.plans]
+    return [list(plan) for plan in plans.plans]
 
 
 def test_a_step_decides_before_the_step_after_the_next():
@@ -70,7 +70,7 @@ def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatc
 
     def choose(tokens, width, neurons, nnz, union, current):
         asked.append((tokens, width, neurons, pytest.approx(nnz), pytest.approx(union), current))
-        return TILE
+        return Engine.tile
 
     monkeypatch.setattr(module, "choose_training_engine", choose)
     with fake(layers=1) as plans:
@@ -78,12 +78,12 @@ def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatc
             plans.before(step)
             plans.after(step, counted([36], [640]))
     mean = (STEP_TOKENS // 3, 2048, 5632, 36 * (STEP_TOKENS // 3), 640 * STEP_TILES * (STEP_TOKENS // 3) / STEP_TOKENS)
-    assert asked == [(*mean, DENSE), (*mean, TILE)]
+    assert asked == [(*mean, Engine.dense), (*mean, Engine.tile)]
 
 
 def test_a_union_that_was_not_measured_is_dense():
     with fake(layers=1) as plans:
-        plans.plans[0].copy_(plan_of("tile"))
+        plans.tensors[0].copy_(Plan.of("tile").tensor())
         plans.after(1, counted([5], [-1]))
         plans.before(3)
         assert plans.engines == ["dense"]
@@ -91,13 +91,13 @@ def test_a_union_that_was_not_measured_is_dense():
 
 @pytest.mark.parametrize(
     ("fullest", "room"),
-    [(0, LISTED_PER_TOKEN), (80, 320), (80.1, 352), (100, 416), (320, 1280)],
+    [(0, ROOM), (80, 320), (80.1, 352), (100, 416), (320, 1280)],
 )
 def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
     with fake(layers=1) as plans:
         plans.after(1, counted([20], [500], [fullest]))
         plans.before(3)
-        assert values(plans) == [[TILE, 8, room]]
+        assert values(plans) == [[Engine.tile, room]]
 
 
 def test_a_micro_batch_that_could_run_out_of_room_is_dense_whatever_the_mean():
@@ -202,7 +202,7 @@ def fit(folder, forced=True, stop_after=None, **changes):
 def fine_rooms(monkeypatch):
     """Rooms that tell apart what was counted."""
     monkeypatch.setattr(dispatch, "ROOM_MULTIPLE", 1)
-    monkeypatch.setattr(dispatch, "LISTED_PER_TOKEN", 1)
+    monkeypatch.setattr(dispatch, "ROOM", 1)
 
 
 @pytest.mark.usefixtures("fine_rooms")
@@ -230,7 +230,7 @@ def test_runs_with_and_without_plans_resume_each_other(tmp_path):
 def test_rows_tell_the_plans_and_what_they_save(tmp_path):
     fit(tmp_path / "run", **{"runtime.micro_batch_size": 3})
     rows = read(tmp_path / "run" / METRICS)
-    saved = 2 * saved_bytes(plan_of(), 3 * 16, 48, True, torch.float32)
+    saved = 2 * saved_bytes(Plan(), 3 * 16, 48, True, torch.float32)
     assert {row["ffn_saved_bytes"] for row in rows} == {saved} == {2 * 2 * 48 * 48 * 4}
     assert all(row["plan_per_layer"] == ["dense", "dense"] for row in rows)
     fit(tmp_path / "recomputed", **{"runtime.recompute": "true"})

@@ -1,5 +1,6 @@
 // transpose: a matrix by tiles of 64 x 64, 16 bytes at a time on both sides; float32 to bf16 rounds, else exact.
 #include "common/host.h"
+#include "engines.h"
 #include "common/ptx.cuh"
 #include "launch.h"
 

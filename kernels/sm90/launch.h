@@ -21,6 +21,8 @@ constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's
 
 constexpr int kCountedTokens = 64;  // up to so many, row_ffn may count the nonzeros itself
 
+constexpr int kCompression = 8;                          // columns for each word of a packed segment
+constexpr int kTileWords = kColumnTile / kCompression;  // W
 constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, what memory is read in
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
@@ -41,7 +43,7 @@ struct Packed {
 
 // totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel of the forward
 // pass counts there while it runs.
-enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6 };
+enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6, kTotals = 8 };
 
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {
@@ -82,7 +84,8 @@ cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan
 
 // h = g * (x w_up^T) for the nonzeros of the plan's lists, which hold g: h to `hidden`, words as there (they may be the
 // lists themselves), and u to `ups`, bf16, where that is not null. w_up == null: h = g (non-gated), and only l1 is
-// written. l1: float32 [1]; l1_partials: float32 [MT * NT * 8].
+// written. l1: float32 [1]; l1_partials: float32 [MT * NT * kUpPartials].
+constexpr int kUpPartials = 8;  // of each of a token tile's column tiles: one for each consumer warp
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                     uint32_t* hidden, void* ups, float* l1_partials, float* l1, cudaStream_t stream);
 
@@ -217,11 +220,6 @@ cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* 
 cudaError_t dense_gradient(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
                            const void* u, const float* dl1, void* dz, void* du, void* h, int64_t* counters,
                            cudaStream_t stream);
-
-// to [columns, rows] = the transpose of from [rows, columns], each float32 or bf16 (bf16 to float32: invalid); both
-// multiples of 8.
-cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
-                      cudaStream_t stream);
 
 // The elementwise half of dense_gradient alone, over `count` (a multiple of 8) entries: h, du and dz from z, u and dh
 // (DESIGN.md §2). Non-gated: u and du are null. dz may be dh.

@@ -1,0 +1,340 @@
+// The engines of engines.h on Hopper: the layout of every buffer, and the order of the stages (launch.h).
+#include "engines.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "arena.h"
+#include "launch.h"
+
+// The first error of a pass ends it: what would be launched behind it has no input.
+#define SPARSELLM_TRY(call)                                             \
+  do {                                                                  \
+    if (const cudaError_t error = (call); error != cudaSuccess) return error; \
+  } while (false)
+
+namespace sparsellm {
+namespace {
+
+constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);  // words are counted in uint32, in strides of up to 4,096
+constexpr int kScratch = (kTotals + kRowTickets) / 2;           // int64: zero before and after every engine
+constexpr int kCountsLength = kCounters + kScratch;
+
+int64_t tiles_of(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
+int64_t column_tiles_of(int64_t neurons) { return (neurons + kColumnTile - 1) / kColumnTile; }
+
+// Behind the counters of Result.counts: what the tile engine's forward stages count, and the tickets of the row engine.
+int32_t* totals_of(int64_t* counts) { return reinterpret_cast<int32_t*>(counts + kCounters); }
+int32_t* tickets_of(int64_t* counts) { return totals_of(counts) + kTotals; }
+
+Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) {
+  const int64_t column_tiles = column_tiles_of(n);
+  Packed packed = {};
+  packed.words = arena.take<uint32_t>(m * column_tiles * kTileWords);
+  packed.wide = arena.take<uint16_t>(m * n);
+  packed.mask = arena.take<uint32_t>(tiles_of(m) * column_tiles * kColumnTile / 32);
+  packed.row_counts = arena.take<int32_t>(row_counts_length(m, n));
+  packed.fired = result.fired;
+  packed.counters = result.counts;
+  return packed;
+}
+
+// What the forward pass of the tile engine leaves to its backward pass. A forward pass that saves nothing has the plan in
+// its own workspace, and no `ups`.
+struct Kept {
+  TilePlan plan;  // but for its rows
+  void* ups;      // bf16 [capacity]: u of the lists' words, or null
+
+  Kept(Arena& arena, const TileShape& s, bool saving) : plan(), ups(nullptr) {
+    const int64_t tiles = tiles_of(s.m), column_tiles = column_tiles_of(s.n);
+    plan.long_capacity = s.long_capacity;
+    plan.capacity = s.capacity;
+    plan.tiles = arena.take<int4>(tiles);
+    plan.order = arena.take<int4>(tiles);
+    plan.items = arena.take<int4>(tiles * column_tiles);
+    plan.totals = arena.take<int32_t>(kTotals);
+    plan.slots = arena.take<uint16_t>(tiles * column_tiles * kColumnTile);
+    plan.starts = arena.take<uint32_t>(tiles * 2 * (column_tiles * 4 + 1));
+    plan.tokens = s.ordered ? arena.take<int32_t>(s.m) : nullptr;
+    plan.lists = arena.take<uint32_t>(s.capacity);
+    if (saving && s.gated) ups = arena.take<uint16_t>(s.capacity);
+  }
+};
+
+struct TileWorkspace {
+  Packed packed;
+  uint32_t* rows;
+  float* l1_partials;
+  uint32_t* hidden;   // h of the lists' words; the lists themselves, where g is not needed again
+  void* temporaries;  // of the order of the tokens, later of the rest
+
+  TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
+    packed = lay_out_packed(arena, s.m, s.n, result);
+    rows = arena.take<uint32_t>(s.m * kRowCapacity + s.long_capacity + 3);  // kernels read four words at a time
+    l1_partials = arena.take<float>(tiles_of(s.m) * column_tiles_of(s.n) * kUpPartials);
+    hidden = saving && s.gated ? arena.take<uint32_t>(s.capacity) : nullptr;
+    temporaries = arena.take_bytes(std::max(s.ordered ? order_workspace(s.m, s.n) : 0, row_rest_workspace(s.m, s.k)));
+  }
+};
+
+struct BackwardWorkspace {
+  NeuronPlan plan;
+  int32_t *drawn, *tickets, *arrivals;
+  int64_t zeroed;  // bytes from the start that are zero at first
+  uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
+  float* partials;
+  void *operand, *second_operand;
+  void* planes;  // of the rest
+
+  BackwardWorkspace(Arena& arena, const TileShape& s)
+      : plan(), du(nullptr), du_by_neuron(nullptr), second_operand(nullptr) {
+    const int64_t tiles = tiles_of(s.m), neuron_tiles = (s.n + kTokenTile - 1) / kTokenTile;
+    plan.frequencies = arena.take<int32_t>(s.n);
+    plan.counts = arena.take<uint32_t>(neuron_tiles * 2 * tiles * 2);
+    plan.totals = arena.take<int32_t>(kNeuronTotals);
+    drawn = arena.take<int32_t>(2);
+    tickets = arena.take<int32_t>(kSplitUnits * 4 + 1);
+    arrivals = arena.take<int32_t>(2);
+    zeroed = arena.bytes();
+    plan.ranks = arena.take<int32_t>(s.n);
+    plan.neurons = arena.take<int32_t>(s.n);
+    plan.masks = arena.take<uint32_t>(neuron_tiles * 2 * tiles * 4);
+    plan.before = arena.take<uint32_t>(neuron_tiles * 3 * tiles * 4);
+    plan.slots = arena.take<int32_t>(neuron_tiles * tiles * kTokenTile);
+    plan.bases = arena.take<uint32_t>(tiles * neuron_tiles * 2 * 6);
+    plan.starts = arena.take<uint32_t>(neuron_tiles * 2 * (tiles * 2 + 1));
+    plan.tiles = arena.take<int4>(neuron_tiles);
+    plan.order = arena.take<int4>(neuron_tiles + kSplitUnits);
+    plan.at = arena.take<uint32_t>(s.capacity);
+    plan.places = arena.take<uint16_t>(s.capacity);
+    dz = arena.take<uint32_t>(s.capacity);
+    dz_by_neuron = arena.take<uint32_t>(s.capacity);
+    h_by_neuron = arena.take<uint32_t>(s.capacity);
+    if (s.gated) du = arena.take<uint32_t>(s.capacity);
+    if (s.gated) du_by_neuron = arena.take<uint32_t>(s.capacity);
+    partials = arena.take<float>(static_cast<int64_t>(kSplitUnits) * 2 * kTokenTile * kColumnTile);
+    const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // of an operand
+    operand = arena.take<uint16_t>(places);
+    if (s.gated) second_operand = arena.take<uint16_t>(places);
+    planes = arena.take_bytes(rest_backward_workspace(s.m, s.n));
+  }
+};
+
+// Partial sums of l1 of whichever of the dense engine's kernels has more of them.
+int64_t dense_partials(int64_t m, int64_t n) {
+  return tiles_of(m) * std::max(2 * column_tiles_of(n), (n + kPointwiseColumns - 1) / kPointwiseColumns);
+}
+
+}  // namespace
+
+int64_t counts_length() { return kCountsLength; }
+
+int64_t row_counts_length(int64_t m, int64_t n) {
+  return std::max<int64_t>(m, kCountedTokens * (2 + column_tiles_of(n)) / 2);
+}
+
+cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
+                 cudaStream_t stream) {
+  return gate_pack(x, w, m, k, n, kTileWords, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts},
+                   kCountsLength, false, stream);
+}
+
+// ---- row
+
+int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n) {
+  Arena arena(nullptr);
+  lay_out_packed(arena, m, n, {});
+  arena.take_bytes(row_workspace(m, k, n));
+  return arena.bytes();
+}
+
+cudaError_t row_forward(const Layer& a, void* workspace, const Result& result, cudaStream_t stream) {
+  Arena arena(workspace);
+  const Packed packed = lay_out_packed(arena, a.m, a.n, result);
+  void* own = arena.take_bytes(row_workspace(a.m, a.k, a.n));
+  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, kTileWords, packed, kCountsLength, true, stream));
+  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, kTileWords, packed, own, tickets_of(result.counts),
+                 result.l1, result.y, stream);
+}
+
+// ---- tile
+
+int64_t tile_max_capacity() { return kMaxWords; }
+int64_t tile_max_tokens(bool saving) { return saving ? kMaxSplitTokens : kMaxWords / kRowCapacity; }
+
+int64_t tile_long_capacity(int64_t m, int64_t capacity) {
+  return std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
+}
+
+int64_t tile_workspace_bytes(const TileShape& shape, bool saving) {
+  Arena arena(nullptr);
+  TileWorkspace(arena, shape, {}, saving);
+  if (!saving) Kept(arena, shape, false);
+  return arena.bytes();
+}
+
+int64_t tile_saved_bytes(const TileShape& shape) {
+  Arena arena(nullptr);
+  Kept(arena, shape, true);
+  return arena.bytes();
+}
+
+TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated) {
+  for (const bool ordered : {false, true}) {
+    TileShape shape = {m, k, n, gated, 0, 0, ordered};
+    const int64_t words = bytes - tile_saved_bytes(shape);
+    if (words < 0) continue;
+    shape.capacity = words / (gated ? 6 : 4);
+    shape.long_capacity = tile_long_capacity(m, shape.capacity);
+    if (tile_saved_bytes(shape) == bytes) return shape;
+  }
+  return {m, k, n, gated, -1, 0, false};
+}
+
+cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, void* saved, const Result& result,
+                         cudaStream_t stream) {
+  const bool saving = saved != nullptr;
+  Arena own(workspace), theirs(saved);
+  const TileWorkspace w(own, s, result, saving);
+  Kept kept(saving ? theirs : own, s, saving);
+  TilePlan& plan = kept.plan;
+  plan.rows = w.rows;
+  if (saving) {
+    SPARSELLM_TRY(cudaMemsetAsync(plan.totals, 0, kTotals * sizeof(int32_t), stream));
+  } else {
+    plan.totals = totals_of(result.counts);  // which gate_pack zeroes
+  }
+  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, kTileWords, w.packed, kCountsLength, false, stream));
+  SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, kTileWords, plan, stream));
+  if (s.ordered) {
+    SPARSELLM_TRY(token_order(plan.rows, w.packed.row_counts, a.m, a.n, w.temporaries,
+                              const_cast<int32_t*>(plan.tokens), stream));
+  }
+  SPARSELLM_TRY(tile_plan(w.packed, a.m, a.n, plan, stream));
+  uint32_t* hidden = w.hidden != nullptr ? w.hidden : plan.lists;
+  SPARSELLM_TRY(tile_up(a.gated() ? a.x : nullptr, a.multiplier(), a.m, a.gated() ? a.k : 0, a.n, plan, hidden, kept.ups,
+                        w.l1_partials, result.l1, stream));
+  const Spmm product = {{hidden, nullptr}, {a.w_down_t, nullptr}, plan.slots, column_tiles_of(a.n) * kColumnTile,
+                        plan.starts, column_tiles_of(a.n) * 4 + 1, plan.order, plan.tokens, a.m, a.k, result.y};
+  SPARSELLM_TRY(tile_spmm(product, stream));
+  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // nothing can be left to the rest
+  return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, kTileWords, w.packed, plan.totals, w.temporaries,
+                  tickets_of(result.counts), result.l1, result.y, stream);
+}
+
+int64_t tile_backward_workspace_bytes(const TileShape& shape) {
+  Arena arena(nullptr);
+  BackwardWorkspace(arena, shape);
+  return arena.bytes();
+}
+
+cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, const float* dl1, void* saved,
+                          void* workspace, const Gradients& d, cudaStream_t stream) {
+  Arena arena(workspace), theirs(saved);
+  const BackwardWorkspace w(arena, s);
+  const Kept kept(theirs, s, true);
+  const TilePlan& plan = kept.plan;
+  SPARSELLM_TRY(cudaMemsetAsync(workspace, 0, w.zeroed, stream));
+  SPARSELLM_TRY(neuron_plan(plan, a.m, a.k, a.n, w.plan, stream));
+  const Gradient nonzeros = {kept.ups, dl1, w.dz, w.du, w.plan.at, w.plan.places,
+                             w.dz_by_neuron, w.du_by_neuron, w.h_by_neuron, w.drawn};
+  SPARSELLM_TRY(tile_gradient(dy, a.w_down_t, a.m, a.k, a.n, plan, nonzeros, stream));
+  const Spmm dx = {{w.dz, w.du}, {a.thresholded(), a.multiplier()}, plan.slots, column_tiles_of(a.n) * kColumnTile,
+                   plan.starts, column_tiles_of(a.n) * 4 + 1, plan.order, plan.tokens, a.m, a.k, d.dx};
+  SPARSELLM_TRY(tile_spmm(dx, stream));
+  void* dw_first = a.gated() ? d.dw_gate : d.dw_up;
+  void* dw_second = a.gated() ? d.dw_up : nullptr;
+  const auto weights = [&](const uint32_t* list, const uint32_t* second_list, const void* rows, void* dw,
+                           void* second_dw) -> cudaError_t {
+    void* second = second_list != nullptr ? w.second_operand : nullptr;
+    SPARSELLM_TRY(tile_operands({{list, second_list}, {w.operand, second}, w.plan, a.m, a.n}, stream));
+    return tile_weights({{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, w.partials,
+                         w.tickets},
+                        stream);
+  };
+  SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second));
+  SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, d.dw_down_t, nullptr));
+  RestBackward rest = {};
+  rest.rest = plan.totals + kRest;
+  rest.x = a.x;
+  rest.dy = dy;
+  rest.w_gate = a.thresholded();
+  rest.w_up = a.multiplier();
+  rest.w_down_t = a.w_down_t;
+  rest.dl1 = dl1;
+  rest.dx = d.dx;
+  rest.dw_gate = dw_first;
+  rest.dw_up = dw_second;
+  rest.dw_down_t = d.dw_down_t;
+  rest.float_gradients = d.float_weights;
+  rest.planes = w.planes;
+  rest.arrivals = w.arrivals;
+  rest.m = static_cast<int>(a.m);
+  rest.k = static_cast<int>(a.k);
+  rest.n = static_cast<int>(a.n);
+  return rest_backward(rest, stream);
+}
+
+Field tile_saved_field(const TileShape& s, const char* name) {
+  static char base[1];  // the layout's addresses are taken from here, and never read
+  Arena arena(base);
+  const Kept kept(arena, s, true);
+  const TilePlan& p = kept.plan;
+  const int64_t tiles = tiles_of(s.m), column_tiles = column_tiles_of(s.n);
+  const struct {
+    const char* name;
+    const void* at;
+    int64_t count;
+    int element_bytes;
+  } fields[] = {
+      {"tokens", p.tokens, s.ordered ? s.m : 0, 4},
+      {"slots", p.slots, tiles * column_tiles * kColumnTile, 2},
+      {"starts", p.starts, tiles * 2 * (column_tiles * 4 + 1), 4},
+      {"lists", p.lists, s.capacity, 4},
+      {"tiles", p.tiles, tiles * 4, 4},
+      {"order", p.order, tiles * 4, 4},
+      {"items", p.items, tiles * column_tiles * 4, 4},
+      {"totals", p.totals, kTotals, 4},
+      {"ups", kept.ups, s.gated ? s.capacity : 0, 2},
+  };
+  for (const auto& field : fields) {
+    if (std::strcmp(field.name, name) != 0) continue;
+    return {field.at == nullptr ? 0 : static_cast<const char*>(field.at) - base, field.count, field.element_bytes};
+  }
+  return {0, 0, 0};
+}
+
+// ---- dense
+
+int64_t dense_workspace_bytes(int64_t m, int64_t n) {
+  Arena arena(nullptr);
+  arena.take<float>(dense_partials(m, n));
+  arena.take<int64_t>(kCountsLength);  // of the backward pass, which counts nothing for others
+  return arena.bytes();
+}
+
+cudaError_t dense_forward(const Layer& a, void* workspace, void* g, void* u, void* h, const Result& result,
+                          cudaStream_t stream) {
+  float* l1_partials = Arena(workspace).take<float>(dense_partials(a.m, a.n));
+  return dense_hidden(a.x, a.thresholded(), a.multiplier(), a.m, a.k, a.n, g, u, h, l1_partials, result.l1, result.fired,
+                      result.counts, stream);
+}
+
+cudaError_t dense_backward(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
+                           const void* u, const float* dl1, void* workspace, void* dz, void* du, void* h,
+                           cudaStream_t stream) {
+  return dense_gradient(dy, w_down, m, k, n, g, u, dl1, dz, du, h, static_cast<int64_t*>(workspace), stream);
+}
+
+cudaError_t pointwise_forward(const void* z, const void* u, int64_t m, int64_t n, void* workspace, void* h,
+                              const Result& result, cudaStream_t stream) {
+  float* l1_partials = Arena(workspace).take<float>(dense_partials(m, n));
+  return pointwise(z, u, m, n, h, l1_partials, result.l1, result.fired, result.counts, stream);
+}
+
+cudaError_t pointwise_backward(const void* z, const void* u, const void* dh, const float* dl1, int64_t m, int64_t n,
+                               void* dz, void* du, void* h, cudaStream_t stream) {
+  return pointwise_gradient(z, u, dh, dl1, m * n, dz, du, h, stream);
+}
+
+}  // namespace sparsellm
