@@ -8,9 +8,8 @@
 Per M and pattern (scripts/ffn_patterns.py), one line per variant: its time; its ratio to the best dense PyTorch, eager
 or compiled (to the cuBLAS gate alone, for the gate); and the error ||y - ref|| / ||ref|| of its output on at most 2,048
 evenly spaced tokens against float64, with its ratio to the error of eager dense PyTorch. `row`, `tile` and `dense` are
-the operator's engines; `auto` is the one that sparsellm.ops chooses from what it counted before. Where a recorded
-pattern could not be met exactly, `exact half` is the tile engine after the gate, on the recording itself; its ratio
-to dense counts gate_pack's time too.
+the operator's engines, as an accelerated model calls them; `auto` is the one that sparsellm.ops chooses from what it
+counted before.
 
 With --training, one line per variant: the time of y and of the gradients of y . dy + dl1 l1 by x and every weight
 (dense PyTorch has no l1); the error of y and of each gradient on all tokens, dl1 being 0, with its ratio to that of
@@ -37,7 +36,9 @@ from scripts import ffn_patterns as patterns
 from scripts import ffn_training
 from scripts.ffn_dense import BASES, dense_gated, dense_nongated
 from scripts.gpu_timing import alternating_ms
-from sparsellm.ops import ENGINES, choose_engine, gated_ffn, neuron_major, nongated_ffn, plan_of
+from sparsellm.model.engine_choice import NeuronMajor
+from sparsellm.ops import Plan, choose_engine
+from sparsellm.ops.feedforward import forward
 
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)
@@ -52,17 +53,16 @@ class Inputs:
     def __init__(self, x: Tensor, block: patterns.Block, gated: bool, copy: bool) -> None:
         weights = (block.w_gate, block.w_up, block.w_down) if gated else (block.w_gate, block.w_down)
         self.x, *self.weights = (t.clone() if copy else t for t in (x, *weights))
-        self.w_down_t = neuron_major(self.weights[-1])
+        self.layer = self.weights if gated else (None, *self.weights)
+        self.w_down_t = NeuronMajor.of(self.weights[-1], None).weight
 
 
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.operator = gated_ffn if args.gated else nongated_ffn
         self.eager = dense_gated if args.gated else dense_nongated
         self.compiled = torch.compile(self.eager, dynamic=False)
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        self.exact: Tensor | None = None  # where a recorded pattern fires, if the block does not meet it exactly
 
     def candidates(self, inputs: list[Inputs]) -> dict[str, Callable[[int], object]]:
         """What is timed; each call takes the next inputs."""
@@ -74,14 +74,14 @@ class Bench:
             return lambda i: f(at(i).x, *at(i).weights)
 
         def engine(name: str) -> Callable[[int], tuple]:
-            plan = plan_of(name, self.args.compression)
-            return lambda i: self.operator(at(i).x, *at(i).weights, plan, at(i).w_down_t)
+            plan = Plan.of(name)
+            return lambda i: forward(at(i).x, *at(i).layer, plan, at(i).w_down_t, False)
 
         return {
             "torch eager": block(self.eager),
             "torch compiled": block(self.compiled),
             "cuBLAS gate": lambda i: at(i).x @ at(i).weights[0].T,
-            "gate_pack": lambda i: gate_pack(at(i).x, at(i).weights[0], self.args.compression),
+            "gate_pack": lambda i: gate_pack(at(i).x, at(i).weights[0]),
             **{name: engine(name) for name in ("row", "tile", "dense")},
         }
 
@@ -99,14 +99,9 @@ class Bench:
             times = {n: t if isinstance(t, Exception) else t / DECODE_CALLS for n, t in times.items()}
             times = {n: times[n] for n in calls}
         else:
-            if self.exact is not None:
-                try:
-                    calls["exact half"] = self.exact_half(tokens, inputs)
-                except Exception as error:
-                    calls["exact half"] = raising(error)
             measured = alternating_ms(calls, self.args.budget_ms)
             times = {n: measured[n] for n in calls}
-        errors = self.errors(inputs[0], {n: calls[n] for n in calls if n not in (*GATES, "exact half")}, times)
+        errors = self.errors(inputs[0], {n: calls[n] for n in calls if n not in GATES}, times)
         engine = self.automatic(calls, times, tokens, nnz, union)
         result = {
             "tokens": tokens, "pattern": name, "note": block.note, "gated": self.args.gated,
@@ -114,28 +109,6 @@ class Bench:
             "auto": engine, "variants": rows(times, errors, engine),
         }  # fmt: skip
         return result
-
-    def exact_half(self, tokens: int, inputs: list[Inputs]) -> Callable[[int], object]:
-        """The tile engine behind the gate, fed with the recorded pattern and random values."""
-        from sparsellm.ops import cuda, twell
-
-        parts = [
-            twell.pack(g, self.args.compression)
-            for g in patterns.gate_values(self.exact, tokens).split(patterns.TOKEN_TILE * 64)
-        ]
-        words, wide, mask, row_counts = (torch.cat([part[i] for part in parts]) for i in range(4))
-        fired = torch.stack([part.fired for part in parts]).any(0).to(torch.uint8)
-        nnz, overflow, union = (sum(getattr(part, key) for part in parts) for key in ("nnz", "overflow", "union"))
-        counters = torch.cat([torch.stack([nnz, overflow, union]), nnz.new_zeros(1 + cuda.SCRATCH)])
-        gate = cuda.Gate(words, wide, mask, row_counts, fired, counters)
-        w_down_t = [one.weights[-1].T.contiguous() for one in inputs]
-
-        def run(i: int) -> object:
-            one = inputs[i % len(inputs)]
-            x, w_up = (one.x, one.weights[1]) if self.args.gated else (None, None)
-            return cuda.tile_engine(gate, x, w_up, w_down_t[i % len(inputs)])
-
-        return run
 
     def errors(self, inputs: Inputs, blocks: dict, times: dict) -> dict[str, float | Exception]:
         tokens = len(inputs.x)
@@ -147,7 +120,7 @@ class Bench:
                 continue
             try:
                 out = call(0)
-                y = (out if isinstance(out, Tensor) else out.y)[at]
+                y = (out if isinstance(out, Tensor) else out[0])[at]
                 found[name] = float((y.double() - reference).norm() / reference.norm())
             except Exception as error:
                 found[name] = error
@@ -157,12 +130,10 @@ class Bench:
         """The engine that a caller would be given, by the counts of an engine that ran; by ours, if none did."""
         for name in ("tile", "row"):
             if not isinstance(times[name], Exception):
-                out = calls[name](0)
-                nnz, union = int(out.nnz), int(out.union)
+                nnz, _, union = calls[name](0)[3].tolist()
                 break
         width, neurons = patterns.K, patterns.N
-        engine = choose_engine(tokens, width, neurons, nnz, union)
-        return list(ENGINES)[engine]
+        return choose_engine(tokens, width, neurons, nnz, union).name
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
@@ -170,17 +141,10 @@ def spread(x: Tensor, tokens: int) -> Tensor:
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
-def gate_pack(x: Tensor, w: Tensor, compression: int):
+def gate_pack(x: Tensor, w: Tensor):
     from sparsellm.ops import cuda
 
-    return cuda.gate_pack(x, w, compression)
-
-
-def raising(error: Exception) -> Callable[[int], object]:
-    def call(_: int) -> object:
-        raise error
-
-    return call
+    return cuda.gate_pack(x, w)
 
 
 def captured(calls: dict[str, Callable[[int], object]]) -> tuple[dict, dict[str, Exception]]:
@@ -219,10 +183,8 @@ def rows(times: dict, errors: dict, engine: str | None) -> list[dict]:
             row["ms"] = time
             if name in GATES and bases["gate"]:
                 row["of_gate"] = time / bases["gate"]
-            elif bases["block"] and name != "exact half":
+            elif bases["block"]:
                 row["speedup"] = bases["block"] / time
-            elif bases["block"] and not isinstance(times["gate_pack"], Exception):
-                row["speedup"] = bases["block"] / (times["gate_pack"] + time)
         if isinstance(error, float):
             row["error"] = error
             base = errors.get("torch eager")
@@ -297,7 +259,6 @@ def main() -> None:
     mode.add_argument("--training", action="store_true", help="forward and backward")
     parser.add_argument("--gated", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--nongated", dest="gated", action="store_false")
-    parser.add_argument("--compression", type=int, default=8, help="columns per word of the packed gate")
     parser.add_argument("--budget-ms", type=float, default=120, help="measured time per variant, M and pattern")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
@@ -321,9 +282,6 @@ def main() -> None:
                 continue
             try:
                 block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)
-                if not args.training:
-                    missed = name in patterns.RECORDED and block.mismatches
-                    bench.exact = patterns.recorded(name, args.activations).cuda() if missed else None
                 for tokens in sizes:
                     results.append(bench.measure(name, block, tokens))
                     show(results[-1])

@@ -26,7 +26,7 @@ compiler.nvcc = nothing
 # Every engine against float64, forward and backward, and a model that was accelerated.
 COMPUTE = """
 import torch, sparsellm
-from sparsellm.ops import build, ENGINES, gated_ffn, plan_of
+from sparsellm.ops import build, ENGINES, feedforward, Plan
 build.load()
 print("library", build.prebuilt())
 torch.manual_seed(0)
@@ -39,7 +39,7 @@ for tokens in (1, 48, 300, 2048):
         trains = engine != "row"  # which has no backward
         for weight in (x, gate, up, down):
             weight.requires_grad_(trains).grad = None
-        y = gated_ffn(x, gate, up, down, plan_of(engine)).y
+        y = feedforward(x, gate, up, down, Plan.of(engine)).y
         exact = [t.detach().double().requires_grad_(trains) for t in (x, gate, up, down)]
         xd, g, u, d = exact
         yd = (torch.relu(xd @ g.T) * (xd @ u.T)) @ d.T
@@ -117,7 +117,7 @@ def check(wheel: Path, folder: Path) -> int:
     broken = folder / "broken.so"
     broken.write_bytes(packaged.read_bytes().replace(b"aoti_torch_get_current_cuda_stream", b"x" * 34))
     step("a library that does not load is refused", REFUSED, "do not load", SPARSELLM_KERNELS=str(broken))
-    source = site / "sparsellm" / "kernels" / "launch.h"
+    source = site / "sparsellm" / "kernels" / "engines.h"
     source.write_text(source.read_text() + "// edited\n")
     unbuilt = NO_NVCC + "print(build.available())"
     step("a packaged library of other sources is said", unbuilt, "not built from the sources beside it")

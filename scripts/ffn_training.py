@@ -11,15 +11,13 @@ from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import BASES, dense_gated, dense_nongated
 from scripts.gpu_timing import alternating_ms
 from sparsellm.ops import (
-    ENGINES,
+    Engine,
     FeedForwardOutput,
+    Plan,
     choose_training_engine,
-    gated_ffn,
-    nongated_ffn,
-    plan_of,
+    feedforward,
     reference,
 )
-from sparsellm.ops.dispatch import DENSE
 
 L1_COEFFICIENT = 2e-5  # of the trainer's default loss, over the tokens
 MIB = 2**20
@@ -89,17 +87,17 @@ def peak_bytes(run: Callable[[], object]) -> int:
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        operator = gated_ffn if args.gated else nongated_ffn
         eager = dense_gated if args.gated else dense_nongated
 
         def planned(plan: Tensor | None) -> Callable[..., FeedForwardOutput]:
-            return lambda *leaves: operator(*leaves, plan)
+            missing = () if args.gated else (None,)
+            return lambda x, *weights: feedforward(x, *missing, *weights, plan)
 
         self.forwards = {
             "torch eager": eager,
             "torch compiled": torch.compile(eager, dynamic=False),
             "torch ours": torch.compile(planned(None), dynamic=False),
-            **{name: planned(plan_of(name, args.compression)) for name in ("tile", "dense")},
+            **{name: planned(Plan.of(name).tensor()) for name in ("tile", "dense")},
         }
         self.results = ("y", "dx", *(("dw_gate",) if args.gated else ()), "dw_up", "dw_down")
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
@@ -149,12 +147,12 @@ class Bench:
     def automatic(self, times: dict, step: Step) -> str:
         """The engine of a layer that starts dense, after two decisions by what the engines themselves count."""
         x, *_, w_down = step.leaves
-        engine = DENSE
+        engine = Engine.dense
         for _ in range(2):
-            if not isinstance(times[ENGINES[engine]], Exception):
-                out = self.forwards[ENGINES[engine]](*step.leaves)
+            if not isinstance(times[engine.name], Exception):
+                out = self.forwards[engine.name](*step.leaves)
                 engine = choose_training_engine(*x.shape, w_down.shape[1], int(out.nnz), int(out.union), engine)
-        return ENGINES[engine]
+        return engine.name
 
 
 def rows(variants: dict[str, dict], engine: str) -> list[dict]:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from sparsellm.ops import build, cuda, gated_ffn, nongated_ffn, plan_of
+from sparsellm.ops import Plan, build, dispatch, feedforward
 
 # Kernels of their own: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up to 128, the order
 # of tokens from ORDERED_TOKENS on, here fewer than the operators order.
@@ -26,7 +26,6 @@ CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(
 FEW_TOKENS = 128  # at most
 ORDERED_TOKENS = 1024
 K, N = 256, 512
-COMPRESSION = 8
 PARTS = ("forward", "few", "backward")
 
 
@@ -49,10 +48,14 @@ def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
     return x, *ws
 
 
+def gated_layer(x: Tensor, *ws: Tensor) -> tuple[Tensor | None, ...]:
+    """(x, w_gate or None, w_up, w_down)"""
+    return x, *(() if len(ws) == 3 else (None,)), *ws
+
+
 def run(engine: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(y, l1, nnz) by `engine`, on the device of the inputs."""
-    operator = gated_ffn if len(inputs) == 4 else nongated_ffn
-    return operator(*inputs, plan_of(engine, COMPRESSION))[:3]
+    return feedforward(*gated_layer(*inputs), Plan.of(engine))[:3]
 
 
 def hidden(x: Tensor, *ws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,11 +68,10 @@ def hidden(x: Tensor, *ws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     """dw of each weight, rounded to bfloat16, for dy = 0 and 1 in turn and dl1 = 1, and nnz, by `engine`, on the device
     of the inputs, from weights stored as `stored`."""
-    operator = gated_ffn if len(inputs) == 4 else nongated_ffn
     x, *ws = inputs
     ws = [w.detach().to(stored).requires_grad_() for w in ws]
     with torch.autocast(x.device.type, torch.bfloat16):
-        out = operator(x, *ws, plan_of(engine, COMPRESSION))
+        out = feedforward(*gated_layer(x, *ws), Plan.of(engine))
     dy = (torch.arange(x.numel(), device=x.device) % 2).view(x.shape).to(x.dtype)
     found = torch.autograd.grad([out.y, out.l1], ws, [dy, torch.ones_like(out.l1)])
     return *(dw.bfloat16() for dw in found), out.nnz
@@ -79,14 +81,15 @@ def dense_gradients(x: Tensor, *ws: Tensor) -> tuple[tuple[Tensor, ...], tuple[T
     """(dz, du if gated, h, nnz) by the kernel that multiplies dy = x by w_down, and what they should be; dl1 = 1."""
     z, u = x @ ws[0].T, x @ ws[1].T if len(ws) == 3 else None
     dl1, on_device = torch.ones(1), [None if t is None else t.cuda() for t in (x, ws[-1], torch.relu(z), u)]
-    found = cuda.dense_gradient(*on_device, dl1.cuda())
+    h, dz, *du = torch.ops.sparsellm_cuda.dense_backward(*on_device, dl1.cuda())
+    found = dz, *du, h
     g, dh = torch.relu(z).float(), (x @ ws[-1]).float()
     h = g if u is None else (g * u.float()).bfloat16().float()
     total = dh + (torch.ones_like(h) if u is None else h.sign())
     dz = torch.where(g != 0, total if u is None else total * u.float(), 0)
     right = dz, *(() if u is None else (total * g,)), h
     nnz = (g != 0).sum()
-    return (*(t for t in found if t is not None), nnz), (*(t.bfloat16() for t in right), nnz)
+    return (*found, nnz), (*(t.bfloat16() for t in right), nnz)
 
 
 def main() -> int:
@@ -96,7 +99,7 @@ def main() -> int:
     for part in set(parts) - set(PARTS):
         parser.error(f"PART is {part}: it should be one of {', '.join(PARTS)}")
     build.load()
-    with patch.object(cuda, "MIN_ORDERED_TOKENS", ORDERED_TOKENS), patch.object(cuda, "MIN_FUSED_TOKENS", 0):
+    with patch.object(dispatch, "MIN_ORDERED_TOKENS", ORDERED_TOKENS), patch.object(dispatch, "MIN_FUSED_TOKENS", 0):
         wrong = check(parts)
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
@@ -124,18 +127,21 @@ def check(parts: Sequence[str]) -> list[str]:
                 compare(f"{name}, {engine}", run(engine, *on_device), expected)
             x, *ws, _ = inputs
             z, u = (x @ ws[0].T).cuda(), (x @ ws[1].T).cuda() if gated else None
-            h, l1, _, counts = cuda.pointwise(z, u, torch.empty_like(z))
+            h = torch.empty_like(z)
+            l1, _, counts = torch.ops.sparsellm_cuda.pointwise_forward(z, u, h)
             compare(f"{name}, elementwise", (h, l1, counts[0]), hidden(*inputs))
             x_there, *ws_there, _ = on_device
-            h, g, u, l1, _, counts = cuda.dense_hidden(x_there, *ws_there, *(() if gated else (None,)), keep=True)
-            kept, right = (g, u)[: len(ws)], (torch.relu(x @ ws[0].T), x @ ws[-1].T)[: len(ws)]
+            first = ws_there if gated else (None, *ws_there)
+            h, l1, _, counts, saved = torch.ops.sparsellm_cuda.dense_forward(x_there, *first, True)
+            kept = saved.view(torch.bfloat16).view(len(ws), m, N).unbind()
+            right = (torch.relu(x @ ws[0].T), x @ ws[-1].T)[: len(ws)]
             compare(f"{name}, dense", (*kept, h, l1, counts[0]), (*right, *hidden(*inputs)))
         if "backward" in parts and m == CASES[0][0]:
             right = gradients("dense", *inputs)
             compare(f"{name}, backward, dense", *dense_gradients(*inputs))
             for stored in (torch.bfloat16, torch.float32):
                 for room in ("enough", "no"):
-                    little = patch.object(cuda, "tile_room", lambda *_: 64) if room == "no" else nullcontext()
+                    little = patch.object(dispatch, "capacity", lambda *_: 64) if room == "no" else nullcontext()
                     with little:
                         found = gradients("tile", *on_device, stored=stored)
                     compare(f"{name}, backward, {stored}, {room} room", found, right)

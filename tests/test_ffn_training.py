@@ -7,11 +7,11 @@ import torch
 
 from scripts import bench_ffn, ffn_dense, ffn_training
 from scripts import ffn_patterns as patterns
-from sparsellm.ops import gated_ffn, nongated_ffn, plan_of
+from sparsellm.ops import Plan, feedforward
 
 M, K, N = 300, 32, 64
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-PLAN = pytest.mark.parametrize("plan", [None, plan_of("dense")], ids=["traced", "dense"])
+PLAN = pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "dense"])
 
 
 def step_of(gated: bool, dtype: torch.dtype, dl1: float = 0.0) -> ffn_training.Step:
@@ -21,8 +21,8 @@ def step_of(gated: bool, dtype: torch.dtype, dl1: float = 0.0) -> ffn_training.S
     return ffn_training.Step([t.to(dtype).requires_grad_() for t in (block.x, *weights)], dy, torch.tensor(dl1))
 
 
-def operator(gated: bool, plan: torch.Tensor | None):
-    return lambda *leaves: (gated_ffn if gated else nongated_ffn)(*leaves, plan)
+def operator(gated: bool, plan: Plan | None):
+    return lambda x, *weights: feedforward(x, *(() if gated else (None,)), *weights, plan)
 
 
 def dense(gated: bool):
@@ -53,7 +53,7 @@ def test_our_variants_are_given_the_l1_loss(gated, plan):
 @GATED
 def test_saved_bytes_are_the_planes_and_not_the_inputs(gated):
     step = step_of(gated, torch.bfloat16)
-    registered = operator(gated, plan_of("dense"))
+    registered = operator(gated, Plan())
     compiled = torch.compile(registered, dynamic=False, backend="aot_eager")
     ffn_training.forward_backward(compiled, step)
     ours, theirs = (2, 3) if gated else (1, 1)  # g, u and PyTorch's h; h

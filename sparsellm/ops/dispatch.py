@@ -3,7 +3,7 @@
     choose_engine            a forward pass
     choose_training_engine   the forward and the backward pass of a micro-batch
     room_for                 how many nonzeros per token the tile engine is given room for
-    capacity, orders, fuses  what a call of so many tokens is given: room in lists, an order of its tokens, fused kernels
+    capacity, orders, fuses  what a call of so many tokens is given: room in lists, an order of tokens, fused kernels
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
 costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
@@ -119,7 +119,7 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
 def choose_training_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
 ) -> Engine:
-    """The engine, dense or tile, for the forward and backward pass of `tokens` tokens; arguments as of `choose_engine`."""
+    """The engine, dense or tile, of a micro-batch of `tokens` tokens; arguments as of `choose_engine`."""
     if tokens < MANY_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
         return Engine.dense
     seconds = training_estimates(tokens, width, neurons, nnz, union)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsellm.ops import build, cuda, reference
+from sparsellm.ops import cuda, reference
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
 
@@ -192,10 +192,12 @@ def forward(
 def _on_kernels(x: Tensor, engine: Engine) -> bool:
     """Whether the CUDA kernels compute, rather than PyTorch, which can be the dense engine."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        if engine == Engine.dense:
-            return build.loaded()
-        build.load()
-        return True
+        # Here, for nothing else needs the machinery that builds kernels.
+        from sparsellm.ops import build
+
+        if engine != Engine.dense:
+            build.load()
+        return build.loaded()
     if engine == Engine.dense:
         return False
     if not x.is_cuda:
@@ -229,7 +231,7 @@ def _feedforward_backward(
 
 
 def _backward(x, w_gate, w_up, w_down, dy, dl1, saved):
-    if x.is_cuda and x.dtype == torch.bfloat16 and build.loaded():
+    if _on_kernels(x, cuda.engine_of(saved)):
         return cuda.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
     gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
     planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsellm.ops import build, compiler, cuda
+from sparsellm.ops import build, compiler, dispatch
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def loaded_kernels() -> None:
 @pytest.fixture
 def kernels(loaded_kernels, monkeypatch):
     """The loaded kernels beside a dense PyTorch at its most accurate: no sums of products in bfloat16."""
-    monkeypatch.setattr(cuda, "MIN_FUSED_TOKENS", 100)  # small tests, too, meet the fused kernels
+    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # small tests, too, meet the fused kernels
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from scripts import ffn_patterns
-from sparsellm.ops import ENGINES, FeedForwardOutput, cuda, gated_ffn, nongated_ffn, plan_of, reference, twell
+from sparsellm.model.engine_choice import EngineChoice
+from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, cuda, dispatch, feedforward, reference, twell
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE
 
 DEVICE = "cuda"
@@ -114,7 +115,7 @@ PATTERNS = (
 )  # fmt: skip
 
 
-def firing(name: str, m: int, n: int, words_per_tile: int = 32) -> Tensor:
+def firing(name: str, m: int, n: int) -> Tensor:
     generator = random(len(name))
     fires = torch.zeros((m, n), dtype=torch.bool, device=DEVICE)
     noise = torch.rand((m, n), device=DEVICE, generator=generator)
@@ -140,7 +141,7 @@ def firing(name: str, m: int, n: int, words_per_tile: int = 32) -> Tensor:
             of_row = noise[row :: len(counts)]
             fires[row :: len(counts)] = of_row.argsort(1).argsort(1) < count
     elif name != "none":
-        count = words_per_tile + SLOTS[name] if name in SLOTS else int(name.split()[0])
+        count = twell.WORDS + SLOTS[name] if name in SLOTS else int(name.split()[0])
         for of_tile, its_noise in zip(fires.split(COLUMN_TILE, 1), noise.split(COLUMN_TILE, 1), strict=True):
             of_tile[:] = its_noise.argsort(1).argsort(1) < count
     return fires
@@ -205,39 +206,48 @@ def dense(x: Tensor, *ws: Tensor) -> Tensor:
     return h @ ws[-1].T
 
 
-def run(engine: str, x: Tensor, ws: list[Tensor], compression: int = 8, w_down_t=None) -> FeedForwardOutput:
-    operator = gated_ffn if len(ws) == 3 else nongated_ffn
-    return operator(x, *ws, plan_of(engine, compression), w_down_t)
+def layer(ws: list[Tensor]) -> list[Tensor | None]:
+    """(w_gate or None, w_up, w_down)"""
+    return ws if len(ws) == 3 else [None, *ws]
+
+
+def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = None) -> FeedForwardOutput:
+    """By the operator, or by an accelerated block's choice, which has a copy of w_down by neuron."""
+    if choice is None:
+        return feedforward(x, *layer(ws), Plan.of(engine))
+    y, l1, fired, counts = choice.run(x, *layer(ws))
+    nnz, overflow, union = counts
+    return FeedForwardOutput(y, l1, nnz, fired, overflow, union)
 
 
 def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractContextManager]]:
     """(name, engine, where to run it) of each engine; dense twice: with the kernels for many tokens, and for few."""
     for engine in engines:
         if engine == "dense":
-            yield "dense, fused", engine, patch.object(cuda, "MIN_FUSED_TOKENS", 0)
-            yield "dense, apart", engine, patch.object(cuda, "MIN_FUSED_TOKENS", sys.maxsize)
+            yield "dense, fused", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", 0)
+            yield "dense, apart", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", sys.maxsize)
         else:
             yield engine, engine, nullcontext()
 
 
-def check_exact(x: Tensor, ws: list[Tensor], compression: int, what: str, engines: tuple[str, ...] = ENGINES) -> None:
+def check_exact(x: Tensor, ws: list[Tensor], what: str, engines: tuple[str, ...] = ENGINES) -> None:
     """Every engine's results on a layer of integers are the right ones, bit for bit."""
     g, h, y = stepwise(x, ws)
     sums = torch.where(h.isfinite(), h, 0).abs().double() @ ws[-1].abs().double().T
     assert sums.max() < EXACT, f"{what}: the test's own sums are not exact"
     l1 = h.abs().sum(dtype=torch.float64)
     for way, engine, there in either_way(engines):
-        name = f"{what}, compression {compression}, {way}"
+        name = f"{what}, {way}"
         poison()
         with there:
-            out = run(engine, x, ws, compression)
+            out = run(engine, x, ws)
         assert_equal(out.y, y, f"{name}: y")
         if l1 < EXACT or l1.isnan():
             assert_equal(out.l1, l1.float(), f"{name}: l1")
         else:
             assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24, f"{name}: l1")
         check_statistics(out, g, engine, name)
-        segments = (twell.pack(g, compression).overflow if engine != "dense" else 0) if len(x) else 0
+        segments = (twell.pack(g).overflow if engine != "dense" else 0) if len(x) else 0
         assert out.overflow >= segments, f"{name}: overflow {out.overflow}, but {segments} segments do not fit"
 
 
@@ -246,15 +256,15 @@ def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) 
     nnz, fired, union = active.sum(), active.any(0), reference.union(active)
     assert_equal(out.nnz, nnz, f"{name}: nnz")
     assert_equal(out.fired, fired, f"{name}: fired")
-    if engine == "tile" and len(g) >= cuda.MIN_ORDERED_TOKENS:  # its tiles are of tokens in another order
+    if engine == "tile" and dispatch.orders(len(g)):  # its tiles are of tokens in another order
         assert fired.sum() <= out.union <= nnz, f"{name}: union {out.union}, of {fired.sum()} neurons, {nnz} nonzeros"
     else:
         assert_equal(out.union, union, f"{name}: union")
 
 
-def check_packed(packed: twell.PackedGate, gate: Tensor, compression: int, what: str) -> None:
+def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
     """All of the packed form is that of `gate` [M, N]; NaN may be any NaN."""
-    expected = twell.pack(gate, compression)
+    expected = twell.pack(gate)
     words, expected_words = (twell.segments(p.words) for p in (packed, expected))
     for field in ("row_counts", "fired", "mask", "nnz", "overflow", "union"):
         assert_equal(getattr(packed, field), getattr(expected, field), f"{what}: {field}")
@@ -268,18 +278,15 @@ def check_packed(packed: twell.PackedGate, gate: Tensor, compression: int, what:
     assert_equal(twell.unpack(packed, n), twell.unpack(expected, n), f"{what}: values")
 
 
-def check_accuracy(x: Tensor, ws: list[Tensor], what: str, compression: int = 8) -> None:
+def check_accuracy(x: Tensor, ws: list[Tensor], what: str) -> None:
     """Every engine's y is as accurate as dense PyTorch's, and its statistics are those of the gate it computed."""
     exact, theirs = dense(x.double(), *(w.double() for w in ws)), dense(x, *ws)
     for engine in ENGINES:
         name = f"{what}, {engine}"
         poison()
-        out = run(engine, x, ws, compression)
+        out = run(engine, x, ws)
         assert_as_accurate(out.y, theirs, exact, f"{name}: y")
-        if engine == "dense":
-            g = torch.relu(x @ ws[0].T)
-        else:
-            g = twell.unpack(cuda.gate_pack(x, ws[0], compression), len(ws[0]))
+        g = torch.relu(x @ ws[0].T) if engine == "dense" else twell.unpack(cuda.gate_pack(x, ws[0]), len(ws[0]))
         check_statistics(out, g, engine, name)
         h = g.double() if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16().double()
         l1 = h.abs().sum()

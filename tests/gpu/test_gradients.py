@@ -10,7 +10,7 @@ import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, product
 
 from scripts import ffn_patterns
-from sparsellm.ops import cuda, gated_ffn, nongated_ffn, plan_of, reference
+from sparsellm.ops import Plan, dispatch, feedforward, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 ENGINES = ("dense", "tile")
@@ -18,12 +18,11 @@ ENGINE = pytest.mark.parametrize("engine", ENGINES)
 DL1 = 0.5
 
 
-def gradients(engine, x, ws, dy, compression=8):
+def gradients(engine, x, ws, dy):
     """(dx, dw ...) of y . dy + DL1 l1, in poisoned memory."""
-    operator = gated_ffn if len(ws) == 3 else nongated_ffn
     inputs = [t.detach().requires_grad_() for t in (x, *ws)]
     cases.poison()
-    out = operator(*inputs, plan_of(engine, compression))
+    out = feedforward(inputs[0], *cases.layer(inputs[1:]), Plan.of(engine))
     cases.poison()
     loss = (out.y.double() * dy.double()).sum() + DL1 * out.l1.double()
     return out, torch.autograd.grad(loss, inputs)
@@ -46,12 +45,12 @@ def small(m, k, seed):
     return torch.randint(-2, 3, (m, k), device=DEVICE, generator=cases.random(seed)).bfloat16()
 
 
-def check(x, ws, dy, what, engines=ENGINES, compression=8):
+def check(x, ws, dy, what, engines=ENGINES):
     names = ("dx", "dw_gate", "dw_up", "dw_down") if len(ws) == 3 else ("dx", "dw_up", "dw_down")
     expected = stepwise(x, ws, dy)
     for way, engine, there in cases.either_way(engines):
         with there:
-            _, found = gradients(engine, x, ws, dy, compression)
+            _, found = gradients(engine, x, ws, dy)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
                 continue  # the sum of two products, each rounded
@@ -123,8 +122,8 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     dy = small(300, x.shape[1], seed=3)
     nnz = int(fires.sum())
-    for room, overflow in ((nnz + 3, 0), (nnz - 1, 300)):
-        monkeypatch.setattr(cuda, "tile_room", lambda *_, room=room: room)
+    for room, overflow in ((nnz // 8 * 8 + 8, 0), ((nnz - 1) // 8 * 8, 300)):
+        monkeypatch.setattr(dispatch, "capacity", lambda *_, room=room: room)
         out, _ = gradients("tile", x, ws, dy)
         assert out.overflow == overflow
         check(x, ws, dy, f"room for {room}", engines=("tile",))
@@ -136,7 +135,7 @@ def test_gradients_of_float32_weights_are_the_same_but_not_rounded(gated, enough
     x, ws = cases.normal(600, 264, 1000, gated, rate=0.05)
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
     if not enough:
-        monkeypatch.setattr(cuda, "tile_room", lambda *_: 100)
+        monkeypatch.setattr(dispatch, "capacity", lambda *_: 96)
     out, expected = gradients("tile", x, ws, dy)
     assert (out.overflow > 0) != enough
     with torch.autocast("cuda", torch.bfloat16):
@@ -158,7 +157,7 @@ def test_the_tile_engine_saves_little():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        gated_ffn(*inputs, plan_of("tile"))
+        feedforward(*inputs, Plan.of("tile"))
     beyond = sum(saved.values()) - sum(t.nbytes for t in inputs)
     assert beyond <= 60 << 20, f"{beyond / 2**20:.0f} MiB beyond the inputs"
 
@@ -166,4 +165,4 @@ def test_the_tile_engine_saves_little():
 def test_the_row_engine_has_no_backward():
     x, ws = cases.normal(16, 64, 64)
     with pytest.raises(ValueError, match="where gradients are asked for"):
-        gated_ffn(x.requires_grad_(), *ws, plan_of("row"))
+        feedforward(x.requires_grad_(), *ws, Plan.of("row"))

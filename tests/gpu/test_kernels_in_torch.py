@@ -12,7 +12,8 @@ from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCau
 import sparsellm
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model import Decoder
-from sparsellm.ops import ENGINES, gated_ffn, neuron_major, plan_of
+from sparsellm.model.engine_choice import EngineChoice
+from sparsellm.ops import ENGINES, Plan, feedforward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -30,18 +31,18 @@ def assert_same(found, expected, what):
 @pytest.mark.parametrize("m", [1, 64, 129, 2048, 9001, 65_536])
 def test_two_runs_give_the_same_bits(m, engine, gated):
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
-    w_down_t = neuron_major(ws[-1])
-    first = cases.run(engine, x, ws, w_down_t=w_down_t)
+    choice = EngineChoice(engine)
+    first = cases.run(engine, x, ws, choice=choice)
     for _ in range(5):
         cases.poison()
-        assert_same(cases.run(engine, x, ws, w_down_t=w_down_t), first, "alone")
+        assert_same(cases.run(engine, x, ws, choice=choice), first, "alone")
     side, busy = torch.cuda.Stream(), x.new_ones((4096, 4096))
     side.wait_stream(torch.cuda.current_stream())
     for rounds in range(1, 6):  # other work takes some multiprocessors, for ever longer
         with torch.cuda.stream(side):
             for _ in range(rounds):
                 busy @ busy
-        assert_same(cases.run(engine, x, ws, w_down_t=w_down_t), first, "beside other work")
+        assert_same(cases.run(engine, x, ws, choice=choice), first, "beside other work")
     torch.cuda.synchronize()
 
 
@@ -51,11 +52,11 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
 def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
     k, n = 264, 1000
     x, ws = cases.integers(m, k, n, gated)
-    w_down_t = neuron_major(ws[-1])
-    cases.run(engine, x, ws, w_down_t=w_down_t)
+    choice = EngineChoice(engine)
+    cases.run(engine, x, ws, choice=choice)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cases.run(engine, x, ws, w_down_t=w_down_t)
+        captured = cases.run(engine, x, ws, choice=choice)
     none, all_ = torch.zeros(m, n, dtype=torch.bool, device=DEVICE), torch.ones(m, n, dtype=torch.bool, device=DEVICE)
     for seed, fires in enumerate([none, all_, none, *[None] * 3]):
         new_x, new_ws = cases.integers(m, k, n, gated, seed + 1)
@@ -67,7 +68,7 @@ def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
             w.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        assert_same(captured, cases.run(engine, x, ws, w_down_t=w_down_t), f"replay {seed}")
+        assert_same(captured, cases.run(engine, x, ws, choice=choice), f"replay {seed}")
         assert_equal(captured.y, cases.stepwise(x, ws)[-1], f"replay {seed}: y")
 
 
@@ -75,10 +76,10 @@ def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
 @ENGINE
 def test_nothing_waits_for_the_device(engine, gated):
     layers = [cases.integers(m, 264, 1000, gated) for m in (1, 64, 300, 3000)]
-    copies = [neuron_major(ws[-1]) for _, ws in layers]
+    choices = [EngineChoice(engine) for _ in layers]
 
     def calls():
-        given = [cases.run(engine, x, ws, w_down_t=made) for (x, ws), made in zip(layers, copies, strict=True)]
+        given = [cases.run(engine, x, ws, choice=choice) for (x, ws), choice in zip(layers, choices, strict=True)]
         return given + [cases.run(engine, x, ws) for x, ws in layers]
 
     calls()
@@ -94,14 +95,14 @@ def test_nothing_waits_for_the_device(engine, gated):
 def test_work_goes_to_the_current_stream(m, engine):
     """Where its input arrives late."""
     x, ws = cases.integers(m, 264, 1000)
-    late, w_down_t = torch.full_like(x, torch.nan), neuron_major(ws[-1])
-    expected = cases.run(engine, x, ws, w_down_t=w_down_t)
+    late, choice = torch.full_like(x, torch.nan), EngineChoice(engine)
+    expected = cases.run(engine, x, ws, choice=choice)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         late.copy_(x)
-        found = cases.run(engine, late, ws, w_down_t=w_down_t)
+        found = cases.run(engine, late, ws, choice=choice)
     side.synchronize()
     assert_same(found, expected, "on a side stream")
 
@@ -112,13 +113,12 @@ def test_work_goes_to_the_current_stream(m, engine):
 def test_a_new_plan_does_not_recompile():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
-    function = torch.compile(gated_ffn, fullgraph=True, backend=counter)
+    function = torch.compile(feedforward, fullgraph=True, backend=counter)
     x, ws = cases.integers(300, 264, 1000)
-    w_down_t = neuron_major(ws[-1])
     for engine in (*ENGINES, *ENGINES):
-        for compression in (4, 8):
-            found = function(x, *ws, plan_of(engine, compression), w_down_t)
-            assert_same(found, cases.run(engine, x, ws, compression), f"compiled, {engine}")
+        for room in (40, 320):
+            found = function(x, *ws, Plan.of(engine, room).tensor())
+            assert_same(found, cases.run(engine, x, ws), f"compiled, {engine}")
     assert counter.frame_count == 1
 
 
@@ -129,7 +129,7 @@ def test_autocast_casts(engine, gated):
     expected = cases.run(engine, x, ws)
     with torch.autocast("cuda", torch.bfloat16):
         wide = [w.float() for w in ws]
-        found = cases.run(engine, x.float(), wide, w_down_t=neuron_major(wide[-1]))
+        found = cases.run(engine, x.float(), wide)
     assert found.y.dtype == torch.bfloat16
     assert_same(found, expected, "under autocast")
 
@@ -141,8 +141,8 @@ def test_autocast_casts(engine, gated):
 def test_opcheck(m, stored, engine, gated):
     x, ws = cases.integers(m, 64, 264, gated)
     saving = engine != "row"  # which has no backward
-    x, w_gate, *w_up, w_down = (t.requires_grad_(saving) for t in (x, *(w.to(stored) for w in ws)))
-    inputs = (x, w_gate, w_up[0] if gated else None, w_down, plan_of(engine), None, None, saving)
+    x, *ws = (t.requires_grad_(saving) for t in (x, *(w.to(stored) for w in ws)))
+    inputs = (x, *cases.layer(ws), Plan.of(engine).tensor(), saving)
     # What the tile engine saves is undefined where there is room left, so that two calls cannot be compared.
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests += ["test_aot_dispatch_dynamic"] if engine != "tile" else []
@@ -175,17 +175,15 @@ def test_gradients_are_as_accurate_as_dense_pytorchs(m, k, n, engine, gated):
 
 @GATED
 @ENGINE
-def test_a_stale_neuron_major_weight_is_refused(engine, gated):
+def test_a_changed_weight_is_heeded(engine, gated):
+    """By the copy of w_down that a choice keeps."""
     x, ws = cases.integers(130, 264, 1000, gated)
-    made = neuron_major(ws[-1])
-    assert_same(cases.run(engine, x, ws, w_down_t=made), cases.run(engine, x, ws), "fresh")
+    choice = EngineChoice(engine)
+    assert_same(cases.run(engine, x, ws, choice), cases.run(engine, x, ws), "fresh")
     ws[-1].mul_(2)
-    with pytest.raises(ValueError, match="w_down_t is stale"):
-        cases.run(engine, x, ws, w_down_t=made)
-    with pytest.raises(ValueError, match="w_down_t is stale"):
-        cases.run(engine, x, [*ws[:-1], ws[-1].clone()], w_down_t=neuron_major(ws[-1]))
-    y = cases.stepwise(x, ws)[-1]
-    assert_equal(cases.run(engine, x, ws, w_down_t=neuron_major(ws[-1])).y, y, "made anew: y")
+    assert_equal(cases.run(engine, x, ws, choice).y, cases.stepwise(x, ws)[-1], "changed in place: y")
+    ws[-1] = ws[-1] * 2
+    assert_equal(cases.run(engine, x, ws, choice).y, cases.stepwise(x, ws)[-1], "another tensor: y")
 
 
 # Models.

@@ -7,8 +7,8 @@ import torch
 from small_run import small_trainer
 
 from sparsellm.commands.train import set_determinism
-from sparsellm.ops import gated_ffn, nongated_ffn, plan_of
-from sparsellm.ops.dispatch import DENSE, LISTED_PER_TOKEN, TILE
+from sparsellm.ops import Engine, Plan, feedforward
+from sparsellm.ops.plan import ROOM
 from sparsellm.training import plans
 from sparsellm.training.metrics import METRICS, read
 
@@ -67,7 +67,7 @@ def alternate(monkeypatch):
     decisions = iter(range(1000))
 
     def choose(*_, current):
-        return TILE if current == DENSE or next(decisions) % 3 == 0 else DENSE
+        return Engine.tile if current == Engine.dense or next(decisions) % 3 == 0 else Engine.dense
 
     monkeypatch.setattr(plans, "choose_training_engine", choose)
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
@@ -133,7 +133,7 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
     # Decisions follow from what was counted, to the last nonzero, and from the plan in effect.
     monkeypatch.setattr(
-        plans, "choose_training_engine", lambda *counted, current: (round(counted[3]) + current // 2) % 2 * TILE
+        plans, "choose_training_engine", lambda *counted, current: Engine((round(counted[3]) + current // 2) % 2 * 2)
     )
     overrides = [*PLANNED, "logging.every=1"]
     # Wide enough for flash attention and its backward.
@@ -174,19 +174,19 @@ def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
     sums, norms = {}, {}
     overrides = [*PLANNED, "model.hidden_size=256", "model.intermediate_size=5632", f"model.gated={gated}"]
     overrides += ["model.context_length=512", "training.sequence_length=512", "runtime.micro_batch_size=8"]
-    for name, plan in (("dense", plan_of()), ("tile", plan_of("tile")), ("small room", plan_of("tile", room=32))):
+    for name, plan in (("dense", Plan()), ("tile", Plan.of("tile")), ("small room", Plan.of("tile", room=32))):
         with small_trainer(tmp_path / name, *overrides) as trainer:
             silent = torch.arange(5632, device="cuda") % 56 != 0  # the others fire on half of the tokens: 50 on each
-            for layer, of_layer in zip(trainer.decoder.layers, trainer.plans.plans, strict=True):
+            for layer, of_layer in zip(trainer.decoder.layers, trainer.plans.tensors, strict=True):
                 with torch.no_grad():
                     (layer.mlp.gate_proj if gated == "true" else layer.mlp.up_proj).weight[silent] = 0
-                of_layer.copy_(plan)
+                of_layer.copy_(plan.tensor())
             batches = trainer.data.batches(None)
             sums[name], norms[name], _ = trainer.advance(batches)
             assert sums[name].overflow.tolist() == [8 * 512 if name == "small room" else 0] * 2
             for _ in range(2):
                 trainer.advance(batches)
-            assert all(int(of_layer[2]) == LISTED_PER_TOKEN for of_layer in trainer.plans.plans)  # for 50 on each
+            assert all(plan.room == ROOM for plan in trainer.plans.plans)  # for 50 on each
     # Roundings to bfloat16 fall otherwise in each engine; exactness is for test_gradients.py.
     for name in ("tile", "small room"):
         assert sums[name].ce.item() == pytest.approx(sums["dense"].ce.item(), rel=2**-8)
@@ -206,8 +206,7 @@ def test_operators_are_as_accurate_as_dense_pytorch(m, k, n, gated, how):
     x, dy = draw(m, k), draw(m, k)
 
     def ours(x, *ws):
-        operator = gated_ffn if gated else nongated_ffn
-        out = operator(x, *ws, plan_of() if how == "registered" else None)
+        out = feedforward(x, *(() if gated else (None,)), *ws, Plan() if how == "registered" else None)
         return out.y, out.l1, out.nnz
 
     def dense(x, *ws):

@@ -23,7 +23,7 @@ def schemas() -> list[str]:
     return [
         "".join(re.findall(r'"(.*?)"', body))
         for body in re.findall(r"library\.def\((.*?)\);", BINDINGS.read_text(), re.S)
-    ]  # noqa: E501
+    ]
 
 
 def expect(tensor, dtype, *shape):
@@ -76,7 +76,7 @@ def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, sa
                 kept,
                 kept.new_empty(tile_saved_bytes(*planes[0].shape, w_gate is not None, capacity, ordered) - len(kept)),
             ]
-        )  # noqa: E501
+        )
     return *outputs, saved
 
 

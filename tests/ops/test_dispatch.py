@@ -143,7 +143,8 @@ def test_the_training_estimate_of_the_dense_engine_is_near_what_was_measured(tok
 @pytest.mark.parametrize(
     ("per_token", "per_tile", "engine"),
     [
-        (19.9, 572, Engine.tile), (28.2, 1370, Engine.tile), (35.0, 1612, Engine.tile), (42.6, 1800, Engine.tile), (66.0, 2549, Engine.tile),
+        (19.9, 572, Engine.tile), (28.2, 1370, Engine.tile), (35.0, 1612, Engine.tile), (42.6, 1800, Engine.tile),
+        (66.0, 2549, Engine.tile),
         (123.2, 3216, Engine.dense), (298.1, 3282, Engine.dense),
     ],
 )  # fmt: skip
