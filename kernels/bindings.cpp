@@ -140,8 +140,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor 
   return {y, counted.l1, counted.fired, counted.counts()};
 }
 
-// The length of a saved buffer says which engine filled it: a multiple of 16 bytes, and the engine's number beyond.
-constexpr int64_t kTileEngine = 2;
+// The length of a saved buffer says which engine filled it: a multiple of 16 bytes, and beyond it the engine's number
+// and, where its tokens are ordered, 4.
+constexpr int64_t kTag = 16, kTileEngine = 2, kOrdered = 4;
+
+int64_t tagged(int64_t bytes, bool ordered) { return bytes + kTileEngine + (ordered ? kOrdered : 0); }
+
+int64_t in_units(int64_t capacity) {
+  return (capacity + sparsellm::kTileCapacityUnit - 1) / sparsellm::kTileCapacityUnit * sparsellm::kTileCapacityUnit;
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up,
                                                                 Tensor w_down_t, int64_t capacity,
@@ -149,16 +156,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, Option
                                                                 bool saving) {
   const Call call("tile_forward", x);
   const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
-  if (capacity < 8 || capacity % 8 != 0 || capacity > sparsellm::tile_max_capacity()) {
-    call.refuse_because("capacity is " + std::to_string(capacity) + ": it should be a multiple of 8 up to " +
+  if (capacity < 1 || capacity > sparsellm::tile_max_capacity()) {
+    call.refuse_because("capacity is " + std::to_string(capacity) + ": it should be between 1 and " +
                         std::to_string(sparsellm::tile_max_capacity()));
   }
+  capacity = in_units(capacity);
   const sparsellm::TileShape shape = {
       layer.m, layer.k, layer.n, layer.gated(), capacity,
       long_capacity ? *long_capacity : sparsellm::tile_long_capacity(layer.m, capacity), ordered};
   const Tensor y = call.bf16({layer.m, layer.k});
   const Statistics counted(call, layer.n);
-  const Tensor saved = call.bytes(saving ? sparsellm::tile_saved_bytes(shape) + kTileEngine : 0);
+  const Tensor saved = call.bytes(saving ? tagged(sparsellm::tile_saved_bytes(shape), ordered) : 0);
   const Tensor workspace = call.bytes(sparsellm::tile_workspace_bytes(shape, saving));
   call.check(sparsellm::tile_forward(layer, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
                                      counted.result(y.data_ptr()), call.stream()));
@@ -166,7 +174,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, Option
 }
 
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
-  const auto shape = sparsellm::tile_shape_of_saved(saved.numel() - kTileEngine, m, k, n, gated);
+  const int64_t tag = saved.numel() % kTag, bytes = saved.numel() - tag;
+  const auto shape = sparsellm::tile_shape_of_saved(bytes, m, k, n, gated, tag == kTileEngine + kOrdered);
   if (shape.capacity < 0) {
     refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes, which tile_forward saves for no layer of this shape");
   }
@@ -197,7 +206,7 @@ std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, 
 }
 
 int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, bool ordered) {
-  return sparsellm::tile_saved_bytes({m, 8, n, gated, capacity, 0, ordered}) + kTileEngine;
+  return tagged(sparsellm::tile_saved_bytes({m, 8, n, gated, in_units(capacity), 0, ordered}), ordered);
 }
 
 Tensor tile_saved_field(Tensor saved, int64_t m, int64_t n, bool gated, std::string name) {

@@ -44,10 +44,13 @@ int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
 cudaError_t row_forward(const Layer& layer, void* workspace, const Result& result, cudaStream_t stream);
 
 // Tile: for each tile of 128 tokens, products over the neurons that fire in it (README.md).
+// So every array of `capacity` words or halfwords fills whole 256 bytes, and the capacity follows from their sum.
+constexpr int64_t kTileCapacityUnit = 128;
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold, a multiple of 8; of a batch with more, slower kernels compute all
+  int64_t capacity;       // nonzeros that the lists hold, a multiple of kTileCapacityUnit; of a batch with more, slower
+                          // kernels compute all
   int64_t long_capacity;  // of those, how many may be in rows of more than 512 nonzeros
   bool ordered;           // whether tokens that fire the same neurons share a tile, or 128 tokens in a row do
 };
@@ -58,7 +61,7 @@ int64_t tile_max_capacity();
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving);
 int64_t tile_saved_bytes(const TileShape& shape);
 // The shape that saved so many bytes, found again from their number; capacity is -1 if no shape did.
-TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated);
+TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated, bool ordered);
 // saved: null, or what tile_backward needs is written there.
 cudaError_t tile_forward(const Layer& layer, const TileShape& shape, void* workspace, void* saved, const Result& result,
                          cudaStream_t stream);

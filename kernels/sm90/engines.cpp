@@ -179,16 +179,13 @@ int64_t tile_saved_bytes(const TileShape& shape) {
   return arena.bytes();
 }
 
-TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated) {
-  for (const bool ordered : {false, true}) {
-    TileShape shape = {m, k, n, gated, 0, 0, ordered};
-    const int64_t words = bytes - tile_saved_bytes(shape);
-    if (words < 0) continue;
-    shape.capacity = words / (gated ? 6 : 4);
-    shape.long_capacity = tile_long_capacity(m, shape.capacity);
-    if (tile_saved_bytes(shape) == bytes) return shape;
-  }
-  return {m, k, n, gated, -1, 0, false};
+TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated, bool ordered) {
+  TileShape shape = {m, k, n, gated, 0, 0, ordered};
+  shape.capacity = (bytes - tile_saved_bytes(shape)) / (gated ? 6 : 4);
+  shape.long_capacity = tile_long_capacity(m, shape.capacity);
+  const bool exists = shape.capacity > 0 && shape.capacity % kTileCapacityUnit == 0 && tile_saved_bytes(shape) == bytes;
+  if (!exists) shape.capacity = -1;
+  return shape;
 }
 
 cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, void* saved, const Result& result,

@@ -67,8 +67,9 @@ def backward(
 
 
 def engine_of(saved: Tensor) -> Engine:
-    """The engine that filled a saved buffer: its length is a multiple of ALIGNMENT and the engine's number more."""
-    return Engine(saved.numel() % ALIGNMENT)
+    """The engine that filled a saved buffer, by its length: beyond a multiple of ALIGNMENT the engine's number, and 4
+    where the tile engine has ordered the tokens."""
+    return Engine(saved.numel() % ALIGNMENT % 4)
 
 
 def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> list[Tensor]:

@@ -61,9 +61,8 @@ def room_for(per_token: float) -> int:
 
 
 def capacity(tokens: int, neurons: int, room: int) -> int:
-    """How many nonzeros the tile engine's lists hold, for `room` per token: a multiple of 8."""
-    words = tokens * neurons if tokens * neurons <= ALL_FIT else tokens * min(room, neurons)
-    return -(-words // 8) * 8
+    """How many nonzeros the tile engine's lists hold at least, for `room` per token."""
+    return tokens * (neurons if tokens * neurons <= ALL_FIT else min(room, neurons))
 
 
 def orders(tokens: int) -> bool:

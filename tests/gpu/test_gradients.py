@@ -122,7 +122,7 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     dy = small(300, x.shape[1], seed=3)
     nnz = int(fires.sum())
-    for room, overflow in ((nnz // 8 * 8 + 8, 0), ((nnz - 1) // 8 * 8, 300)):
+    for room, overflow in ((nnz, 0), ((nnz - 1) // 128 * 128, 300)):
         monkeypatch.setattr(dispatch, "capacity", lambda *_, room=room: room)
         out, _ = gradients("tile", x, ws, dy)
         assert out.overflow == overflow
@@ -135,7 +135,7 @@ def test_gradients_of_float32_weights_are_the_same_but_not_rounded(gated, enough
     x, ws = cases.normal(600, 264, 1000, gated, rate=0.05)
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
     if not enough:
-        monkeypatch.setattr(dispatch, "capacity", lambda *_: 96)
+        monkeypatch.setattr(dispatch, "capacity", lambda *_: 128)
     out, expected = gradients("tile", x, ws, dy)
     assert (out.overflow > 0) != enough
     with torch.autocast("cuda", torch.bfloat16):

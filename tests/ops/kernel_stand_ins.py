@@ -65,7 +65,6 @@ def row_forward(x, w_gate, w_up, w_down_t):
 def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, saving):
     expect_layer(x, w_gate, w_up, w_down_t)
     assert long_capacity is None
-    assert capacity % 8 == 0
     ASKED.append((capacity, ordered, saving))
     *outputs, planes = computed(x, w_gate, w_up, w_down_t)
     saved = x.new_empty(0, dtype=torch.uint8)
@@ -81,7 +80,7 @@ def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, sa
 
 
 def tile_saved_bytes(m, n, gated, capacity, ordered):
-    return (2 if gated else 1) * m * n * 2 + 16 * capacity + 16 * ordered + Engine.tile
+    return (2 if gated else 1) * m * n * 2 + 16 * capacity + 4 * ordered + Engine.tile
 
 
 def tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights):
