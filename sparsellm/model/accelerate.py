@@ -96,15 +96,17 @@ class SparseFeedForward(nn.Module):
             return out._replace(y=y) if self.returns_statistics else y
         rows, cast = in_autocast(rows)
         check(rows, *weights, cast)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not self.returns_statistics:
+            if compiling:
+                return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle).view(x.shape)
+            return self.choice.output(rows, *weights).view(x.shape)
+        if compiling:
             y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle)
         else:
             y, l1, fired, counts = self.choice.run(rows, *weights)
-        y = y.view(x.shape)
-        if not self.returns_statistics:
-            return y
         nnz, overflow, union = counts.unbind()
-        return FeedForwardOutput(y, l1, nnz, fired, overflow, union)
+        return FeedForwardOutput(y.view(x.shape), l1, nnz, fired, overflow, union)
 
     def _plan(self) -> Plan | Tensor | None:
         """The plan of a call with gradients; None: the traced reference."""

@@ -20,10 +20,11 @@ from typing import NamedTuple
 from warnings import warn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsellm.ops import Engine, Plan, choose_engine
-from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, room_for
+from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
 COUNT_EVERY = 8  # calls of few tokens, and of many: one copy to the host
@@ -84,25 +85,46 @@ class EngineChoice:
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
         """(y, l1, fired, counts) of sparsellm.ops.feedforward, without gradients; inputs as that checks them."""
+        return self._run(x, w_gate, w_up, w_down, *self._plan(x))
+
+    def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
+        """y of `run`, whose statistics nobody asks for: where nothing is counted either, fewer launches give it."""
+        plan, counting = self._plan(x)
+        if plan.engine != Engine.dense or counting or fuses(x.shape[0]) or w_down.dtype != x.dtype:
+            return self._run(x, w_gate, w_up, w_down, plan, counting)[0]
+        h = F.linear(x, w_up if w_gate is None else w_gate).relu_()
+        if w_gate is not None:
+            h.mul_(F.linear(x, w_up))
+        return F.linear(h, w_down)
+
+    def _plan(self, x: Tensor) -> tuple[Plan, bool]:
+        """The plan of a call, and whether its counts are to be sent."""
         m = x.shape[0]
         kind = int(m >= MANY_TOKENS)
-        sparse = sparse_engines_take(x)
-        if self.engine is None and not (sparse and has_choice(m)):
-            if not sparse:
-                self.w_down_t = None  # the memory of a copy that was made when the model was of another dtype
-                if x.is_cuda:
-                    _say_dense(x.dtype)
-            return forward(x, w_gate, w_up, w_down, DENSE, None, False)[:4]
+        if not sparse_engines_take(x):
+            self.w_down_t = None  # the memory of a copy that was made when the model was of another dtype
+            if x.is_cuda and self.engine is None:
+                _say_dense(x.dtype)
+            return (DENSE if self.engine is None else self.plans[kind]), False
+        if self.engine is not None:
+            return self.plans[kind], False
+        if not has_choice(m):
+            return DENSE, False
         if self.counted:
             self._read()
-        plan, w_down_t = self.plans[kind], None
-        if plan.engine != Engine.dense and sparse and w_down.dtype == x.dtype:
+        due = self.calls[kind] % COUNT_EVERY == 0
+        self.calls[kind] += 1
+        return self.plans[kind], due and not self.counted
+
+    def _run(
+        self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, counting: bool
+    ) -> Results:
+        w_down_t = None
+        if plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
         results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False)[:4]
-        if self.engine is None:
-            self.calls[kind] += 1
-            if not self.counted and self.calls[kind] % COUNT_EVERY == 1 % COUNT_EVERY:
-                self._send(m, results[3], w_up)
+        if counting:
+            self._send(x.shape[0], results[3], w_up)
         return results
 
     def neuron_major(self, w_down: Tensor) -> NeuronMajor:
@@ -130,9 +152,8 @@ class EngineChoice:
             if self.counts is None:
                 self.counts = torch.empty(3, dtype=torch.int64, pin_memory=counts.is_cuda)
             self.counts.copy_(counts.detach(), non_blocking=True)
-            self.arrival = None
-            if counts.is_cuda:
-                self.arrival = torch.cuda.Event()
+            self.arrival = (self.arrival or torch.cuda.Event()) if counts.is_cuda else None
+            if self.arrival is not None:
                 self.arrival.record(torch.cuda.current_stream(counts.device))
             self.size = weight.shape
             self.counted = m
@@ -187,20 +208,35 @@ def register(handle: Tensor, choice: EngineChoice) -> None:
     _choices[handle.data_ptr()] = choice
 
 
-@torch.library.custom_op("sparsellm::chosen_feedforward", mutates_args=())
-def _chosen_feedforward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _choice_of(handle: Tensor) -> EngineChoice:
     choice = _choices.get(handle.data_ptr())
     if choice is None:
         raise ValueError(
             "handle is not of an accelerated block that still exists: compile the model as it is now, after"
             " sparsellm.accelerate and after moving it to its device"
         )
+    return choice
+
+
+@torch.library.custom_op("sparsellm::chosen_feedforward", mutates_args=())
+def _chosen_feedforward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check(x, w_gate, w_up, w_down, cast=True)
-    return choice.run(x, w_gate, w_up, w_down)
+    return _choice_of(handle).run(x, w_gate, w_up, w_down)
 
 
 @_chosen_feedforward.register_fake
 def _(x, w_gate, w_up, w_down, handle):
     return fake_results(x, w_down.shape[1])
+
+
+@torch.library.custom_op("sparsellm::chosen_output", mutates_args=())
+def _chosen_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor) -> Tensor:
+    check(x, w_gate, w_up, w_down, cast=True)
+    return _choice_of(handle).output(x, w_gate, w_up, w_down)
+
+
+@_chosen_output.register_fake
+def _(x, w_gate, w_up, w_down, handle):
+    return fake_results(x, w_down.shape[1])[0]

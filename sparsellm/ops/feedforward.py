@@ -176,17 +176,19 @@ def forward(
 
     Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
     """
-    with torch.autocast(x.device.type, enabled=False):
-        if _on_kernels(x, plan.engine):
-            return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
-        w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
-        if w_gate is None:
-            y, l1, nnz, fired, overflow, *planes = reference.nongated_forward(x, w_up, w_down)
-        else:
-            y, l1, nnz, fired, overflow, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
-        counts = torch.stack([nnz, overflow, reference.union(planes[0] != 0)])
-        saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
-        return y, l1, fired, counts, saved
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+    if _on_kernels(x, plan.engine):
+        return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
+    if w_gate is None:
+        y, l1, nnz, fired, overflow, *planes = reference.nongated_forward(x, w_up, w_down)
+    else:
+        y, l1, nnz, fired, overflow, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
+    counts = torch.stack([nnz, overflow, reference.union(planes[0] != 0)])
+    saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
+    return y, l1, fired, counts, saved
 
 
 def _on_kernels(x: Tensor, engine: Engine) -> bool:

@@ -133,6 +133,23 @@ def test_nothing_is_prepared_or_chosen_during_capture(hollow, monkeypatch):
     assert hollow.of(model, tokens(5)) == ["dense"] * 2
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_calls_that_nobody_counts_are_the_same(name, hollow, monkeypatch):
+    """PyTorch computes them alone where the block has no statistics to return."""
+    monkeypatch.setattr(module, "COUNT_EVERY", 3)
+    monkeypatch.setattr(module, "fuses", lambda tokens: False)
+    model = make(name)
+    expected = logits(model, tokens(100))
+    sparsellm.accelerate(model, "cuda")
+    counts = "decoder" in name
+    for engines in (["dense"] * 2, ["dense"] * 2 * counts, ["dense"] * 2 * counts):
+        hollow.engines.clear()
+        assert_same(logits(model, tokens(100)), expected)
+        assert hollow.engines == (["dense"] * 2 if counts else [])
+        hollow.of(model, tokens(200))
+        assert hollow.engines == engines
+
+
 @pytest.mark.parametrize("engine", ["dense", "row", "tile"])
 def test_a_fixed_engine_is_kept_and_counts_nothing(engine, hollow):
     model = sparsellm.accelerate(make("llama"), "cuda", engine)
