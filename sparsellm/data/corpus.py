@@ -28,6 +28,7 @@ from datasets import IterableDataset, load_dataset_builder
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
+from sparsellm import hub
 from sparsellm.config import DataConfig, Source
 from sparsellm.data.errors import DataError
 
@@ -87,18 +88,32 @@ def find_files(data: DataConfig) -> Files:
             raise DataError("; ".join(mistakes))
         return files
     name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
+    require_hub(data)
     try:
         splits = load_dataset_builder(data.dataset, data.subset).config.data_files
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the data set {name} cannot be opened: {error}. Check data.dataset, data.subset and the network;"
-            " without one, download its files elsewhere and use data=files"
+            f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset and"
+            " data.subset, or use files of your own with data=files"
         ) from error
     if data.split not in splits:
         raise DataError(
             f"the data set {name} has no split {data.split!r}: set data.split to one of {', '.join(splits)}"
         )
     return dict.fromkeys(splits[data.split])
+
+
+def require_hub(data: DataConfig) -> None:
+    """Raises DataError if the documents of `data` are on the hub, and it does not answer: there are no copies."""
+    if (
+        data.source == Source.hub
+        and not Path(data.dataset).is_dir()
+        and not hub.answers(f"data.dataset={data.dataset}")
+    ):
+        raise DataError(
+            f"data.dataset={data.dataset} cannot be read, for the hub does not answer: connect this machine, or"
+            " download the files elsewhere and use data=files 'data.files=[FOLDER/*.parquet]'"
+        )
 
 
 def card_licence(dataset: str) -> str | None:

@@ -38,6 +38,11 @@ class Checkpoint:
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
 
+    @property
+    def wanted(self) -> str:
+        """What is looked for on the hub."""
+        return f"checkpoint={self}, which is no folder here,"
+
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
         """The folder for what is `added`, EVALUATION or ANALYSIS: `asked` if given, else inside, or, where that cannot
         be written, evaluations/NAME or analyses/NAME in the working directory. Of so many rows only, `limit`, a folder
@@ -80,6 +85,17 @@ class Checkpoint:
                     f" {COMMITTED} says; evaluate another one"
                 )
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
+    """What is said of a checkpoint whose files cannot be read."""
+    reason = " ".join(str(error).split())
+    if checkpoint.folder is not None:
+        return f"checkpoint={checkpoint} cannot be read: {reason}"
+    return (
+        f"checkpoint={checkpoint} is no folder here, and no model of that name can be read from the hub"
+        f" ({reason}): give the folder of a run, a checkpoint or an {HF}/ folder, or the name of a model on the hub"
+    )
 
 
 def file_digest(path: Path) -> str:

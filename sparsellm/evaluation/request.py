@@ -42,9 +42,11 @@ class Request:
         return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}
 
     @property
-    def is_local(self) -> bool:
-        """Whether the model and the tasks are files here."""
-        return self.checkpoint.folder is not None and self.config.data_dir is not None
+    def on_hub(self) -> str | None:
+        """What is no file here, in words; None: all is."""
+        wanted = [] if self.checkpoint.folder is not None else [self.checkpoint.wanted]
+        wanted += [] if self.config.data_dir is not None else [f"the rows of {', '.join(self.tasks)}"]
+        return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
         """The finished parts of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""

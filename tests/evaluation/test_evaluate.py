@@ -21,6 +21,7 @@ from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsellm import hub
 from sparsellm.commands import evaluate
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
@@ -97,7 +98,7 @@ def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
             "include": str(stock), "task": name, "dataset_path": "json", "dataset_name": None, "training_split": None,
             "validation_split": None, "test_split": split, "dataset_kwargs": rows_of_task,
         }))  # fmt: skip
-        with tasks.offline(True):
+        with hub.offline(True):
             theirs = lm_eval.simple_evaluate(
                 model="hf", model_args=f"pretrained={run / LAST / 'hf'}", device="cpu", batch_size=4,
                 tasks=[str(definition)], task_manager=TaskManager(include_defaults=False),
@@ -134,7 +135,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
 
 def test_scoring_draws_no_random_numbers(bare, rows):
     """So it may go on in the middle of a training run."""
-    with process_group("cpu") as ranks, tasks.offline(True):
+    with process_group("cpu") as ranks, hub.offline(True):
         model = AutoModelForCausalLM.from_pretrained(bare)
         lm = downstream.SharedLM(model, AutoTokenizer.from_pretrained(bare), ranks, "auto")
         loaded = tasks.load("hellaswag", str(rows))
