@@ -21,7 +21,6 @@ from sparsellm.evaluation import live
 from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.loop import Trainer, TrainingDiverged
 from sparsellm.training.metrics import MetricsError
 
 
@@ -58,6 +57,8 @@ def main(config: Config) -> int:
             run_folder.tidy(run_folder.path_of(config))
             print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
         return 0
+    from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
+
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
         try:

@@ -9,11 +9,21 @@ main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # 
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.schema import Config
+from sparsellm.config.overrides import sweep_request
+from sparsellm.config.rules import analyze_mistakes, evaluate_mistakes, prepare_mistakes, value_mistakes
+from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
 
+# Of each command but `sweep`: its schema, and the rules for values that need no torch.
+RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
+    "train": (Config, lambda config: value_mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))),
+    "prepare_data": (Config, prepare_mistakes),
+    "evaluate": (EvaluateConfig, evaluate_mistakes),
+    "analyze": (AnalyzeConfig, analyze_mistakes),
+}
 CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 
 
@@ -49,6 +59,27 @@ def entry_point(
         return command
 
     return decorate
+
+
+def refused(command: str, arguments: list[str]) -> bool:
+    """Whether `command` is refused for what was typed alone: every mistake is said that shows without torch, whose
+    import takes seconds. The command itself looks at the rest, data, folders and devices, once these hold."""
+    arguments = _without_cfg(arguments) if CFG in arguments else arguments
+    try:
+        if command == "sweep":
+            request = sweep_request(arguments)
+            found = composition([text for texts in request.axes.values() for text in texts]).mistakes
+            found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
+        else:
+            schema, rules = RULES[command]
+            composed = composition(arguments, schema)
+            found = composed.mistakes + rules(composed.config)
+        if found:
+            raise ConfigError(list(dict.fromkeys(found)))
+    except ConfigError as error:
+        _say(str(error))
+        return True
+    return False
 
 
 def _without_cfg(arguments: list[str]) -> list[str]:

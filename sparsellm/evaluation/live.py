@@ -18,7 +18,6 @@ from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation import tasks
 from sparsellm.model import Decoder, huggingface, pretrained
-from sparsellm.model.accelerate import accelerate
 
 T = TypeVar("T")
 
@@ -103,6 +102,7 @@ class LiveEvaluation:
     def _lm(self, decoder: Decoder, data: Data) -> Any:
         """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
         from sparsellm.evaluation.downstream import SharedLM
+        from sparsellm.model.accelerate import accelerate  # takes a second, that a refused run need not wait
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
