@@ -123,6 +123,8 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
                 f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
                 " llama or arcee with relu, whose zeros are exact"
             )
+        if checkpoint.unchecked:
+            print(checkpoint.unchecked, file=sys.stderr, flush=True)
         identity = checkpoint.identity()
         run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")

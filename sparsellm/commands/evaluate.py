@@ -20,7 +20,7 @@ from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
 
 
-@entry_point(mistakes, evaluate_mistakes, EvaluateConfig)
+@entry_point(lambda config, _typed: mistakes(config), evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     try:
         found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))

@@ -10,7 +10,7 @@ from sparsellm.data.manifest import blocks, token_limit
 from sparsellm.data.preparation import preparation_mistakes
 
 
-def check(config: Config) -> list[str]:
+def check(config: Config, _typed: list[str]) -> list[str]:
     """What keeps `config` from being prepared."""
     return prepare_mistakes(config) or preparation_mistakes(config)
 

@@ -6,6 +6,7 @@ that cannot go on (damaged data or checkpoint, divergence).
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -40,14 +41,17 @@ def values(config: Config) -> list[str]:
     return mistakes(config, world_size_from_environment())
 
 
-def check(config: Config) -> list[str]:
-    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
+def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name.
+
+    `typed`: the overrides that `config` was composed from.
+    """
     found, finished = values(config), run_folder.is_finished(config)
     if not (found or finished):
         found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         found += run_folder.room_mistakes(config)
     found += run_folder.mistakes(config)
-    return found if finished else found + data.mistakes(config) + live.mistakes(config)
+    return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
 
 
 @entry_point(check, values)

@@ -28,23 +28,28 @@ CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 
 
 def entry_point(
-    check: Callable[[AnyConfig], list[str]],
+    check: Callable[[AnyConfig, list[str]], list[str]],
     values: Callable[[AnyConfig], list[str]],
     schema: type[AnyConfig] = Config,
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` a command line: compose a `schema`, check, call.
 
-    `check` lists everything wrong with a configuration; `values` only what is wrong with its values, which is said of
-    the rest where something typed was refused: what that would have changed elsewhere is not known. The exit code:
-    what `main` returns, or 2 for a refused configuration, with every mistake listed.
+    `check` lists everything wrong with a configuration, whose overrides it is given, too; `values` only what is wrong
+    with its values, which is said of the rest where something typed was refused: what that would have changed elsewhere
+    is not known. The exit code: what `main` returns, or 2 for a refused configuration, with every mistake listed.
     """
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
         def command(arguments: list[str], program: str) -> int:
             try:
                 show = CFG in arguments
-                composed = composition(_without_cfg(arguments) if show else arguments, schema)
-                if found := composed.mistakes + (values if show or composed.mistakes else check)(composed.config):
+                typed = _without_cfg(arguments) if show else arguments
+                composed = composition(typed, schema)
+                if show or composed.mistakes:
+                    found = composed.mistakes + values(composed.config)
+                else:
+                    found = check(composed.config, typed)
+                if found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
                     _say(note)

@@ -166,6 +166,8 @@ class Evaluation:
         except OSError as error:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:
+            if self.checkpoint.unchecked:
+                self._say(self.checkpoint.unchecked)
             identity = self.checkpoint.identity()
             vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
             pretrained.read_tokenizer(self.checkpoint.model, vocab_size)

@@ -5,7 +5,6 @@ Hugging Face model that shares the decoder's weights: it is not compiled, for it
 feedforward blocks of its own, so that neither the compiled layers nor the engines of validation learn of it.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation import tasks
+from sparsellm.evaluation.progress import say
 from sparsellm.model import Decoder, huggingface, pretrained
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
         raise ConfigError(found)
     for task in loaded if ranks.is_main else []:
         if task.note is not None:
-            print(f"sparsellm: evaluation of {task.name}: {task.note}", file=sys.stderr)
+            say(f"sparsellm: evaluation of {task.name}: {task.note}")
     return LiveEvaluation(config, ranks, loaded)
 
 
@@ -122,5 +122,5 @@ class LiveEvaluation:
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:
-            print(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}", file=sys.stderr)
+            say(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}")
         return None

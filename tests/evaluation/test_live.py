@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from small_run import signal_after
+from tqdm import tqdm
 
 from sparsellm import data
 from sparsellm.commands import train
@@ -264,4 +265,14 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for answers"),
             (NAMES[0], "MemoryError: no room for metrics"),
         ]
+    ]
+
+
+def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):
+    written = []
+    monkeypatch.setattr(tqdm, "write", lambda text, file: written.append(text))
+    with process_group("cpu") as ranks:
+        live.LiveEvaluation(from_overrides([]), ranks, [])._attempt(3, "piqa", lambda: 1 / 0)
+    assert written == [
+        "sparsellm: step 3: evaluating piqa failed, training goes on: ZeroDivisionError: division by zero"
     ]
