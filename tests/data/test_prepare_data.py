@@ -82,7 +82,7 @@ def test_training_without_data_says_the_shortest_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main(["experiment=smoke", "data=fineweb_edu", "model.vocab_size=49152", "logging=disabled"], "t") == 2
-    command = "python -m sparsellm.prepare_data experiment=smoke data=fineweb_edu model.vocab_size=49152\n"
+    command = "python -m sparsellm.prepare_data data=fineweb_edu model.vocab_size=49152\n"
     assert f"there are no prepared tokens; run {command}" in capsys.readouterr().err
 
 
