@@ -19,15 +19,14 @@ from sparsellm.config import (
     EvaluateConfig,
     Kernels,
     Precision,
-    evaluate_mistakes,
     obstacles_to_kernels,
 )
 from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import CheckpointNotFound, locate, unreadable
+from sparsellm.evaluation.locate import locate, unreadable
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.evaluation.request import TORCH, Request, rows_of
+from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
     RESULTS,
     VALIDATION,
@@ -46,18 +45,6 @@ T = TypeVar("T")
 
 class EvaluationError(RuntimeError):
     """The checkpoint cannot be evaluated as asked; the message says why."""
-
-
-def mistakes(config: EvaluateConfig) -> list[str]:
-    """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
-    found = evaluate_mistakes(config)
-    found += tasks.mistakes(config.tasks, config.data_dir)
-    if config.checkpoint is not None:
-        try:
-            locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            found.append(str(error))
-    return found
 
 
 def evaluate_checkpoint(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sparsellm import data
-from sparsellm.config import Config, EvaluateConfig, Kernels, load
+from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.results import VALIDATION, Finished, Parts, kept, mean
 from sparsellm.run_layout import CONFIG, EVALUATION
 
@@ -101,6 +101,18 @@ class Request:
             "output_dir": str(self.output),
             **({"torch": torch} if torch["tasks"] else {}),
         }
+
+
+def mistakes(config: EvaluateConfig) -> list[str]:
+    """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
+    found = evaluate_mistakes(config)
+    found += tasks.mistakes(config.tasks, config.data_dir)
+    if config.checkpoint is not None:
+        try:
+            locate(config.checkpoint)
+        except CheckpointNotFound as error:
+            found.append(str(error))
+    return found
 
 
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:

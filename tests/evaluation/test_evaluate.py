@@ -283,7 +283,7 @@ def test_it_is_not_complete_before_it_is_recorded_or_of_other_weights(bare, rows
 
 
 def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
-    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    monkeypatch.setattr(request, "evaluate_mistakes", lambda _: [])
     monkeypatch.setattr(checkpoint, "accelerate", lambda model, _: accelerate.accelerate(model, "torch"))
     config = EvaluateConfig(
         checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], dtype=Dtype.bfloat16, compare_kernels=True
@@ -295,7 +295,7 @@ def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
     assert not checkpoint.is_complete(config)
 
 
-def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
+def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     local = shutil.copytree(rows, tmp_path / "rows")
     shutil.rmtree(local / "piqa")
     second = json.dumps({"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"})
@@ -304,6 +304,7 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
     names = ["piqa", "winogrande", "arc_challenge"]
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(local), tasks=names))
     assert list(found["tasks"]) == ["arc_challenge"]
+    assert capsys.readouterr().err.count(f"{bare} has no COMMITTED file beside it") == 1
     assert "it should have validation.jsonl" in found["failed"]["piqa"]
     assert "row 7: sentence is 'no gap', and should be a text with a gap, _" in found["failed"]["winogrande"]
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
@@ -436,7 +437,7 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
 
 def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
     """Where no kernel runs, their PyTorch reference takes their place: what is tested is who computes which side."""
-    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    monkeypatch.setattr(request, "evaluate_mistakes", lambda _: [])
     computed = []
 
     def reference(model, kernels):

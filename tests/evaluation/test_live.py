@@ -208,14 +208,14 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
     assert not (tmp_path / "refused").exists()
 
 
-def test_scores_stand_under_evaluation_in_the_record():
+def test_scores_stand_under_evaluation_in_the_record(tmp_path):
     logged = []
 
     class Record:
         def log(self, row, step):
             logged.append((step, row))
 
-    wandb = WandbRun.__new__(WandbRun)
+    wandb = WandbRun(from_overrides(["logging=disabled"]), tmp_path)
     wandb._run = Record()
     wandb.write({"step": 3, "evaluation": {"piqa": 0.5, "winogrande": None, "mean": None}})
     wandb.write({"step": 4, "evaluation": None})
