@@ -1,6 +1,7 @@
 """The command line: `sparsellm COMMAND ...`, or `python -m sparsellm.COMMAND ...`, alone or under torchrun.
 
-A command's first line is on the screen before torch, which takes seconds, is imported.
+A command's first line is on the screen before torch, which takes seconds, is imported; so is what a mistake in what was
+typed ends with.
 """
 
 import difflib
@@ -77,6 +78,10 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         # exception that comes in the middle of their imports.
         if heard:
             signal.signal(signal.SIGINT, end_at_once)
+        from sparsellm.config.command import refused
+
+        if refused(command, arguments):
+            return 2
         module = importlib.import_module(f"sparsellm.commands.{command}")
         if heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)

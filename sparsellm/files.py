@@ -33,12 +33,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)  # which would keep a full disk full
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring to disk which files `folder` has: without this, a power failure may undo a rename."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring to disk what a file holds, or which files a folder has: a power failure may undo a rename before this."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -30,18 +30,46 @@ def test_an_option_that_is_not_there_is_spelled_as_it_was_typed(monkeypatch, cap
     assert capsys.readouterr().err.startswith("sparsellm: --verbose is not a command\n")
 
 
+SLOW = "{'torch', 'datasets', 'transformers', 'lm_eval', 'pandas', 'matplotlib', 'wandb'}"  # to import
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
     code = (
         "import sys, importlib; from sparsellm import cli\n"
         "importlib.import_module = lambda name: (_ for _ in ()).throw(SystemExit(9))\n"
-        f"try: cli.run({command!r}, [])\n"
+        f"try: cli.run({command!r}, {['checkpoint=x'] if command in ('evaluate', 'analyze') else []!r})\n"
         "except SystemExit as end: assert end.code == 9\n"
-        "assert not {'torch', 'hydra', 'transformers'} & set(sys.modules)"
+        f"assert not {SLOW} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == f"sparsellm {command}: starting\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("train", ["data.tokenzier=x"], "did you mean data.tokenizer?"),
+        ("train", ["training.batch_size=0", "optimizer.beta1=2"], "2 mistakes in the configuration"),
+        ("train", ["--cfg", "job", "training.steps=many"], "training.steps is many"),
+        ("prepare_data", ["data.validation_fraction=2"], "it must be above 0 and below 1"),
+        ("evaluate", ["checkpiont=x", "limit=0"], "3 mistakes in the configuration"),
+        ("analyze", [], "checkpoint has no value"),
+        ("sweep", ["sparsity.l1_coeficient=0,1", "evaluate.limits=3"], "2 mistakes in the configuration"),
+        ("sweep", ["sweep.mode=lsf"], "sweep.mode is lsf"),
+    ],
+)
+def test_a_mistake_in_what_was_typed_is_refused_before_imports_that_take_seconds(command, arguments, words):
+    code = (
+        "import sys; from sparsellm import cli\n"
+        f"try: cli.run({command!r}, {arguments!r})\n"
+        f"finally: assert not {SLOW} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("during", ["import", "main"])
@@ -59,7 +87,9 @@ def interrupted(*_):
             raise ImportError("another error") from error
         raise
 
-importlib.import_module = interrupted if {during == "import"} else lambda _: types.SimpleNamespace(main=interrupted)
+command = interrupted if {during == "import"} else lambda: types.SimpleNamespace(main=interrupted)
+other = importlib.import_module
+importlib.import_module = lambda name, *rest: command() if name == "sparsellm.commands.train" else other(name, *rest)
 cli.run("train", [])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from sparsellm import hub
 from sparsellm.analysis import activity, numbers, recordings, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.distributed import device_type
-from sparsellm.evaluation import hub, tasks
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
 from sparsellm.evaluation.progress import progress
 from sparsellm.model import pretrained
 from sparsellm.model.acceptance import feedforward_blocks
@@ -50,7 +50,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     if found := mistakes(config):
         raise ConfigError(found)
     checkpoint = locate(config.checkpoint)
-    with tasks.offline(checkpoint.folder is not None or not _reaches_hub(checkpoint)):
+    with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
         opened = _open(config, checkpoint)
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
@@ -101,14 +101,6 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     return results, opened.output
 
 
-def _reaches_hub(checkpoint: Checkpoint) -> bool:
-    """Whether the hub answers; that something is looked for there is said before."""
-    print(hub.looking(checkpoint), file=sys.stderr, flush=True)
-    if (obstacle := hub.obstacle()) is not None:
-        print(obstacle, file=sys.stderr, flush=True)
-    return obstacle is None
-
-
 @dataclass(frozen=True)
 class Opened:
     model: nn.Module
@@ -131,6 +123,8 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
                 f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
                 " llama or arcee with relu, whose zeros are exact"
             )
+        if checkpoint.unchecked:
+            print(checkpoint.unchecked, file=sys.stderr, flush=True)
         identity = checkpoint.identity()
         run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
@@ -152,7 +146,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     except CheckpointNotFound as error:  # damaged
         raise AnalysisError(str(error)) from error
     except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
-        raise AnalysisError(hub.unreadable(checkpoint, error)) from error
+        raise AnalysisError(unreadable(checkpoint, error)) from error
     return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded)
 
 

@@ -12,7 +12,7 @@ from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, reco
 from sparsellm.config import AnalyzeConfig, analyze_mistakes, entry_point
 
 
-@entry_point(mistakes, analyze_mistakes, AnalyzeConfig)
+@entry_point(lambda config, _typed: mistakes(config), analyze_mistakes, AnalyzeConfig)
 def main(config: AnalyzeConfig) -> int:
     try:
         results, folder = analyze_checkpoint(config)

@@ -13,15 +13,18 @@ from typing import Any
 from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
-from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint, mistakes
 from sparsellm.evaluation.locate import locate
+from sparsellm.evaluation.request import mistakes
 from sparsellm.run_layout import CONFIG
 from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
 
 
-@entry_point(mistakes, evaluate_mistakes, EvaluateConfig)
+@entry_point(lambda config, _typed: mistakes(config), evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
+    # Takes a second, that a refused evaluation need not wait.
+    from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint
+
     try:
         found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:

@@ -4,25 +4,18 @@ Takes the overrides of training, and prepares the tokens that such a run reads. 
 does nothing when all is done, and adds what is missing when more is asked for.
 """
 
-from sparsellm import config as configuration
-from sparsellm.config import Config, ConfigError, entry_point
+from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
 from sparsellm.data import DataError, Manifest, mistakes, prepare
 from sparsellm.data.manifest import blocks, token_limit
 from sparsellm.data.preparation import preparation_mistakes
 
 
-def values(config: Config) -> list[str]:
-    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
-    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
-    return [m for m in configuration.mistakes(config, world_size=1) if m.startswith(matters)]
-
-
-def check(config: Config) -> list[str]:
+def check(config: Config, _typed: list[str]) -> list[str]:
     """What keeps `config` from being prepared."""
-    return values(config) or preparation_mistakes(config)
+    return prepare_mistakes(config) or preparation_mistakes(config)
 
 
-@entry_point(check, values)
+@entry_point(check, prepare_mistakes)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:

@@ -6,6 +6,7 @@ that cannot go on (damaged data or checkpoint, divergence).
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -21,7 +22,6 @@ from sparsellm.evaluation import live
 from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.loop import Trainer, TrainingDiverged
 from sparsellm.training.metrics import MetricsError
 
 
@@ -41,14 +41,17 @@ def values(config: Config) -> list[str]:
     return mistakes(config, world_size_from_environment())
 
 
-def check(config: Config) -> list[str]:
-    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name."""
+def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name.
+
+    `typed`: the overrides that `config` was composed from.
+    """
     found, finished = values(config), run_folder.is_finished(config)
     if not (found or finished):
         found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         found += run_folder.room_mistakes(config)
     found += run_folder.mistakes(config)
-    return found if finished else found + data.mistakes(config) + live.mistakes(config)
+    return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
 
 
 @entry_point(check, values)
@@ -58,6 +61,8 @@ def main(config: Config) -> int:
             run_folder.tidy(run_folder.path_of(config))
             print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
         return 0
+    from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
+
     set_determinism(config.runtime.deterministic)
     with process_group(device_type(config.runtime)) as ranks:
         try:

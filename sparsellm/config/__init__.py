@@ -39,7 +39,14 @@ _LATER = {
     "command": ("entry_point",),
     "compose": ("composition", "from_overrides", "load", "save"),
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
-    "rules": ("analyze_mistakes", "evaluate_mistakes", "memory_mistakes", "mistakes", "obstacles_to_kernels"),
+    "rules": (
+        "analyze_mistakes",
+        "evaluate_mistakes",
+        "memory_mistakes",
+        "mistakes",
+        "obstacles_to_kernels",
+        "prepare_mistakes",
+    ),
 }
 
 __all__ = [
@@ -82,6 +89,7 @@ __all__ = [
     "mistakes",
     "obstacles_to_kernels",
     "parameters",
+    "prepare_mistakes",
     "quoted",
     "save",
     "sweep_request",

@@ -9,32 +9,47 @@ main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # 
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.schema import Config
+from sparsellm.config.overrides import sweep_request
+from sparsellm.config.rules import analyze_mistakes, evaluate_mistakes, prepare_mistakes, value_mistakes
+from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
 
+# Of each command but `sweep`: its schema, and the rules for values that need no torch.
+RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
+    "train": (Config, lambda config: value_mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))),
+    "prepare_data": (Config, prepare_mistakes),
+    "evaluate": (EvaluateConfig, evaluate_mistakes),
+    "analyze": (AnalyzeConfig, analyze_mistakes),
+}
 CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 
 
 def entry_point(
-    check: Callable[[AnyConfig], list[str]],
+    check: Callable[[AnyConfig, list[str]], list[str]],
     values: Callable[[AnyConfig], list[str]],
     schema: type[AnyConfig] = Config,
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` a command line: compose a `schema`, check, call.
 
-    `check` lists everything wrong with a configuration; `values` only what is wrong with its values, which is said of
-    the rest where something typed was refused: what that would have changed elsewhere is not known. The exit code:
-    what `main` returns, or 2 for a refused configuration, with every mistake listed.
+    `check` lists everything wrong with a configuration, whose overrides it is given, too; `values` only what is wrong
+    with its values, which is said of the rest where something typed was refused: what that would have changed elsewhere
+    is not known. The exit code: what `main` returns, or 2 for a refused configuration, with every mistake listed.
     """
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
         def command(arguments: list[str], program: str) -> int:
             try:
                 show = CFG in arguments
-                composed = composition(_without_cfg(arguments) if show else arguments, schema)
-                if found := composed.mistakes + (values if show or composed.mistakes else check)(composed.config):
+                typed = _without_cfg(arguments) if show else arguments
+                composed = composition(typed, schema)
+                if show or composed.mistakes:
+                    found = composed.mistakes + values(composed.config)
+                else:
+                    found = check(composed.config, typed)
+                if found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
                     _say(note)
@@ -49,6 +64,27 @@ def entry_point(
         return command
 
     return decorate
+
+
+def refused(command: str, arguments: list[str]) -> bool:
+    """Whether `command` is refused for what was typed alone: every mistake is said that shows without torch, whose
+    import takes seconds. The command itself looks at the rest, data, folders and devices, once these hold."""
+    arguments = _without_cfg(arguments) if CFG in arguments else arguments
+    try:
+        if command == "sweep":
+            request = sweep_request(arguments)
+            found = composition([text for texts in request.axes.values() for text in texts]).mistakes
+            found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
+        else:
+            schema, rules = RULES[command]
+            composed = composition(arguments, schema)
+            found = composed.mistakes + rules(composed.config)
+        if found:
+            raise ConfigError(list(dict.fromkeys(found)))
+    except ConfigError as error:
+        _say(str(error))
+        return True
+    return False
 
 
 def _without_cfg(arguments: list[str]) -> list[str]:

@@ -1,10 +1,12 @@
-"""The rules that a configuration's values must keep; a broken one is a sentence with its remedy."""
+"""The rules that a configuration's values must keep; a broken one is a sentence with its remedy.
+
+torch takes seconds to import, so only what has to ask it does: a GPU that is demanded, the kernels, their shapes, the
+memory of a run whose values hold.
+"""
 
 import math
 import os
 import re
-
-import torch
 
 from sparsellm.config.schema import (
     Activation,
@@ -16,12 +18,12 @@ from sparsellm.config.schema import (
     EvaluationConfig,
     Kernels,
     L1Schedule,
+    ModelConfig,
     Precision,
     Source,
     parameters,
 )
 from sparsellm.config.values import flat, to_dict
-from sparsellm.ops import MAX_COLUMNS, MULTIPLE, build
 
 RUN_NAME = r"[A-Za-z0-9._-]+"
 MAX_WORKERS = 256
@@ -49,6 +51,23 @@ def mistakes(config: Config, world_size: int) -> list[str]:
 
     Looks at values and at the number of GPUs; what `data.path` and `data.files` hold is checked by sparsellm.data.
     """
+    return value_mistakes(config, world_size) + _shape_mistakes(config.model)
+
+
+def _shape_mistakes(model: ModelConfig) -> list[str]:
+    from sparsellm.ops import MAX_COLUMNS, MULTIPLE
+
+    found = []
+    for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
+        if value % MULTIPLE:
+            found.append(f"model.{key} is {value}: it must be a multiple of {MULTIPLE}")
+        if value > MAX_COLUMNS:
+            found.append(f"model.{key} is {value}: it must be at most {MAX_COLUMNS}")
+    return found
+
+
+def value_mistakes(config: Config, world_size: int) -> list[str]:
+    """`mistakes` without the shapes that only the kernels know."""
     found: list[str] = []
 
     def require(holds: bool, problem: str) -> None:
@@ -100,9 +119,6 @@ def mistakes(config: Config, world_size: int) -> list[str]:
         f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
     )
 
-    for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
-        require(value % MULTIPLE == 0, f"model.{key} is {value}: it must be a multiple of {MULTIPLE}")
-        require(value <= MAX_COLUMNS, f"model.{key} is {value}: it must be at most {MAX_COLUMNS}")
     if model.num_heads >= 1:
         require(
             model.hidden_size % (2 * model.num_heads) == 0,
@@ -208,6 +224,8 @@ def mistakes(config: Config, world_size: int) -> list[str]:
 def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
     """Whether what training cannot do without exceeds the memory of this machine, as a GPU or `ranks_here` CPU ranks
     share it: the model's state, and the tokens of a step. Activations come on top."""
+    import torch
+
     on_gpu = config.runtime.device != Device.cpu and torch.cuda.is_available()
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, training = parameters(config.model), config.training
@@ -235,6 +253,13 @@ def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
+
+
+def prepare_mistakes(config: Config) -> list[str]:
+    """Every value of `config` that breaks a rule and decides which tokens are prepared."""
+    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
+    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
+    return [mistake for mistake in value_mistakes(config, world_size=1) if mistake.startswith(matters)]
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
@@ -280,11 +305,16 @@ def _amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = ""
 
 
 def _device_mistakes(key: str, device: Device) -> list[str]:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == Device.cpu or (device == Device.auto and ranks == 1):
+        return []
+    import torch
+
     found = []
     if device == Device.cuda and not torch.cuda.is_available():
         found.append(f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu")
-    if device != Device.cpu and torch.cuda.is_available():
-        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
         if ranks > gpus:
             found.append(f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
     return found
@@ -294,6 +324,8 @@ def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[st
     """Why the CUDA kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
+    from sparsellm.ops import build
+
     try:
         build.load()
     except build.KernelsUnavailable as error:

@@ -14,6 +14,7 @@ modules, parsed and never imported.
 import ast
 import glob
 import hashlib
+import os
 import sysconfig
 import warnings
 import zlib
@@ -24,10 +25,12 @@ from typing import NamedTuple
 
 import fsspec
 import pyarrow.parquet
+import xxhash
 from datasets import IterableDataset, load_dataset_builder
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
+from sparsellm import hub
 from sparsellm.config import DataConfig, Source
 from sparsellm.data.errors import DataError
 
@@ -36,6 +39,7 @@ Files = dict[str, int | None]  # path or address -> bytes; None for the hub, whe
 
 # A chunk of documents is tokenized at once: about a million tokens keep every core busy in some 150 MB.
 CHUNK_CHARACTERS = 4_000_000
+ENDS = 1 << 20  # bytes of a local file, at either end, by which a changed one is noticed
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 LICENCE_COLUMNS = ("license", "licence")
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)  # what a damaged file raises, by its kind and its damage
@@ -79,6 +83,23 @@ def local_files(patterns: Sequence[str]) -> tuple[Files, list[str]]:
     return files, mistakes
 
 
+def ends(files: Files) -> dict[str, str]:
+    """Of each local one of `files`, the xxh3 of its first and last ENDS bytes. Raises DataError where a read fails."""
+    found = {}
+    for name in files:
+        if "://" in name:
+            continue
+        try:
+            with Path(name).open("rb") as file:
+                digest = xxhash.xxh3_64(file.read(ENDS))
+                file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
+                digest.update(file.read(ENDS))
+        except OSError as error:
+            raise DataError(f"{name} cannot be read ({error.strerror}): bring the file back as it was") from error
+        found[name] = digest.hexdigest()
+    return found
+
+
 def find_files(data: DataConfig) -> Files:
     """The files of `data`, in the order in which they are read. Asks the hub for source=hub. Raises DataError."""
     if data.source == Source.files:
@@ -87,18 +108,32 @@ def find_files(data: DataConfig) -> Files:
             raise DataError("; ".join(mistakes))
         return files
     name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
+    require_hub(data)
     try:
         splits = load_dataset_builder(data.dataset, data.subset).config.data_files
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the data set {name} cannot be opened: {error}. Check data.dataset, data.subset and the network;"
-            " without one, download its files elsewhere and use data=files"
+            f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset and"
+            " data.subset, or use files of your own with data=files"
         ) from error
     if data.split not in splits:
         raise DataError(
             f"the data set {name} has no split {data.split!r}: set data.split to one of {', '.join(splits)}"
         )
     return dict.fromkeys(splits[data.split])
+
+
+def require_hub(data: DataConfig) -> None:
+    """Raises DataError if the documents of `data` are on the hub, and it does not answer: there are no copies."""
+    if (
+        data.source == Source.hub
+        and not Path(data.dataset).is_dir()
+        and not hub.answers(f"data.dataset={data.dataset}")
+    ):
+        raise DataError(
+            f"data.dataset={data.dataset} cannot be read, for the hub does not answer: connect this machine, or"
+            " download the files elsewhere and use data=files 'data.files=[FOLDER/*.parquet]'"
+        )
 
 
 def card_licence(dataset: str) -> str | None:

@@ -25,7 +25,7 @@ import json
 import platform
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from sparsellm.config import Config, DataConfig, Source
+from sparsellm.config import Config, DataConfig, Source, composition
 from sparsellm.data import tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, read_sealed, write_sealed
@@ -378,8 +378,28 @@ def vocabulary_mistakes(vocab_size: int, config: Config) -> list[str]:
     ]
 
 
-def preparation_command(config: Config) -> str:
-    """The command line that prepares what `config` asks for, whatever choices it was composed from."""
+def preparation_command(config: Config, typed: Sequence[str] = ()) -> str:
+    """The command line that prepares what `config` asks for.
+
+    Of the overrides `typed` that it was composed from, if these are given, those without which it would be another one;
+    otherwise every value that matters.
+    """
+    overrides = wanted = _preparation_overrides(config)
+
+    def prepares_it(texts: Sequence[str]) -> bool:
+        composed = composition(list(texts))
+        return not composed.mistakes and _preparation_overrides(composed.config) == wanted
+
+    if typed and prepares_it(typed):
+        overrides = list(typed)
+        for text in typed:
+            if prepares_it(fewer := [each for each in overrides if each != text]):
+                overrides = fewer
+    return shlex.join(["python", "-m", "sparsellm.prepare_data", *overrides])
+
+
+def _preparation_overrides(config: Config) -> list[str]:
+    """What preparation looks at in `config`, whatever choices that was composed from."""
     # data=files adds nothing to the defaults but its name and source, so what differs from the defaults says it all.
     default = DataConfig(name="files", source=Source.files)
     keys = ["name", "source", *(key.removeprefix("data.") for key in recipe(config.data) if key.startswith("data."))]
@@ -389,7 +409,7 @@ def preparation_command(config: Config) -> str:
     # Of the model and the training, what preparation looks at: the command composes another experiment.
     overrides.append(_override("model.vocab_size", config.model.vocab_size))
     overrides.append(_override("training.sequence_length", config.training.sequence_length))
-    return shlex.join(["python", "-m", "sparsellm.prepare_data", "data=files", *overrides])
+    return ["data=files", *overrides]
 
 
 def _override(key: str, value: Any) -> str:

@@ -1,7 +1,7 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,11 @@ class Data:
         return self.tokens.batches(state)
 
 
-def mistakes(config: Config) -> list[str]:
-    """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy."""
+def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy.
+
+    `typed`: the overrides that `config` was composed from, of which a remedy takes what it needs.
+    """
     data, folder, training = config.data, Path(config.data.path), config.training
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
         return []  # refused by sparsellm.config; how many tokens are needed is not known
@@ -68,14 +71,14 @@ def mistakes(config: Config) -> list[str]:
             return found
         how = "its preparation has not finished" if started else "there are no prepared tokens"
         return [
-            f"data.path={folder} (data.name={data.name}): {how}; run {manifest.preparation_command(config)}",
+            f"data.path={folder} (data.name={data.name}): {how}; run {manifest.preparation_command(config, typed)}",
             *source_mistakes(config),
         ]
     limit = manifest.token_limit(config)
     if data.source != Source.stdlib_docs and not manifest.is_enough(ready, limit):
         found.append(
             f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} training tokens asked for;"
-            f" add the others with {manifest.preparation_command(config)}"
+            f" add the others with {manifest.preparation_command(config, typed)}"
             f" or train on these again and again with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)

@@ -216,6 +216,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     """Hub files are those of the commit that preparation started with; local ones must not have changed."""
     data = config.data
     compare(manifest, folder, tokenizer_names(manifest))
+    corpus.require_hub(data)
     if data.source == Source.files and corpus.find_files(data) != manifest.source_files:
         raise DataError(
             f"data.files matches other files, or files of other sizes, than when the preparation of {folder} began:"

@@ -6,7 +6,8 @@ out. Blocks are shuffled in groups: a group is collected, then permuted. (`Itera
 buffer on a resume.)
 
 The position is that of the group's first token and how many blocks of the group were handed out: a resume reads the
-group again and passes over those. It belongs to one rank of a fixed number of ranks, and to the same files.
+group again and passes over those. It belongs to one rank of a fixed number of ranks, and to the same files: local ones
+are the same by path, size, and their first and last MiB (2 MiB to read of each file, at every start).
 """
 
 import os
@@ -79,6 +80,14 @@ class TokenStream:
         Raises DataError if `state` belongs to another number of ranks, another rank or other files.
         """
         identity = {"world_size": self.world_size, "rank": self.rank, "files": self._files_digest()}
+        ends = corpus.ends(self.files)
+        # States of earlier versions have no "ends".
+        saved = ends if state is None else state.get("ends", ends)
+        if changed := [file for file, digest in ends.items() if saved.get(file, digest) != digest]:
+            raise DataError(
+                f"{', '.join(changed)}: of another content than when the data position was saved, for a stream goes on"
+                " only in the same files; bring them back, or begin a new run with run.restart=true"
+            )
         for key, now in identity.items():
             if state is not None and state.get(key) != now:
                 raise DataError(
@@ -97,7 +106,7 @@ class TokenStream:
             **worker,
         )
         for batch, after in started(loader):
-            yield batch, {**identity, **after}
+            yield batch, {**identity, "ends": ends, **after}
 
     def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """`batches` without its checks, read in this process."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sparsellm import hub
 from sparsellm.data.errors import DataError
 from sparsellm.files import write_whole
 
@@ -27,15 +28,18 @@ _FILE = "tokenizer.json"
 def load(name: str) -> Tokenizer:
     """The tokenizer of a local folder, of the tokenizer.json in it, or of a hub repository. Raises DataError."""
     path = Path(name).expanduser()
+    here = path.exists()
     try:
-        if path.exists():
+        if here:
             tokenizer = Tokenizer.from_file(str(path / _FILE if path.is_dir() else path))
         else:
-            tokenizer = Tokenizer.from_pretrained(name)
+            with hub.offline(not hub.answers(f"data.tokenizer={name}")):
+                tokenizer = Tokenizer.from_pretrained(name)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
+        what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
         raise DataError(
-            f"data.tokenizer {name!r} cannot be loaded: {error}. It must be a local folder with {_FILE}, which needs"
-            f" no network ({path} {'is there' if path.exists() else 'does not exist'}), or a hub repository"
+            f"data.tokenizer={name} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
+            " network, or the name of a repository on the hub"
         ) from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise DataError(f"data.tokenizer {name!r} has no {END_OF_TEXT}, which ends every document: add it to {_FILE}")

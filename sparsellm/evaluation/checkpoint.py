@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sparsellm import hub
 from sparsellm.config import (
     ConfigError,
     EvaluateConfig,
     Kernels,
     Precision,
-    evaluate_mistakes,
     obstacles_to_kernels,
 )
 from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
-from sparsellm.evaluation import hub, tasks
-from sparsellm.evaluation.locate import CheckpointNotFound, locate
+from sparsellm.evaluation import tasks
+from sparsellm.evaluation.locate import locate, unreadable
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.evaluation.request import TORCH, Request, rows_of
+from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
     RESULTS,
     VALIDATION,
@@ -45,18 +45,6 @@ T = TypeVar("T")
 
 class EvaluationError(RuntimeError):
     """The checkpoint cannot be evaluated as asked; the message says why."""
-
-
-def mistakes(config: EvaluateConfig) -> list[str]:
-    """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
-    found = evaluate_mistakes(config)
-    found += tasks.mistakes(config.tasks, config.data_dir)
-    if config.checkpoint is not None:
-        try:
-            locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            found.append(str(error))
-    return found
 
 
 def evaluate_checkpoint(
@@ -87,7 +75,7 @@ def evaluate_checkpoint(
     request = Request(config, locate(config.checkpoint))
     with process_group(device_type(config.device.name)) as ranks:
         evaluation = Evaluation(request, ranks)
-        with tasks.offline(request.is_local or not evaluation.reaches_hub()):
+        with hub.offline(not evaluation.reaches_hub()):
             return evaluation.run(record, show)
 
 
@@ -103,7 +91,7 @@ def is_complete(config: EvaluateConfig) -> bool:
         written = (request.output / RESULTS).read_text(encoding="utf-8")
         if not set(request.tasks) <= json.loads(written)["tasks"].keys():
             return False  # known without the rows
-        with tasks.offline(request.is_local or hub.obstacle() is not None):
+        with hub.offline(request.on_hub is None or not hub.answers(request.on_hub)):
             identity = request.checkpoint.identity()
             rows = {name: tasks.load(name, config.data_dir).identity for name in request.tasks}
             if (held_out := request.held_out()) is not None:
@@ -150,13 +138,9 @@ class Evaluation:
         return results
 
     def reaches_hub(self) -> bool:
-        """Whether the hub answers; what is looked for there is said before."""
-        if self.checkpoint.folder is None:
-            self._say(hub.looking(self.checkpoint))
-        if self.request.is_local or (obstacle := self._on_main(hub.obstacle)) is None:
-            return True
-        self._say(obstacle)
-        return False
+        """Whether something is looked for on the hub, and it answers."""
+        wanted = self.request.on_hub
+        return wanted is not None and self._on_main(lambda: hub.answers(wanted))
 
     def _open(self) -> str:
         """Make the output folder, and say what the checkpoint holds."""
@@ -169,12 +153,14 @@ class Evaluation:
         except OSError as error:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:
+            if self.checkpoint.unchecked:
+                self._say(self.checkpoint.unchecked)
             identity = self.checkpoint.identity()
             vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
             pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
             return identity
         except (OSError, ValueError) as error:
-            raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
+            raise EvaluationError(unreadable(self.checkpoint, error)) from error
 
     def _side(
         self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
@@ -253,7 +239,7 @@ class Evaluation:
                 vocab_size = model.config.get_text_config().vocab_size
                 tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
             except (OSError, ValueError) as error:
-                raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
+                raise EvaluationError(unreadable(self.checkpoint, error)) from error
             self.lm = SharedLM(model.to(self.ranks.device), tokenizer, self.ranks, self.config.batch_size)
         if kernels != self.asked:
             restore(self.lm.model)
@@ -302,7 +288,7 @@ class Evaluation:
         try:
             model_config, activation, weights = huggingface.load(self.checkpoint.model)
         except (OSError, ValueError) as error:
-            raise EvaluationError(hub.unreadable(self.checkpoint, error)) from error
+            raise EvaluationError(unreadable(self.checkpoint, error)) from error
         with torch.device("meta"):
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)

@@ -5,18 +5,19 @@ Hugging Face model that shares the decoder's weights: it is not compiled, for it
 feedforward blocks of its own, so that neither the compiled layers nor the engines of validation learn of it.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from sparsellm import hub
 from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation import tasks
+from sparsellm.evaluation.progress import say
 from sparsellm.model import Decoder, huggingface, pretrained
-from sparsellm.model.accelerate import accelerate
 
 T = TypeVar("T")
 
@@ -42,18 +43,34 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
     if not evaluation.every:
         return None
     loaded, found = [], []
-    with tasks.offline(evaluation.data_dir is not None):
-        for name in evaluation.tasks or tasks.TASKS:
+    names = evaluation.tasks or list(tasks.TASKS)
+    looks = evaluation.data_dir is None
+    reached = looks and _main_reaches_hub(names, ranks)
+    with hub.offline(not reached):
+        for name in names:
             try:
                 loaded.append(tasks.load_on_all(name, evaluation.data_dir, ranks))
             except tasks.TaskUnavailable as error:
                 found.append(_without(name, error))
+    if found and looks and not reached:
+        missing = ", ".join(name for name in names if name not in [task.name for task in loaded])
+        found = [
+            f"evaluation.tasks: the hub does not answer, and this machine has no copy of the rows of {missing}: connect"
+            " it, give local rows with evaluation.data_dir=DIR, or go without with evaluation.every=0"
+        ]
     if found:
         raise ConfigError(found)
     for task in loaded if ranks.is_main else []:
         if task.note is not None:
-            print(f"sparsellm: evaluation of {task.name}: {task.note}", file=sys.stderr)
+            say(f"sparsellm: evaluation of {task.name}: {task.note}")
     return LiveEvaluation(config, ranks, loaded)
+
+
+def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
+    """Whether the main rank has an answer of the hub, on which the rows of the tasks `names` are. Collective."""
+    found = [ranks.is_main and hub.answers(f"the rows of {', '.join(names)}")]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _without(name: str, error: tasks.TaskUnavailable) -> str:
@@ -74,7 +91,7 @@ class LiveEvaluation:
         found: dict[str, float | None] = {task.name: None for task in self.loaded}
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
-        with tasks.offline(self.config.evaluation.data_dir is not None):
+        with hub.offline(self.config.evaluation.data_dir is not None):
             lm = self._attempt(step, "the model", lambda: self._lm(decoder, data))
             for task in [] if lm is None else self.loaded:
                 found[task.name] = self._attempt(
@@ -85,6 +102,7 @@ class LiveEvaluation:
     def _lm(self, decoder: Decoder, data: Data) -> Any:
         """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
         from sparsellm.evaluation.downstream import SharedLM
+        from sparsellm.model.accelerate import accelerate  # takes a second, that a refused run need not wait
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
@@ -104,5 +122,5 @@ class LiveEvaluation:
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:
-            print(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}", file=sys.stderr)
+            say(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}")
         return None

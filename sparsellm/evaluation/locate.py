@@ -13,6 +13,7 @@ import xxhash
 
 from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
+from sparsellm.files import read_json
 from sparsellm.model import pretrained
 from sparsellm.run_layout import ANALYSIS, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 
@@ -37,6 +38,23 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it lies in a checkpoint of ours, also one without the rest of its run."""
+        return self.folder is not None and (self.folder / COMMITTED).is_file()
+
+    @property
+    def unchecked(self) -> str | None:
+        """That nothing says which numbers its files should hold; None where something does, as of the hub's files."""
+        if self.folder is None or self.has_checksums:
+            return None
+        return f"{self} has no {COMMITTED} file beside it: whether its numbers are those that were saved is not checked"
+
+    @property
+    def wanted(self) -> str:
+        """What is looked for on the hub."""
+        return f"checkpoint={self}, which is no folder here,"
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
         """The folder for what is `added`, EVALUATION or ANALYSIS: `asked` if given, else inside, or, where that cannot
@@ -71,15 +89,31 @@ class Checkpoint:
         files = sorted(path for path in Path(self.model).iterdir() if path.is_file())
         with ThreadPoolExecutor(DIGEST_THREADS) as pool:
             digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))
-        if self.step is not None:
-            committed = json.loads((self.folder / COMMITTED).read_text())["files"]
-            wanted = {Path(n).name: e["xxh3_128"] for n, e in committed.items() if n.startswith(f"{HF}/")}
+        if self.has_checksums:
+            remedy = "evaluate another one"
+            committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
+            try:
+                files = committed["files"].items()
+                wanted = {Path(n).name: e["xxh3_128"] for n, e in files if n.startswith(f"{HF}/")}
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CheckpointNotFound(f"{self.folder / COMMITTED} is damaged: {remedy}") from error
             if wrong := sorted(n for n in wanted.keys() | digests.keys() if wanted.get(n) != digests.get(n)):
                 raise CheckpointNotFound(
                     f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} is not as"
-                    f" {COMMITTED} says; evaluate another one"
+                    f" {COMMITTED} says; {remedy}"
                 )
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
+    """What is said of a checkpoint whose files cannot be read."""
+    reason = " ".join(str(error).split())
+    if checkpoint.folder is not None:
+        return f"checkpoint={checkpoint} cannot be read: {reason}"
+    return (
+        f"checkpoint={checkpoint} is no folder here, and no model of that name can be read from the hub"
+        f" ({reason}): give the folder of a run, a checkpoint or an {HF}/ folder, or the name of a model on the hub"
+    )
 
 
 def file_digest(path: Path) -> str:

@@ -10,6 +10,12 @@ from tqdm import tqdm
 LINE_EVERY = 10  # seconds, where there is no terminal
 
 
+def say(text: str) -> None:
+    """A line on stderr, above the bar if one is shown."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
 @contextmanager
 def progress(title: str, total: int, unit: str, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable.

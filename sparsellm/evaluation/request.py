@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sparsellm import data
-from sparsellm.config import Config, EvaluateConfig, Kernels, load
+from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
 from sparsellm.evaluation.results import VALIDATION, Finished, Parts, kept, mean
 from sparsellm.run_layout import CONFIG, EVALUATION
 
@@ -42,9 +42,11 @@ class Request:
         return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}
 
     @property
-    def is_local(self) -> bool:
-        """Whether the model and the tasks are files here."""
-        return self.checkpoint.folder is not None and self.config.data_dir is not None
+    def on_hub(self) -> str | None:
+        """What is no file here, in words; None: all is."""
+        wanted = [] if self.checkpoint.folder is not None else [self.checkpoint.wanted]
+        wanted += [] if self.config.data_dir is not None else [f"the rows of {', '.join(self.tasks)}"]
+        return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
         """The finished parts of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
@@ -99,6 +101,18 @@ class Request:
             "output_dir": str(self.output),
             **({"torch": torch} if torch["tasks"] else {}),
         }
+
+
+def mistakes(config: EvaluateConfig) -> list[str]:
+    """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
+    found = evaluate_mistakes(config)
+    found += tasks.mistakes(config.tasks, config.data_dir)
+    if config.checkpoint is not None:
+        try:
+            locate(config.checkpoint)
+        except CheckpointNotFound as error:
+            found.append(str(error))
+    return found
 
 
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ read: zero-shot needs no other. Where that is `test` and there is none, `validat
 
 import difflib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,25 +160,3 @@ def _quiet(local: bool) -> Iterator[None]:
     finally:
         if change:
             datasets.enable_progress_bars()
-
-
-@contextmanager
-def offline(enabled: bool) -> Iterator[None]:
-    """Keep the Hugging Face libraries off the network, which they otherwise ask even about local files."""
-    if not enabled:
-        yield
-        return
-    import datasets
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before[:2]
-        if before[2] is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before[2]

@@ -194,6 +194,6 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
         hint = " (in the dense baseline: sweep.baseline=false does without)" if point.baseline else ""
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
         if not point.is_finished():
-            wrong += data.mistakes(point.config) + live.mistakes(point.config)
+            wrong += data.mistakes(point.config, point.overrides) + live.mistakes(point.config)
         found += [mistake + hint for mistake in wrong]
     return found

@@ -27,7 +27,6 @@ all of them at the end of the phase it happened in; no rank waits for one that g
 """
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -45,7 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.distributed import Ranks
-from sparsellm.files import unused
+from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
@@ -220,7 +219,7 @@ class Checkpoints:
             dcp.save(snapshot, storage_writer=writer, process_group=self.ranks.checkpoint_group)
             for name, text in texts.items():
                 (state / name).write_text(text)
-                _fsync(state / name)
+                sync(state / name)
 
         def commit() -> None:
             hf = partial / "hf"
@@ -416,7 +415,7 @@ def _seal(folder: Path, step: int) -> None:
     """Bring everything in `folder` to disk and write COMMITTED, the size and checksum of each file."""
     files = _files(folder)
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
-        _fsync(path)
+        sync(path)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         checksums = pool.map(_checksum, files.values())
         entries = {
@@ -424,8 +423,8 @@ def _seal(folder: Path, step: int) -> None:
             for (name, path), checksum in zip(files.items(), checksums, strict=True)
         }
     (folder / COMMITTED).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    _fsync(folder / COMMITTED)
-    _fsync(folder)
+    sync(folder / COMMITTED)
+    sync(folder)
 
 
 def _problems(folder: Path, step: int) -> list[str]:
@@ -472,18 +471,9 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _fsync(path: Path) -> None:
-    """Bring a file's contents, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _rename(source: Path, target: Path) -> None:
     source.rename(target)
-    _fsync(target.parent)
+    sync(target.parent)
 
 
 def _delete(folder: Path) -> None:

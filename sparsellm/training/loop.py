@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -411,7 +412,12 @@ class Trainer:
             stopped = f"{name}: stopped after step {self.step:,}; the same command{change} resumes it"
             print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
+        print(f"\n{summary}", flush=True)
         self.wandb.figures(self.step, sorted((self.folder / report.PLOTS).glob("*.png")))
         self.wandb.close(exit_code)
-        sample = report.sample(run_folder.checkpoint(self.folder, self.step) / "hf", SAMPLE_PROMPT, 48)
-        print(f"\n{summary}\n{report.aligned('sample', repr(sample))}")
+        checkpoint = run_folder.checkpoint(self.folder, self.step) / "hf"
+        try:
+            print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
+        except Exception as error:  # of transformers, mostly: the run is complete without it
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"sparsellm: {checkpoint} gives no sample of its text: {reason}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sparsellm.evaluation.progress import say
 from sparsellm.training.metrics import StepClock
 
 FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile
@@ -80,12 +81,6 @@ class Pace:
     def left(self, steps: int) -> float | None:
         """Seconds that so many steps will take; None while that is not known."""
         return None if self.seconds_per_step is None else steps * self.seconds_per_step
-
-
-def say(text: str) -> None:
-    """A line on stderr, above the bar if one is shown."""
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
 
 
 def line(row: dict[str, Any], steps: int, left: float | None) -> str:

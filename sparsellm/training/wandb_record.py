@@ -7,14 +7,20 @@ the other, in the order of their starts, into one record.
 
 wandb writes rows to the disk every 15 seconds. A run that was killed sooner leaves a file with a header alone, because
 of which `wandb sync` refuses the whole folder: the next start removes such files, which hold nothing.
+
+On a full disk wandb (0.31) drops rows without an error, those that come once there is room again, too. What shows is a
+file that grows no more: a line says so, once, and training goes on, for metrics.jsonl has every row.
 """
 
+import logging
 import os
 import re
 import secrets
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +29,33 @@ import xxhash
 
 from sparsellm.config import Config, WandbMode, to_dict
 from sparsellm.files import write_whole
+from sparsellm.training.checkpoint import spelled
+from sparsellm.training.metrics import METRICS
+from sparsellm.training.progress import say
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
+PATIENCE = 60  # seconds without growth of a record that was given rows
 TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
 
 
 class WandbRun:
-    """Online with a key, otherwise offline; `place` says which. Every method does nothing where logging is disabled."""
+    """Online with a key, otherwise offline; `place` says which. Every method does nothing where logging is disabled.
+
+    No method raises OSError: a record that cannot be written, as on a full disk, is named in a line on stderr, once.
+    """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._run = None
+        self.folder = folder
+        self._run, self._lacking = None, False  # whether it was said that rows are lacking
+        self._bytes, self._given = 0, None  # of the record as last seen; when it was given the first row since
         self.place = "disabled"
-        if config.logging.wandb == WandbMode.disabled:
-            return
+        if config.logging.wandb != WandbMode.disabled:
+            self._attempt(lambda: self._start(config, folder))
+            if self._run is None:
+                self.place = "not recorded, for its folder cannot be written"
+
+    def _start(self, config: Config, folder: Path) -> None:
         for part in offline_parts(folder):
             if part.stat().st_size <= HEADER_BYTES:
                 shutil.rmtree(part.parent)
@@ -73,8 +92,9 @@ class WandbRun:
                 flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
             elif value is not None:
                 flat[key] = value
+        self._look_for_growth()
         # The step is given: an offline run that resumes would count from 0 again.
-        self._run.log(flat, step=row["step"])
+        self._attempt(lambda: self._run.log(flat, step=row["step"]))
 
     def figures(self, step: int, files: list[Path]) -> None:
         """Add pictures of the run after `step`, by the names of their files."""
@@ -82,7 +102,7 @@ class WandbRun:
             return
         import wandb
 
-        self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files})
+        self._attempt(lambda: self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files}))
 
     def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
         """Add what an evaluation of the checkpoint at `step` gave: as a row, in the summary of the run, and as a table.
@@ -93,18 +113,59 @@ class WandbRun:
             return
         import wandb
 
-        rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
-        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
-        self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
-        self._run.summary.update(scores)
+        def add() -> None:
+            rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
+            self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+            self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
+            self._run.summary.update(scores)
+
+        self._attempt(add)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         """A record online refuses rows before its last one, and one offline has forgotten where that was."""
         self._run.log(values, step=max(step, self._run.step))
 
     def close(self, exit_code: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)
+        if self._run is None:
+            return
+        size = self._size()
+        self._attempt(lambda: self._run.finish(exit_code=exit_code))
+        if size and self._size() <= size:  # it has at least the end of the run to add
+            self._say_lacking("its file has not grown at its end")
+
+    def _size(self) -> int:
+        """Bytes of the record in the run's folder."""
+        return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
+
+    def _look_for_growth(self) -> None:
+        """Say so if the record has not grown for long, though it was given rows."""
+        size, now = self._size(), time.monotonic()
+        if size != self._bytes:
+            self._bytes, self._given = size, None
+        if self._given is None:
+            self._given = now
+        elif now - self._given > PATIENCE:
+            self._say_lacking(f"its file has not grown for {now - self._given:.0f} s")
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Do `work`, which may find the disk full."""
+        # wandb keeps a log in the run's folder, too; where that cannot be written, logging prints tracebacks.
+        before, logging.raiseExceptions = logging.raiseExceptions, False
+        try:
+            work()
+        except OSError as error:
+            self._say_lacking(str(error))
+        finally:
+            logging.raiseExceptions = before
+
+    def _say_lacking(self, why: str) -> None:
+        if not self._lacking:
+            self._lacking = True
+            free = shutil.disk_usage(self.folder).free
+            say(
+                f"sparsellm: the Weights & Biases record in {self.folder / FOLDER} lacks rows, for it cannot be written"
+                f" ({why}; {spelled(free)} free there): {self.folder / METRICS} has them all. Free some space"
+            )
 
 
 def record_id(folder: Path) -> str:

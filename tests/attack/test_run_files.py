@@ -22,7 +22,7 @@ from sparsellm.run_layout import COMMITTED, STATE, VALUES
 from sparsellm.training import report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, MetricsError, MetricsFile, Saved, history, read
-from sparsellm.training.wandb_record import record_id
+from sparsellm.training.wandb_record import WandbRun, record_id
 
 STEPS = 12
 INTERRUPTS = 5  # instants of a start
@@ -218,6 +218,25 @@ def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
         assert trainer.fit() == 0
     assert [row["step"] for row in read(folder / METRICS)] == list(range(1, STEPS + 1))
     print(f"full disk, {leave} bytes left: tried 1, held 1, failed 0")
+
+
+@pytest.mark.parametrize("leave", [None, 0, 10_000, 100_000])
+def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, leave):
+    """After some rows, so many bytes are free; None: none at the start."""
+    folder = small_disk / "run"
+    folder.mkdir()
+    if leave is None:
+        fill(small_disk, 0)
+    record = WandbRun(small_config("logging=offline"), folder)
+    for step in range(1, 3001):
+        record.write({"step": step, "loss": 1.5, "plan_per_layer": ["dense"], "nnz_per_layer": [1.5 * step] * 30})
+        if step == 100 and leave is not None:
+            fill(small_disk, leave)
+    record.close(0)
+    said = capfd.readouterr().err
+    assert said.count("lacks rows, for it cannot be written") == 1
+    assert "Traceback" not in said
+    assert "Logging error" not in said
 
 
 @pytest.mark.slow

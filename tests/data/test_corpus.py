@@ -114,7 +114,7 @@ def test_a_hub_data_set_is_listed_by_its_configuration_and_split(tmp_path: Path,
     assert list(corpus.find_files(data)) == parquet
     with pytest.raises(DataError, match=r"no split 'test': set data\.split to one of train"):
         corpus.find_files(DataConfig(source=Source.hub, dataset=str(tmp_path), subset="small", split="test"))
-    with pytest.raises(DataError, match=r"large.*Check data.dataset"):
+    with pytest.raises(DataError, match=r"large.*check data.dataset"):
         corpus.find_files(DataConfig(source=Source.hub, dataset=str(tmp_path), subset="large"))
     assert corpus.card_licence(str(tmp_path)) == "odc-by"
     (tmp_path / "README.md").unlink()

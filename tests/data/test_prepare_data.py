@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm.commands import prepare_data
+from sparsellm.commands import prepare_data, train
 from sparsellm.config import Config, from_overrides
 from sparsellm.data import corpus, mistakes, tokenizer
 from sparsellm.data.manifest import preparation_command, read, recipe, token_limit
@@ -57,6 +57,33 @@ def test_the_command_says_all_that_decides_the_tokens(choice: str) -> None:
     assert recipe(again.data) == recipe(config.data)
     assert (again.data.path, again.data.name) == (config.data.path, config.data.name)
     assert token_limit(again) == token_limit(config) > 500_000
+
+
+@pytest.mark.parametrize(
+    ("typed", "needed"),
+    [
+        (["experiment=0p5b"], ["experiment=0p5b"]),
+        (
+            ["experiment=0p5b", "sparsity=relu", "data.name=mine", "runtime.device=cpu", "run.name=x"],
+            ["experiment=0p5b", "data.name=mine"],
+        ),
+        (
+            ["experiment=1b", "data.files=[a b.txt]", "data=files"],
+            ["experiment=1b", "data.files=[a b.txt]", "data=files"],
+        ),
+    ],
+)
+def test_the_remedy_is_what_was_typed_as_far_as_it_decides_the_tokens(typed: list[str], needed: list[str]) -> None:
+    assert shlex.split(preparation_command(from_overrides(typed), typed))[3:] == needed
+
+
+def test_training_without_data_says_the_shortest_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["experiment=smoke", "data=fineweb_edu", "model.vocab_size=49152", "logging=disabled"], "t") == 2
+    command = "python -m sparsellm.prepare_data data=fineweb_edu model.vocab_size=49152\n"
+    assert f"there are no prepared tokens; run {command}" in capsys.readouterr().err
 
 
 def test_mistakes_come_in_one_list_and_leave_nothing(refused: Callable[[list[str]], str], tmp_path: Path) -> None:

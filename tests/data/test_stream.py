@@ -123,6 +123,34 @@ def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_nam
         take(replace(stream, files=fewer, world_size=2), 1, state)
 
 
+@pytest.mark.parametrize("at", [8, -8])
+def test_a_file_of_other_content_and_the_same_size_is_refused_by_name(stream: TokenStream, at: int) -> None:
+    ((_, state),) = take(stream, 1)
+    state = json.loads(json.dumps(state))
+    path = Path(list(stream.files)[2])
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path.name}: of another content than when the data position was saved"):
+        take(stream, 1, state)
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert take(stream, 1, state)
+    del state["ends"]  # as an earlier version saved it
+    assert take(stream, 1, state)
+
+
+@pytest.mark.parametrize(("size", "at"), [(100, 50), (3 << 19, (3 << 19) - 1), (3 << 19, 1 << 20), (3 << 20, 0)])
+def test_the_ends_of_a_file_are_its_first_and_last_mebibyte(tmp_path: Path, size: int, at: int) -> None:
+    path, content = tmp_path / "x.txt", bytearray(size)
+    path.write_bytes(content)
+    before = corpus.ends({str(path): size, "hf://x": None})
+    assert list(before) == [str(path)]
+    content[at] = 1
+    path.write_bytes(content)
+    assert corpus.ends({str(path): size}) != before
+
+
 def test_a_rank_without_files_is_refused(stream: TokenStream) -> None:
     with pytest.raises(DataError, match="there are 6 for 7 ranks"):
         replace(stream, world_size=7)

@@ -74,7 +74,7 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, tokenizer_fo
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 1}))
-    with pytest.raises(DataError, match=f"data.tokenizer '{tmp_path}' cannot be loaded"):
+    with pytest.raises(DataError, match=f"data.tokenizer={tmp_path} cannot be loaded"):
         tokenizer.load(str(tmp_path))
     assert tokenizer.is_missing(str(tmp_path / "nowhere"))
     assert not tokenizer.is_missing(str(tmp_path))

@@ -21,6 +21,7 @@ from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparsellm import hub
 from sparsellm.commands import evaluate
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
 from sparsellm.distributed import process_group
@@ -97,7 +98,7 @@ def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
             "include": str(stock), "task": name, "dataset_path": "json", "dataset_name": None, "training_split": None,
             "validation_split": None, "test_split": split, "dataset_kwargs": rows_of_task,
         }))  # fmt: skip
-        with tasks.offline(True):
+        with hub.offline(True):
             theirs = lm_eval.simple_evaluate(
                 model="hf", model_args=f"pretrained={run / LAST / 'hf'}", device="cpu", batch_size=4,
                 tasks=[str(definition)], task_manager=TaskManager(include_defaults=False),
@@ -134,7 +135,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
 
 def test_scoring_draws_no_random_numbers(bare, rows):
     """So it may go on in the middle of a training run."""
-    with process_group("cpu") as ranks, tasks.offline(True):
+    with process_group("cpu") as ranks, hub.offline(True):
         model = AutoModelForCausalLM.from_pretrained(bare)
         lm = downstream.SharedLM(model, AutoTokenizer.from_pretrained(bare), ranks, "auto")
         loaded = tasks.load("hellaswag", str(rows))
@@ -282,7 +283,7 @@ def test_it_is_not_complete_before_it_is_recorded_or_of_other_weights(bare, rows
 
 
 def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
-    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    monkeypatch.setattr(request, "evaluate_mistakes", lambda _: [])
     monkeypatch.setattr(checkpoint, "accelerate", lambda model, _: accelerate.accelerate(model, "torch"))
     config = EvaluateConfig(
         checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], dtype=Dtype.bfloat16, compare_kernels=True
@@ -294,7 +295,7 @@ def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
     assert not checkpoint.is_complete(config)
 
 
-def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
+def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     local = shutil.copytree(rows, tmp_path / "rows")
     shutil.rmtree(local / "piqa")
     second = json.dumps({"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"})
@@ -303,6 +304,7 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, monkeypatch):
     names = ["piqa", "winogrande", "arc_challenge"]
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(local), tasks=names))
     assert list(found["tasks"]) == ["arc_challenge"]
+    assert capsys.readouterr().err.count(f"{bare} has no COMMITTED file beside it") == 1
     assert "it should have validation.jsonl" in found["failed"]["piqa"]
     assert "row 7: sentence is 'no gap', and should be a text with a gap, _" in found["failed"]["winogrande"]
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
@@ -435,7 +437,7 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
 
 def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
     """Where no kernel runs, their PyTorch reference takes their place: what is tested is who computes which side."""
-    monkeypatch.setattr(checkpoint, "evaluate_mistakes", lambda _: [])
+    monkeypatch.setattr(request, "evaluate_mistakes", lambda _: [])
     computed = []
 
     def reference(model, kernels):

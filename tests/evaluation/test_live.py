@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from small_run import signal_after
+from tqdm import tqdm
 
 from sparsellm import data
 from sparsellm.commands import train
@@ -207,14 +208,14 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
     assert not (tmp_path / "refused").exists()
 
 
-def test_scores_stand_under_evaluation_in_the_record():
+def test_scores_stand_under_evaluation_in_the_record(tmp_path):
     logged = []
 
     class Record:
         def log(self, row, step):
             logged.append((step, row))
 
-    wandb = WandbRun.__new__(WandbRun)
+    wandb = WandbRun(from_overrides(["logging=disabled"]), tmp_path)
     wandb._run = Record()
     wandb.write({"step": 3, "evaluation": {"piqa": 0.5, "winogrande": None, "mean": None}})
     wandb.write({"step": 4, "evaluation": None})
@@ -264,4 +265,14 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for answers"),
             (NAMES[0], "MemoryError: no room for metrics"),
         ]
+    ]
+
+
+def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):
+    written = []
+    monkeypatch.setattr(tqdm, "write", lambda text, file: written.append(text))
+    with process_group("cpu") as ranks:
+        live.LiveEvaluation(from_overrides([]), ranks, [])._attempt(3, "piqa", lambda: 1 / 0)
+    assert written == [
+        "sparsellm: step 3: evaluating piqa failed, training goes on: ZeroDivisionError: division by zero"
     ]

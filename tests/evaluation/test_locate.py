@@ -108,3 +108,26 @@ def test_a_damaged_checkpoint_is_refused_by_file(run):
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors is not as COMMITTED says"):
         locate(str(run)).identity()
+
+
+@pytest.mark.parametrize("name", ["", "hf"])
+def test_a_checkpoint_without_its_run_has_its_checksums_all_the_same(run, tmp_path, name):
+    alone = shutil.copytree(run / LAST, tmp_path / "alone")
+    found = locate(str(alone / name))
+    assert found.unchecked is None
+    assert found.identity() == locate(str(run)).identity()
+    weights = alone / "hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors is not as COMMITTED says"):
+        found.identity()
+    (alone / "COMMITTED").write_text('{"step": 4, "files": []}')
+    with pytest.raises(CheckpointNotFound, match=r"COMMITTED is damaged"):
+        found.identity()
+
+
+def test_of_a_folder_without_checksums_that_is_said(run, bare):
+    assert locate(str(run)).unchecked is None
+    assert locate("owner/name").unchecked is None
+    assert locate(str(bare)).unchecked == (
+        f"{bare} has no COMMITTED file beside it: whether its numbers are those that were saved is not checked"
+    )

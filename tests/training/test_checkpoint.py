@@ -425,7 +425,7 @@ def test_a_full_disk_surfaces_and_the_previous_one_stays(tmp_path, ranks, monkey
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "_fsync"), (checkpoint, "_seal")):
+    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "sync"), (checkpoint, "_seal")):
         with monkeypatch.context() as patch:
             patch.setattr(*patched, full)
             with pytest.raises(CheckpointError, match=r"saving step 2 .*OSError: \[Errno 28\] No space"):
@@ -590,7 +590,7 @@ def fail_on_the_second_rank(ranks, folder):
 
     second = ranks.rank == 1
     attempt(lambda: save_with({"rng": object()} if second else {}))
-    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "_fsync")):
+    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "sync")):
         with pytest.MonkeyPatch.context() as patch:
             if second:
                 patch.setattr(*patched, fail)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.processes import PARENT_ENDED
-from sparsellm.training import checkpoint
+from sparsellm.training import checkpoint, report
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.loop import StopRequest, TrainingDiverged
 from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, read
@@ -474,3 +474,17 @@ def test_a_first_signal_is_remembered_and_a_second_one_would_kill(number, capfd)
         assert "stopping at the next logged step" in capfd.readouterr().err
         assert [signal.getsignal(each) for each in both] == [signal.SIG_DFL] * 2
     assert [signal.getsignal(each) for each in both] == before
+
+
+def test_a_sample_that_fails_comes_after_the_summary_and_hides_nothing(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("no such\narchitecture")
+
+    monkeypatch.setattr(report, "sample", fail)
+    with small_trainer(tmp_path / "run") as trainer:
+        assert trainer.fit() == 0
+    shown = capsys.readouterr()
+    assert "12 steps" in shown.out
+    assert "nonzeros per token" in shown.out
+    (said,) = (line for line in shown.err.splitlines() if "gives no sample" in line)
+    assert said.endswith("step_00000012/hf gives no sample of its text: ValueError: no such architecture")

@@ -1,5 +1,7 @@
 """Weights & Biases: where a run's record is, that there is one of them, and what it holds."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -149,3 +151,62 @@ def test_every_start_of_a_run_is_a_part_of_one_record_and_the_command_finds_them
         [*command.split(" "), "--dry-run"], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True
     )
     assert "Would sync 2 run(s)" in listed.stdout + listed.stderr
+
+
+ROW = {"step": 1, "loss": 1.5, "plan_per_layer": ["dense"]}
+
+
+class FullDisk(Record):
+    """As wandb on a full disk, of which some calls hear."""
+
+    def log(self, values, step):
+        super().log(values, step)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def finish(self, exit_code):
+        self.log({}, None)
+
+
+def test_a_run_trains_to_its_end_while_its_record_finds_the_disk_full(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(wandb, "init", lambda **_: FullDisk())
+    with small_trainer(tmp_path / "run", "logging=offline") as trainer:
+        assert trainer.fit() == 0
+    shown = capsys.readouterr()
+    (said,) = (line for line in shown.err.splitlines() if "Weights & Biases" in line)
+    assert "run/wandb lacks rows, for it cannot be written ([Errno 28] No space left on device; " in said
+    assert "run/metrics.jsonl has them all" in said
+    assert "12 steps" in shown.out
+
+
+def test_a_record_that_cannot_begin_leaves_the_run_without_one(tmp_path, monkeypatch, capsys):
+    def init(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(wandb, "init", init)
+    run = WandbRun(small_config("logging=offline"), tmp_path)
+    run.write(ROW)
+    run.close(0)
+    assert run.place.startswith("not recorded")
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_record_that_grows_no_more_is_named_once(tmp_path, monkeypatch, capsys, started, grows):
+    part = tmp_path / "wandb" / "offline-run-1-a" / "a.wandb"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"0" * 100)
+    run = WandbRun(small_config("logging=offline"), tmp_path)
+    clock = iter(range(0, 1000, 25))  # seconds
+    monkeypatch.setattr(wandb_record.time, "monotonic", lambda: next(clock))
+    for _ in range(8):
+        run.write(ROW)
+        if grows:
+            part.write_bytes(part.read_bytes() + b"0")
+    said = capsys.readouterr().err
+    assert said.count("lacks rows") == (not grows)
+    assert ("its file has not grown for 75 s" in said) == (not grows)
+    run = WandbRun(small_config("logging=offline"), tmp_path)
+    if grows:
+        monkeypatch.setattr(Record, "finish", lambda *_, **__: part.write_bytes(part.read_bytes() + b"0"))
+    run.close(0)
+    assert ("its file has not grown at its end" in capsys.readouterr().err) == (not grows)
