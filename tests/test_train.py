@@ -160,9 +160,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(train, tmp_path):
     """Sent to the whole group, as a scheduler or a terminal does: the loader's processes must not die of it."""
     process = train("run.name=stopped", "training.steps=2000", "runtime.data_workers=2", wait=False)
     wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
-    family = [*psutil.Process(process.pid).children(recursive=True), process]
-    assert len(family) >= 3
-    for member in family:
+    members = family(process.pid)
+    assert len(members) >= 3
+    for member in members:
         member.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     checkpoint = max((tmp_path / "runs/stopped/checkpoints").iterdir())
