@@ -226,7 +226,7 @@ def fill(disk, leave):
             file.write(b"0" * 4096)
 
 
-@pytest.mark.parametrize("leave", [0, 8192, 40_000, 100_000, 250_000, random.Random(SEED).randrange(400_000)])
+@pytest.mark.parametrize("leave", [0, 8192, 40_000, 100_000, 275_000, random.Random(SEED).randrange(280_000)])
 def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
     """After step 2's checkpoint so many bytes are free. What is freed again lets the run end."""
     folder, options = small_disk / "run", ["run.checkpoint_every=2", "logging.every=1"]
