@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from attack import small_export
-from attack.seed import SEED
+from attack.seed import SEED, one
 from attack.small_export import VOCABULARY, content, cut, damaged, keys, sharded, tensors
 from evaluation.small_rows import write_rows
 from safetensors.torch import load_file
@@ -121,6 +121,7 @@ def test_a_whole_model_is_read_as_it_was_written_in_one_file_or_in_two(whole, tm
 
 
 @pytest.mark.parametrize("what", BROKEN)
+@one("broken models")
 def test_a_broken_model_is_refused_by_name(what, whole, tmp_path):
     damage, named = BROKEN[what]
     folder = damaged(whole, tmp_path / "hf", damage)
@@ -267,6 +268,7 @@ MALICIOUS = {
 
 
 @pytest.mark.parametrize("what", MALICIOUS)
+@one("malicious checkpoints")
 def test_a_malicious_checkpoint_runs_no_code_and_asks_nobody(what, whole, tmp_path, monkeypatch):
     marker = tmp_path / "ran"
     folder = damaged(whole, tmp_path / "hf", lambda _: None)
@@ -283,10 +285,8 @@ def test_a_malicious_checkpoint_runs_no_code_and_asks_nobody(what, whole, tmp_pa
         state = read(folder).state_dict()
     except BrokenModel:
         state = load_file(whole / WEIGHTS)  # refused
-    held = all(torch.equal(state[name], tensor) for name, tensor in load_file(whole / WEIGHTS).items())
-    held = held and not marker.exists()
-    print(f"malicious checkpoints: tried 1, held {held:d}, failed {not held:d}")
-    assert held
+    assert all(torch.equal(state[name], tensor) for name, tensor in load_file(whole / WEIGHTS).items())
+    assert not marker.exists()
 
 
 def test_only_one_file_loads_models_and_it_never_trusts_code():
