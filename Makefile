@@ -1,5 +1,6 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
+# make attack  attacks for ATTACK_MINUTES=30: kills, damaged files, full disks, bad configurations, broken models
 # make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch
 # make wheel   builds the kernels, and a wheel in dist/ that holds them: where it is installed, no nvcc is needed
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
@@ -22,7 +23,7 @@ INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-gpu check kernels wheel
+.PHONY: setup train test test-gpu attack check kernels wheel
 
 setup: $(TOOLS)
 
@@ -47,6 +48,9 @@ test: $(TOOLS)
 
 test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+
+attack: $(TOOLS)
+	$(RUN) tests/attack/rounds.py $(ATTACK_MINUTES)
 
 check: $(TOOLS)
 	$(RUN) -m ruff check .

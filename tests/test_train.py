@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from processes import family, kill
 
 from sparsellm.training.metrics import METRICS, read
 
@@ -49,17 +50,8 @@ def train(corpus, tmp_path):
 
     yield start
     for process in running:
-        if process.poll() is None:
-            kill(process)
-
-
-def kill(process: subprocess.Popen):
-    """kill -9, of torchrun's workers too: each has a session of its own and would outlive it."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family)
-    process.wait()
+        kill(family(process.pid))
+        process.wait()
 
 
 def wait_for(path: Path, process: subprocess.Popen, seconds=120):
@@ -80,7 +72,7 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
     for after in ("checkpoints/step_00000010", "checkpoints/step_00000020.partial"):
         process = train("run.name=killed", wait=False)
         wait_for(tmp_path / "runs/killed" / after, process)
-        kill(process)
+        kill(family(process.pid))
     resumed = train("run.name=killed")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step" in resumed.stdout
@@ -168,9 +160,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(train, tmp_path):
     """Sent to the whole group, as a scheduler or a terminal does: the loader's processes must not die of it."""
     process = train("run.name=stopped", "training.steps=2000", "runtime.data_workers=2", wait=False)
     wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
-    family = [*psutil.Process(process.pid).children(recursive=True), process]
-    assert len(family) >= 3
-    for member in family:
+    members = family(process.pid)
+    assert len(members) >= 3
+    for member in members:
         member.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     checkpoint = max((tmp_path / "runs/stopped/checkpoints").iterdir())
@@ -194,7 +186,7 @@ def test_two_ranks_train_like_one_and_resume_on_one(train, tmp_path):
 
     process = train("run.name=moved", "training.steps=41", ranks=2, wait=False)
     wait_for(tmp_path / "runs/moved/checkpoints/step_00000010", process)
-    kill(process)
+    kill(family(process.pid))
     moved = train("run.name=moved", "training.steps=41")
     assert moved.returncode == 0, moved.stderr
     assert "resuming after step" in moved.stdout

@@ -26,6 +26,7 @@ waits for that thread: so two threads never use the group at once. An exception 
 all of them at the end of the phase it happened in; no rank waits for one that gave up.
 """
 
+import errno
 import json
 import re
 import shutil
@@ -257,7 +258,8 @@ class Checkpoints:
         """`error` with what is free for a save, once the failed one has given back what it had taken."""
         free = shutil.disk_usage(self.folder).free
         room = f"its tensors take {spelled(wanted)}, hf/ comes on top, with {spelled(free)} free there"
-        if free < wanted:  # what libraries say of a full disk does not always name it
+        # What libraries say of a full disk does not always name it. Files beside the tensors may be what had no room.
+        if free < wanted or os.strerror(errno.ENOSPC) in str(error):
             return (
                 f"{task} failed, for the disk is full: {room}. What was written of it is removed, and the checkpoints"
                 " before it are untouched"

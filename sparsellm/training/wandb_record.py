@@ -174,7 +174,7 @@ def record_id(folder: Path) -> str:
     found, *check = path.read_bytes().decode(errors="replace").split() or [""] if path.exists() else [""]
     if re.fullmatch("[0-9a-f]{16}", found) and check in ([], [_check(found)]):
         return found
-    damaged = f"{path}, which names the run's record in Weights & Biases, is damaged: " if found else None
+    damaged = f"{path}, which names the run's record in Weights & Biases, is damaged: " if path.exists() else None
     known = {part.name.rpartition("-")[2] for part in path.parent.glob("*run-*-*")}  # wandb's folders end in the id
     if len(known) == 1:
         (found,) = known

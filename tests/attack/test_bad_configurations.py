@@ -1,9 +1,11 @@
 """Hundreds of bad values, one at a time and all together: each is refused by a sentence that names its key."""
 
+import random
 from enum import Enum
 from typing import get_args
 
 import pytest
+from attack.seed import SEED
 
 from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, composition, evaluate_mistakes, mistakes
 from sparsellm.config.rules import analyze_mistakes
@@ -18,6 +20,7 @@ BAD = {
     list: ["null", "{a: 1}", "[[a]]"],
     str: ["[a]", "{a: 1}", "${a}", "???"],
 }
+COMBINATIONS = 40  # of each schema
 RULES = {
     Config: lambda config: mistakes(config, 1),
     EvaluateConfig: evaluate_mistakes,
@@ -51,6 +54,10 @@ def refusals(schema, overrides: list[str]) -> list[str]:
     return composed.mistakes or RULES[schema](composed.config)
 
 
+def said(kind, schema, tried, failed) -> None:
+    print(f"{kind} of {schema.__name__}: tried {len(tried)}, held {len(tried) - len(failed)}, failed {len(failed)}")
+
+
 @pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
 def test_every_bad_value_is_refused_by_the_name_of_its_key(schema):
     tried = cases(schema)
@@ -60,7 +67,7 @@ def test_every_bad_value_is_refused_by_the_name_of_its_key(schema):
         found = refusals(schema, [case])
         if not any(name in mistake or name.partition(".")[2] in mistake for mistake in found):
             failed.append((case, found))
-    print(f"{schema.__name__}: tried {len(tried)}, held {len(tried) - len(failed)}, failed {len(failed)}")
+    said("bad values", schema, tried, failed)
     assert failed == []
     if schema is Config:
         assert len(tried) >= 200
@@ -75,6 +82,19 @@ def test_all_bad_values_at_once_are_all_refused():
 
 
 @pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
+def test_random_combinations_are_refused_by_the_names_of_keys_that_were_typed(schema):
+    draw, failed = random.Random(SEED), []
+    tried = [draw.sample(cases(schema), draw.randint(2, 8)) for _ in range(COMBINATIONS)]
+    for typed in tried:
+        found = refusals(schema, typed)
+        names = [override.partition("=")[0] for override in typed]
+        if not found or not all(any(name in mistake for name in names) and "\n" not in mistake for mistake in found):
+            failed.append((typed, found))
+    said("combined bad values", schema, tried, failed)
+    assert failed == []
+
+
+@pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
 def test_every_misspelt_key_is_answered_with_the_one_that_is_meant(schema):
     tried, failed = list(flat_types(schema)), []
     for key in tried:
@@ -82,5 +102,5 @@ def test_every_misspelt_key_is_answered_with_the_one_that_is_meant(schema):
         (mistake,) = composition([f"{misspelt}=1"], schema).mistakes
         if f"did you mean {key[:-1]}" not in mistake and " or " not in mistake:  # beta1 and beta2 are as close
             failed.append(mistake)
-    print(f"{schema.__name__}: tried {len(tried)}, held {len(tried) - len(failed)}, failed {len(failed)}")
+    said("misspelt keys", schema, tried, failed)
     assert failed == []

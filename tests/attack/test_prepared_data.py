@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from attack.seed import SEED
 
 from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
 from sparsellm.data import DataError, corpus, mistakes, preparation, prepare, tokenizer
@@ -77,17 +78,20 @@ def attack(path: Path, damaged: Iterator[bytes], start: Callable[[], object]) ->
         else:
             failed.append("accepted")
     path.write_bytes(whole)
-    print(f"{path.name}: tried {tried}, held {held}, failed {len(failed)}")
+    print(f"prepared {path.name}: tried {tried}, held {held}, failed {len(failed)}")
     assert not failed, failed[:3]
     assert tried > 0
 
 
 def flips(path: Path, bits: int = 8, stride: int = 1, size: int | None = None) -> Iterator[bytes]:
-    """The content of `path` with one bit flipped: `bits` of each `stride`-th byte, among the first `size` or all."""
+    """The content of `path` with one bit flipped: `bits` of each `stride`-th byte, among the first `size` or all.
+
+    SEED decides which.
+    """
     whole = path.read_bytes()
-    for at in range(0, len(whole) if size is None else size, stride):
+    for at in range(SEED % stride, len(whole) if size is None else size, stride):
         for bit in range(bits):
-            yield whole[:at] + bytes([whole[at] ^ 1 << (bit + at) % 8]) + whole[at + 1 :]
+            yield whole[:at] + bytes([whole[at] ^ 1 << (bit + at + SEED) % 8]) + whole[at + 1 :]
 
 
 def junk(path: Path) -> Iterator[bytes]:
@@ -159,4 +163,4 @@ def test_counts_that_are_not_those_of_the_files_are_refused_though_their_checksu
         write(replace(manifest, **values), folder, "manifest.json")
         with pytest.raises(DataError, match=r"manifest\.json"):
             verify(read(folder), folder)
-    print(f"counts: tried {len(wrong)}, held {len(wrong)}, failed 0")
+    print(f"counts of a manifest: tried {len(wrong)}, held {len(wrong)}, failed 0")

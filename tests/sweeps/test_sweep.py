@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import sweep_with_stand_ins
 from evaluation.small_rows import write_rows
+from processes import family, kill
 
 from sparsellm.commands.sweep import main
 from sparsellm.config import from_overrides
@@ -224,9 +224,7 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
 
     killed = process(*real)
     wait_until(lambda: list(tmp_path.glob("runs/*/checkpoints/step_00000010/COMMITTED")), killed)
-    for member in [*psutil.Process(killed.pid).children(recursive=True), psutil.Process(killed.pid)]:
-        member.kill()
-    killed.wait()
+    kill(family(killed.pid))
     assert process(*real).wait() == 0, (tmp_path / "output").read_text()
     assert "resuming after step" in (tmp_path / "output").read_text()
     assert results(tmp_path) == straight

@@ -1,15 +1,10 @@
-"""Checkpoints: every bit comes back, every damage is found before anything is read, no kill loses the one before.
-
-Other processes come from a fork server that has torch imported already: a rank or a victim costs a fork, not an import.
-"""
+"""Checkpoints: every bit comes back, every damage is found before anything is read, no kill loses the one before."""
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -19,15 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import PATIENCE, SERVER, dying
 from safetensors.torch import load_file, save_file
 
 from sparsellm.distributed import Ranks
 from sparsellm.training import checkpoint
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "safetensors.torch", "sparsellm.training.checkpoint"])
-PATIENCE = 60  # seconds until a rank that does not come back counts as hanging
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -445,20 +437,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, ranks):
 
 def victim(store, folder, first, fatal):
     """Saves steps without end; with `fatal`, replaces step 2, saves 3, and kills itself before that file operation."""
-    operations = itertools.count(1)
-    armed = False
-
-    def hook(event, args):
-        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if armed and (changes or writes) and next(operations) == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
     with joined(store) as ranks:
         checkpoints = open_(folder, ranks)
-        armed = fatal is not None
-        if armed:
+        if fatal is not None:
+            dying(fatal)
             save(checkpoints, 2, version=20)
             save(checkpoints, 3)
             return

@@ -1,0 +1,155 @@
+"""kill -9 of a command and of what it starts, at random instants and calls to the system; then the same command again.
+
+A command is killed in a folder of its own, once or twice, and started again without any repair. It has to end with 0,
+and with the files that the command leaves in another folder where nobody disturbs it.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from attack.seed import SEED
+from processes import PATIENCE, SERVER, dying, family, kill, started
+from test_train import TIMING
+
+from sparsellm.data import corpus
+from sparsellm.run_layout import VALUES
+from sparsellm.training.metrics import METRICS
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TELLS_TIME = ("COMMITTED", ".metadata")  # or is a checksum of what does
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of process `name` before its call number `call`, or, with `size`, in the first write after it past `size` bytes.
+
+    Without a call: so many seconds after the start, of "the first", of "one under it", or of "all".
+    """
+
+    name: str
+    seconds: float | None = None
+    call: int | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a command did that nobody disturbed."""
+
+    seconds: float
+    calls: dict[str, int]  # that changed files, by the process's name
+    left: dict[str, object]
+
+
+def _prepare(kill: Kill | None, counts: Path | None, name: str) -> None:
+    corpus.CHUNK_CHARACTERS = 2_000  # so that a small corpus has many
+    if counts is not None:
+        dying(None, count=counts / name)
+    elif kill is not None and kill.call is not None and kill.name == name:
+        dying(kill.call, kill.size)
+
+
+def start(command: list[str], folder: Path, kill: Kill | None = None, counts: Path | None = None):
+    process = SERVER.Process(target=started, args=(command, folder, said(folder), partial(_prepare, kill, counts)))
+    process.start()
+    return process
+
+
+def said(folder: Path) -> Path:
+    """The file with all that the commands in `folder` have said."""
+    return folder.with_name(f"{folder.name}.said")
+
+
+def left(folder: Path) -> dict[str, object]:
+    """All that is in `folder`, by path: what does not tell the time to the byte."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or path.name in TELLS_TIME or path.parent.name == "logs":
+            found[name] = "there"
+        elif path.name == METRICS:
+            rows = map(json.loads, path.read_text().splitlines())
+            found[name] = [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
+        elif path.name == VALUES:
+            found[name] = json.loads(path.read_text()) | {"metrics": "their checksum"}
+        else:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def undisturbed(command: list[str], setup: Callable[[Path], object], folder: Path) -> Undisturbed:
+    folder.mkdir()
+    setup(folder)
+    counts = folder.with_name("calls")
+    counts.mkdir()
+    begin = time.monotonic()
+    process = start(command, folder, counts=counts)
+    process.join(PATIENCE)
+    assert process.exitcode == 0, said(folder).read_text()
+    seconds = time.monotonic() - begin
+    return Undisturbed(seconds, {path.name: path.stat().st_size for path in counts.iterdir()}, left(folder))
+
+
+def copy(trained: Path, folder: Path) -> None:
+    """The runs of `trained` into `folder`."""
+    shutil.copytree(trained / "runs", folder / "runs")
+
+
+def drawn(draw: random.Random, plain: Undisturbed) -> Kill:
+    if draw.random() < 1 / 3:
+        names = ["the first"] if len(plain.calls) == 1 else ["the first", "one under it", "all"]
+        return Kill(draw.choice(names), seconds=round(draw.uniform(0, plain.seconds), 3))
+    name = draw.choice(sorted(name for name in plain.calls if plain.calls[name]))
+    size = int(10 ** draw.uniform(0, 4)) if draw.random() < 1 / 3 else None
+    return Kill(name, call=draw.randint(1, plain.calls[name]), size=size)
+
+
+def killed(command: list[str], folder: Path, how: Kill, draw: random.Random) -> None:
+    """The command, started and killed like that; if torchrun or a sweep outlives it, until that has ended."""
+    process = start(command, folder, how)
+    if how.seconds is not None:
+        process.join(how.seconds)
+        members = family(process.pid)
+        if how.name == "the first":
+            members = members[:1]
+        elif how.name == "one under it" and len(members) > 1:
+            members = [draw.choice(members[1:])]
+        kill(members)
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        kill(family(process.pid))
+        raise AssertionError(f"it did not end within {PATIENCE} s of {how}")
+
+
+def attack(kind: str, command: list[str], setup: Callable[[Path], object], folder: Path, count: int) -> None:
+    """`count` times: a fresh folder, one kill or two, and the same command again."""
+    plain, failed = undisturbed(command, setup, folder / "undisturbed"), []
+    for number in range(count):
+        draw = random.Random(f"{SEED} {kind} {number}")
+        here, kills = folder / str(number), [drawn(draw, plain) for _ in range(draw.choice((1, 1, 2)))]
+        here.mkdir()
+        setup(here)
+        try:
+            for how in kills:
+                killed(command, here, how, draw)
+            again = start(command, here)
+            again.join(PATIENCE)
+            if again.exitcode is None:
+                kill(family(again.pid))
+            assert again.exitcode == 0, f"then it ended with {again.exitcode}"
+            found = left(here)
+            unlike = [name for name in sorted(found.keys() | plain.left) if found.get(name) != plain.left.get(name)]
+            assert not unlike, f"then these differ: {unlike}"
+        except AssertionError as error:
+            failed.append(f"{kills}: {error}\n{said(here).read_text()[-2000:]}")
+        else:
+            shutil.rmtree(here)
+    print(f"kills of {kind}: tried {count}, held {count - len(failed)}, failed {len(failed)} (ATTACK_SEED={SEED})")
+    assert not failed, "\n".join(failed)

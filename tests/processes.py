@@ -1,0 +1,165 @@
+"""Processes that tests start and kill.
+
+A fork server has imported all that commands need, so a rank or a victim costs a fork instead of seconds of imports.
+`started` makes of a fork what `python -m MODULE ARGUMENT...` would be, and of what it starts in turn (torchrun its
+workers, a sweep its runs) as well. `dying` has such a process die at a chosen call to the system.
+"""
+
+import gc
+import importlib
+import inspect
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from sparsellm import cli
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        *(f"sparsellm.commands.{name}" for name in ("train", "prepare_data", "evaluate", "sweep", "analyze")),
+        # What commands import late.
+        "sparsellm.evaluation.downstream", "sparsellm.training.curves", "transformers.models.llama.modeling_llama",
+        "transformers.convert_slow_tokenizer", "matplotlib.backends.backend_agg", "lm_eval.tasks",
+        "torch.distributed.run", "safetensors.torch", "pytest",
+    ]
+)  # fmt: skip
+PATIENCE = 60  # seconds until a process that does not come back counts as hanging
+
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "fsync")
+_execute = subprocess.Popen._execute_child
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all that it and they have started, each after its parent, as far as they are alive."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """kill -9, and wait until they are gone. Of torchrun's workers, too: each has a session of its own."""
+    for process in processes:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(processes, PATIENCE)
+
+
+def started(command: list[str], folder: Path, output: Path, prepare: Callable[[str], object] = lambda _: None) -> None:
+    """Be the process that `command`, ["-m", MODULE, ARGUMENT...], starts in `folder`, with what it says in `output`.
+
+    `prepare(name)` is called in it, and in each process under it, before its command: name is "0" of the first one, and
+    "0.1", "0.2", ... of those that it starts.
+    """
+    os.chdir(folder)
+    with output.open("ab", buffering=0) as said:
+        for number in (1, 2):
+            os.dup2(said.fileno(), number)
+    _run(command, "0", prepare)
+
+
+def _run(command: list[str], name: str, prepare: Callable[[str], object]) -> None:
+    """Do the command and end this process with its exit code."""
+    forks = itertools.count(1)
+
+    def fork(popen: subprocess.Popen, *arguments: object) -> None:
+        given = inspect.signature(_execute).bind(popen, *arguments).arguments
+        if "-m" not in given["args"]:
+            return _execute(popen, *arguments)
+        under = f"{name}.{next(forks)}"
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        popen.pid = os.fork()
+        if popen.pid == 0:
+            _as_after_exec(given)
+            _run(list(given["args"][given["args"].index("-m") :]), under, prepare)
+        popen._child_created = True
+        streams = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        popen._close_pipe_fds(*(given[stream] for stream in streams))
+
+    subprocess.Popen._execute_child = fork
+    _, module, *arguments = command
+    code = 1
+    try:
+        prepare(name)
+        if module == "torch.distributed.run":
+            importlib.import_module(module).main(arguments)
+            code = 0
+        else:
+            cli.run(module.removeprefix("sparsellm."), arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _as_after_exec(given: dict[str, object]) -> None:
+    """Drop what a fork has of its parent and a new program has not. `given`: the arguments of Popen._execute_child."""
+    gc.freeze()  # nothing of the parent's is collected, and closes a file by a number that is another file's by then
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    multiprocessing.process._parent_process = None
+    if given["start_new_session"]:
+        os.setsid()
+    if given["preexec_fn"] is not None:
+        given["preexec_fn"]()
+    for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+        if given[name] != -1:
+            os.dup2(given[name], number)
+    # Files are replaced instead of closed: what an object of the parent's closes late is then no other file.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (int(path.name) for path in Path("/proc/self/fd").iterdir()):
+        if number > 2:
+            with suppress(OSError):  # of the folder that was listed
+                os.dup2(nothing, number)
+    if given["env"] is not None:
+        os.environ.clear()
+        os.environ.update(given["env"])
+
+
+def dying(call: int | None, size: int | None = None, count: Path | None = None) -> None:
+    """Have this process kill itself before the call number `call` that changes files: opens one to write, renames, ...
+
+    With `size`, not before that call, but within the first write after it that is to make a file larger than so many
+    bytes; as much as fits is written. `count`: a file that gets a byte for every call.
+    """
+    calls = itertools.count(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores
+    counted = None if count is None else os.open(count, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def hook(event: str, arguments: tuple) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (writes or event in CHANGES):
+            return
+        if counted is not None:
+            os.write(counted, b".")
+        if next(calls) == call:
+            if size is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    fsync = os.fsync
+
+    def heard(descriptor: int) -> None:
+        sys.audit("fsync", descriptor)
+        fsync(descriptor)
+
+    os.fsync = heard
+    sys.addaudithook(hook)
