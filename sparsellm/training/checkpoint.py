@@ -28,6 +28,7 @@ all of them at the end of the phase it happened in; no rank waits for one that g
 
 import errno
 import json
+import os
 import re
 import shutil
 import sys

@@ -92,7 +92,7 @@ class Plans:
     def state(self) -> dict[str, Any]:
         """All that the next steps depend on, for JSON. Waits for counts that are under way."""
         counts = None if self.counts is None else {"step": self.counts.step, "values": self.counts.read()}
-        return {"plans": [list(plan) for plan in self.plans], "counts": counts}
+        return {"plans": [tensor.tolist() for tensor in self.tensors], "counts": counts}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results."""

@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOCK = "lock"
-PATIENCE = 3  # seconds for which a start waits for another process that is about to end, as after a kill
+PATIENCE = 1  # seconds for which a start waits for another process that is about to end, as after a kill
 POLL = 0.1  # seconds between looks at the lock
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
 HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
