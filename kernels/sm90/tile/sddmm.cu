@@ -243,7 +243,7 @@ struct ItemEpilogue {
     return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
   }
 
-  // Not with the words: the registers are needed by then for the product's descriptors.
+  // While the last stage is multiplied; the words were asked for before the first.
   __device__ __forceinline__ void load_known() {
     if constexpr (kEpilogue == kGradient) {
 #pragma unroll
