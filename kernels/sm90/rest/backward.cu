@@ -239,10 +239,12 @@ __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const Re
   __shared__ Tiles tiles;
   ptx::griddepcontrol_wait();
   if (*p.rest == 0) return;
-  const int m = p.m, k = p.k, n = p.n;
   const bool gated = p.w_up != nullptr;
+  const int m = p.m, k = p.k, n = p.n;
   const float dl1 = *p.dl1;
-  const auto x = bf16(p.x), dy = bf16(p.dy), w_gate = bf16(p.w_gate), w_up = bf16(p.w_up), w_down_t = bf16(p.w_down_t);
+  const auto x = static_cast<const Bf16*>(p.x), dy = static_cast<const Bf16*>(p.dy);
+  const auto w_gate = static_cast<const Bf16*>(p.w_gate), w_up = static_cast<const Bf16*>(p.w_up);
+  const auto w_down_t = static_cast<const Bf16*>(p.w_down_t);
   const auto planes = static_cast<Bf16*>(p.planes);
   int passed = 0;
 
