@@ -1,7 +1,7 @@
 // The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, one finished tile after the other.
 //
-// One persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles, the same 256 columns for two
-// neighbouring token tiles, and each of its CTAs fetches half of the tile of w for both. Roles:
+// One persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles, the same 256 columns for
+// two neighbouring token tiles, and each of its CTAs fetches half of the tile of w for both. Roles:
 //
 //   producer         warp 0: TMA
 //   finishing warps  warps 1-3 make of a finished tile, bf16 in shared memory, what is wanted while the next one is
@@ -20,10 +20,10 @@ namespace sparsellm {
 
 constexpr int kFinishWarps = 3;
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, the pairs up to p + 2 are drawn, and no
-// more are expected there. So the first CTA begins round p + 3 at most, and while it works on that it draws the pair of
-// round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted, the warps
-// that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
+// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, the pairs up to p + 2 are drawn, and
+// no more are expected there. So the first CTA begins round p + 3 at most, and while it works on that it draws the pair
+// of round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted, the
+// warps that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -58,8 +58,8 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs, early: the kernel of `clear` comes before, and is not early. neurons: of a column tile, 0 if it does not count
-// who fires.
+// Launches a kernel of pairs, early: the kernel of `clear` comes before, and is not early. neurons: of a column tile, 0
+// if it does not count who fires.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -145,8 +145,9 @@ struct PairCta {
     return shared.pairs[round % kRounds];
   }
 
-  // The tile of this CTA in a pair. Of 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are column tiles 0 and
-  // 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2 and 3 of the first.
+  // The tile of this CTA in a pair. Of 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are column tiles 0
+  // and 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2 and 3 of the
+  // first.
   __device__ __forceinline__ FinishedTile tile_of_pair(uint32_t pair, uint32_t round) const {
     const uint32_t band_pairs = row_pairs * product.band_tiles;
     const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
@@ -189,8 +190,8 @@ __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensor
   }
 }
 
-// What the finishing warps have set of a tile's bits of neurons that fire: tells them, and in `said` those that this CTA
-// has not said before. Lanes 4 w .. 4 w + 3 of one warp have word w; returns how many neurons fire.
+// What the finishing warps have set of a tile's bits of neurons that fire: tells them, and in `said` those that this
+// CTA has not said before. Lanes 4 w .. 4 w + 3 of one warp have word w; returns how many neurons fire.
 template <int kWords, class Tell>
 __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile& of, uint8_t* said, Tell tell) {
   constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;

@@ -26,7 +26,8 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
-// Of a thread. A kernel of kThreads is launched with 168 for each: more than those in all, and setmaxnreg waits for ever.
+// Of a thread. A kernel of kThreads is launched with 168 for each: more than those in all, and setmaxnreg waits for
+// ever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "no more than there are");

@@ -6,9 +6,7 @@
 
 namespace sparsellm {
 
-__device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) {
-  return bf16_bits << 16 | column;
-}
+__device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
 // The counts of each column tile's segments, of up to kCountedTokens rows: [NT, kCountedTokens], undefined from M on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
@@ -73,10 +71,10 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 }
 
 // Packs four rows of one tile, a warp together: lanes 8 r .. 8 r + 7 have row r of the four, and lane s of them columns
-// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on. Writes
-// all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its column
-// `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set where the
-// lane's column i of j is not zero.
+// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on.
+// Writes all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its
+// column `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set
+// where the lane's column i of j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t words_per_tile, uint32_t* words,

@@ -1,12 +1,12 @@
 // gate_pack for the fewest tokens (decoding): the product is a stream of w, on which SMs should pull from the first
 // moment to the last, and latency is the rest.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA to an SM: with more and smaller CTAs, some SMs
-// would have one and some two, and those that have two would be the last. The warps of a CTA share K, and each multiplies
-// all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through shared memory of
-// its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round of K at a time. No
-// warp waits for another's w before all have their sums. The sums are added in order, warp by warp, and meet as bf16 in
-// the first CTA's shared memory, which packs them. Numerics as of the kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA to an SM: with more and smaller CTAs, some
+// SMs would have one and some two, and those that have two would be the last. The warps of a CTA share K, and each
+// multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through
+// shared memory of its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round
+// of K at a time. No warp waits for another's w before all have their sums. The sums are added in order, warp by warp,
+// and meet as bf16 in the first CTA's shared memory, which packs them. Numerics as of the kernel for many tokens.
 #pragma once
 
 #include "gate_pack/pack.cuh"
@@ -17,7 +17,7 @@ constexpr int kFewestTokens = 16;
 
 namespace fewest {
 
-constexpr int kWarps = 8;  // that multiply
+constexpr int kWarps = 8;             // that multiply
 constexpr int kFeedingWarp = kWarps;  // one more, which feeds x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
@@ -32,8 +32,9 @@ constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 
 // There is room for the rows of three rounds of 16 tokens, or for more rounds of fewer tokens, up to kSlots.
 constexpr int kTokenRows = 3 * kFewestTokens;
 constexpr int kSlots = 8;
-constexpr uint32_t kSumPitch = kNeurons + 8;       // floats of a token's sums: eight tokens lie in all banks
-constexpr uint32_t kPitch = kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
+constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens lie in all banks
+constexpr uint32_t kPitch =
+    kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
 
 // The lowest four bits, a byte each: of 0b1011, 0x01000101.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
@@ -51,8 +52,8 @@ static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory"
 static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
 
-// One CTA. Arrays in registers are locals: as members they would keep the scalars beside them in local memory until loops
-// are unrolled.
+// One CTA. Arrays in registers are locals: as members they would keep the scalars beside them in local memory until
+// loops are unrolled.
 struct FewestCta {
   Shared& shared;
   const __nv_bfloat16* x;
@@ -72,8 +73,8 @@ struct FewestCta {
   int slot = 0;  // of x, and its parity
   uint32_t parity = 0;
 
-  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m,
-                                       int64_t n, int k, int slots, int words_per_tile, const Packed& out)
+  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
+                                       int k, int slots, int words_per_tile, const Packed& out)
       : shared(shared),
         x(x),
         w(w),
@@ -137,9 +138,9 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, of tokens as of neurons. As operands of mma.sync
-  // these are other columns of k than the instruction's, but for both operands the same: the sum is over the same
-  // products. A warp has two pieces of a round, side by side.
+  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, of tokens as of neurons. As operands of
+  // mma.sync these are other columns of k than the instruction's, but for both operands the same: the sum is over the
+  // same products. A warp has two pieces of a round, side by side.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
   }

@@ -19,7 +19,7 @@ namespace small {
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
 constexpr int kTokens = kSmallTokens / kCluster;  // that a CTA packs
-constexpr uint32_t kPitch = kNeurons * 2 + 16;    // bytes of a token and one CTA's neurons: eight chunks lie in all banks
+constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes of a token and one CTA's neurons: eight chunks lie in all banks
 constexpr uint32_t kPart = kTokens * kPitch;
 constexpr int kWarps = 4;             // that multiply and pack
 constexpr int kFeedingWarp = kWarps;  // one more, which feeds
@@ -38,7 +38,8 @@ struct Shared {
 };
 
 constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + sizeof(Shared);
-static_assert(kTokens == 4 * kWarps && kTokens == 16, "a warp packs four tokens, and stores sixteen for each CTA at once");
+static_assert(kTokens == 4 * kWarps && kTokens == 16,
+              "a warp packs four tokens, and stores sixteen for each CTA at once");
 static_assert(kNeurons == 16 * kWarps, "a warp has 16 neurons");
 static_assert(kBytes <= kMaxSharedBytes, "the stages, what it computed and what it packs share one CTA's memory");
 
@@ -49,8 +50,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
-// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member they would keep the scalars beside them in
-// local memory until loops are unrolled.
+// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member they would keep the scalars beside them
+// in local memory until loops are unrolled.
 struct SmallCta {
   using Accumulators = float[kSmallTokens / 2];
   const CUtensorMap& x_map;
@@ -73,11 +74,12 @@ struct SmallCta {
   // stages: [kDepth]; then own, [CTAs, their tokens] of this CTA's neurons, for the others to pack; then the tile,
   // [CTAs, this one's tokens] of their neurons.
   __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
-                                      int m, int64_t n, int k_blocks, int words_per_tile, const Packed& out, bool counts)
+                                      int m, int64_t n, int k_blocks, int words_per_tile, const Packed& out,
+                                      bool counts)
       : x_map(x_map),
         w_map(w_map),
-        shared(*reinterpret_cast<Shared*>(raw + (stages + kDepth * kStage + 2 * kCluster * kPart -
-                                                 ptx::smem_address(raw)))),
+        shared(*reinterpret_cast<Shared*>(raw +
+                                          (stages + kDepth * kStage + 2 * kCluster * kPart - ptx::smem_address(raw)))),
         stages(stages),
         own(stages + kDepth * kStage),
         tile(own + kCluster * kPart),

@@ -76,7 +76,7 @@ __device__ __forceinline__ void compare_profiles(const Order& order, int index, 
 // neurons. With the profiles, a part of the clusters' similarity first, for the chain to begin with.
 template <bool kLeaders, bool kShared>
 __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int samples, int parts) {
-  extern __shared__ uint4 shared[];  // kShared: the table
+  extern __shared__ uint4 shared[];     // kShared: the table
   __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
   __shared__ int sizes[kClusters];
   const int part = blockIdx.x % parts, index = blockIdx.x / parts;

@@ -6,7 +6,7 @@
 namespace sparsellm::order {
 
 constexpr int kSamples = 4096;  // tokens that the profiles are made of
-constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
+constexpr int kGroup = 8;       // clusters of one CTA of `profile`: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
 // New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
 // many tokens of each cluster fire each neuron.
 __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
-  extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
+  extern __shared__ uint4 shared[];    // [range] 8 16-bit counts of each neuron
   __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
   __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
   ptx::griddepcontrol_launch_dependents();
@@ -126,8 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order,
       if (lane == c) mask = ballot;
     }
     if (lane < kGroup && neuron / 32 < order.words) {
-      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
-          mask;
+      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] = mask;
       size += __popc(mask);
     }
   }

@@ -5,7 +5,7 @@
 
 namespace sparsellm::order {
 
-constexpr int kSorters = 512;  // threads that rank the tokens
+constexpr int kSorters = 512;   // threads that rank the tokens
 constexpr int kChainers = 128;  // threads that read the similarities; one warp makes the chain
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;

@@ -1,8 +1,8 @@
-// rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's lists:
-// dense, from the inputs alone, in one launch that ends at once where there is no rest. No matrix of M x N is kept: for
-// the gradients of the weights, 128 neurons are done at a time, for all tokens, and then, for that of x, 512 tokens at a
-// time, for all neurons. z, u and dh are computed anew for either, so this multiplies twice as much as dense PyTorch, and
-// by plain warp-wide products (mma.sync), not WGMMA.
+// rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's
+// lists: dense, from the inputs alone, in one launch that ends at once where there is no rest. No matrix of M x N is
+// kept: for the gradients of the weights, 128 neurons are done at a time, for all tokens, and then, for that of x, 512
+// tokens at a time, for all neurons. z, u and dh are computed anew for either, so this multiplies twice as much as
+// dense PyTorch, and by plain warp-wide products (mma.sync), not WGMMA.
 //
 // Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once (gradients of weights that are
 // float32: not rounded), elementwise in float32 rounded to bf16 once. Deterministic.
@@ -30,9 +30,9 @@ static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It lies in
-// shared memory as in global memory: where kSideFast, neighbouring sides are side by side, else neighbours in the inner
-// dimension.
+// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It
+// lies in shared memory as in global memory: where kSideFast, neighbouring sides are side by side, else neighbours in
+// the inner dimension.
 template <int kSide, bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
@@ -57,8 +57,8 @@ struct Operand {
       ptx::st_shared_v4(ptx::smem_address(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8), quads[q]);
     }
   }
-  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of the
-  // first 8 sides.
+  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of
+  // the first 8 sides.
   template <bool kByDepth>
   static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const Bf16* tile, int side, int k) {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -113,8 +113,8 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   }
 }
 
-// A barrier of all CTAs, which are all on the device at once (one to an SM). `arrivals` grows by their number each time, so
-// behind the third barrier of 132 CTAs it is 396; `passed` is what it must be for this CTA to go on.
+// A barrier of all CTAs, which are all on the device at once (one to an SM). `arrivals` grows by their number each
+// time, so behind the third barrier of 132 CTAs it is 396; `passed` is what it must be for this CTA to go on.
 __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
   __syncthreads();
   passed += gridDim.x;
@@ -132,7 +132,8 @@ __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static
 
 // Columns from `left` on of dW_g (which: 0), dW_u (1) or dW_d (2) of these neurons: the transpose of a plane times x or
 // dy.
-__device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0, int neurons) {
+__device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0,
+                                            int neurons) {
   void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
   if (out == nullptr) return;
   const int m = p.m, k = p.k;
@@ -141,9 +142,7 @@ __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles,
   Sums sum = {};
   multiply<true, true>(
       tiles, sum, m,
-      [&](int row, int token) {
-        return row < neurons ? plane + static_cast<int64_t>(token) * neurons + row : nullptr;
-      },
+      [&](int row, int token) { return row < neurons ? plane + static_cast<int64_t>(token) * neurons + row : nullptr; },
       [&](int column, int token) {
         return left + column < k ? right + static_cast<int64_t>(token) * k + left + column : nullptr;
       });
@@ -162,7 +161,8 @@ __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles,
 }
 
 // Rows from `top` and columns from `left` on of dx of these tokens: dz W_g + du W_u.
-__device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0, int tokens) {
+__device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0,
+                                           int tokens) {
   const int k = p.k, n = p.n;
   const auto planes = static_cast<const Bf16*>(p.planes);
   const int64_t plane = static_cast<int64_t>(tokens) * n;
@@ -188,8 +188,8 @@ __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, 
 }
 
 // dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons): to three planes of
-// [tokens, neurons]. One by one and not as a struct, and with the stores in this function, for ptxas: else the guards of
-// the other products' loads no longer fit the registers, and are computed in the loops (204 instructions for 198).
+// [tokens, neurons]. One by one and not as a struct, and with the stores in this function, for ptxas: else the guards
+// of the other products' loads no longer fit the registers, and are computed in the loops (204 instructions for 198).
 __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
                                        const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
                                        float dl1, int token0, int tokens, int neuron0, int neurons) {

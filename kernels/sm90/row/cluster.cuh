@@ -1,13 +1,13 @@
 // The row engine for few tokens (decoding), where latency is all: a cluster of eight CTAs for each row; of four, where
 // rows are too many for all to have eight at once.
 //
-// A row's nonzeros are dealt in chunks of eight to the warps of a CTA, the same chunk to the same warp of all eight CTAs:
-// warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. Of a chunk, each CTA computes one h, from a whole
-// row of W_u, and sends it to the same warp of the others. Each CTA then multiplies all eight h by its own eighth of the
-// columns of W_d. So nothing but one number for each nonzero passes between CTAs, through shared memory, and only the
-// sums of a CTA's own warps are left to add. Weights go to registers: those of W_u for the next chunk, and those of W_d
-// for this one, while h is exchanged. All are fetched to L2 beforehand, a chunk ahead of that. In a cluster of four, a
-// chunk is four nonzeros, and a CTA's columns are a quarter.
+// A row's nonzeros are dealt in chunks of eight to the warps of a CTA, the same chunk to the same warp of all eight
+// CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. Of a chunk, each CTA computes one h, from
+// a whole row of W_u, and sends it to the same warp of the others. Each CTA then multiplies all eight h by its own
+// eighth of the columns of W_d. So nothing but one number for each nonzero passes between CTAs, through shared memory,
+// and only the sums of a CTA's own warps are left to add. Weights go to registers: those of W_u for the next chunk, and
+// those of W_d for this one, while h is exchanged. All are fetched to L2 beforehand, a chunk ahead of that. In a
+// cluster of four, a chunk is four nonzeros, and a CTA's columns are a quarter.
 //
 // Where there are more rows than clusters, a cluster does several in turn, and fetches the next row's list and x under
 // the row before. A cluster's first row is the row of its number; the longer that is, the shorter the rows after it.
@@ -32,15 +32,15 @@ constexpr int max_clusters(int cluster) { return 256 / cluster; }
 constexpr int kMaxClusters = max_clusters(4);
 static_assert(kMaxClusters + 256 <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
 
-// tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it is there (|h| sums to no
-// negative number). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's columns. A cut row's
-// place there is that of its second piece among all second and later pieces, cuts[row] (ClusterCta).
+// tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it is there (|h| sums to
+// no negative number). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's columns. A cut
+// row's place there is that of its second piece among all second and later pieces, cuts[row] (ClusterCta).
 struct ClusterArguments : RowArguments {
   float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others
 };
 
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp does
-// that alone, this takes less time: each lane has a column tile of its own, and one scan serves 32 of them.
+// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp
+// does that alone, this takes less time: each lane has a column tile of its own, and one scan serves 32 of them.
 __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
                                              uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
@@ -161,9 +161,9 @@ struct ClusterCta {
   // Warps with a task beside their nonzeros. The last warps have the least to compute, so they fetch what comes next.
   enum Warp { kPlanning = 0, kCounting = 1, kCopyingX = kWarps - 2, kListing = kWarps - 1 };
 
-  // Shared memory. Its variables are declared one by one in the kernel, and not as one struct, so that the compiler knows
-  // that a store to one changes none of the others: as one struct, the loops came out with other registers.
-  // [2]: two rows, two parts of lists, two chunks take turns.
+  // Shared memory. Its variables are declared one by one in the kernel, and not as one struct, so that the compiler
+  // knows that a store to one changes none of the others: as one struct, the loops came out with other registers. [2]:
+  // two rows, two parts of lists, two chunks take turns.
   struct Shared {
     uint4 (&x)[2][kGated ? 32 * kVectors : 1];
     float4 (&sums_of)[kWarps][kSlices][2][32];
@@ -472,8 +472,8 @@ struct ClusterCta {
     }
   }
 
-  // h of the chunk from `at` on: this CTA's one, to the same warp of all CTAs, and theirs. Meanwhile the chunk's rows of
-  // W_d are loaded, and the next chunk's row of W_u.
+  // h of the chunk from `at` on: this CTA's one, to the same warp of all CTAs, and theirs. Meanwhile the chunk's rows
+  // of W_d are loaded, and the next chunk's row of W_u.
   __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, Down& down,
                                                   float (&h)[kCluster]) {
     float mine = at + rank < list.size ? dot_x(up) : 0.0f;

@@ -1,12 +1,13 @@
-// The row engine for few tokens, but more than clusters are for (65 to 128): one launch, and every CTA has the same share
-// of the nonzeros, whatever rows they are in.
+// The row engine for few tokens, but more than clusters are for (65 to 128): one launch, and every CTA has the same
+// share of the nonzeros, whatever rows they are in.
 //
-// The nonzeros of all rows, one row after the other, are cut into equal runs, one for each CTA. A run is cut at the ends
-// of rows into pieces, and a piece into batches of up to kFewWarps nonzeros: of rows of 10 and 30 nonzeros in runs of 20,
-// the first CTA has batches of 8, 2, 8 and 2, the second one of 8, 8 and 4. One warp copies the weight rows of each
-// nonzero, and the row of x, to shared memory, as many batches ahead as there is room for. The eight other warps compute
-// u and h of a nonzero each, and then all columns of y, 8 kVectors to a thread. A row that is one piece is written at
-// once; else each piece leaves a float32 sum in global memory, and the last CTA to come adds the pieces in order.
+// The nonzeros of all rows, one row after the other, are cut into equal runs, one for each CTA. A run is cut at the
+// ends of rows into pieces, and a piece into batches of up to kFewWarps nonzeros: of rows of 10 and 30 nonzeros in runs
+// of 20, the first CTA has batches of 8, 2, 8 and 2, the second one of 8, 8 and 4. One warp copies the weight rows of
+// each nonzero, and the row of x, to shared memory, as many batches ahead as there is room for. The eight other warps
+// compute u and h of a nonzero each, and then all columns of y, 8 kVectors to a thread. A row that is one piece is
+// written at once; else each piece leaves a float32 sum in global memory, and the last CTA to come adds the pieces in
+// order.
 #pragma once
 
 #include "common/tile.cuh"
@@ -26,7 +27,7 @@ constexpr uint32_t kShortestRun = 8;
 static_assert(1 + kFewTokens <= kRowTickets, "l1 and each row have a ticket");
 
 struct FewArguments : RowArguments {  // tickets: [1 + m]
-  int batch;        // nonzeros of a batch, at most
+  int batch;                          // nonzeros of a batch, at most
   float* partials;  // [CTAs, 2, k] sums of a run's first row, if it began before, and of its last, if it goes on
   float* l1_parts;  // [CTAs]
 };
@@ -34,8 +35,8 @@ struct FewArguments : RowArguments {  // tickets: [1 + m]
 // Rows of k values in a stage: those of w_up, those of w_down_t, then x's; non-gated, those of w_down_t.
 constexpr uint32_t few_stage_rows(int batch, bool gated) { return gated ? 2 * batch + 1 : batch; }
 
-// One CTA. Methods are called by all threads unless they say which. Arrays in registers are locals, passed by reference:
-// as members they would keep the scalars beside them in local memory until loops are unrolled.
+// One CTA. Methods are called by all threads unless they say which. Arrays in registers are locals, passed by
+// reference: as members they would keep the scalars beside them in local memory until loops are unrolled.
 template <int kVectors, bool kGated>
 struct FewCta {
   enum Warp { kPlanning = 0, kCopying = kFewWarps };  // the copying warp is the ninth, and does not compute
@@ -45,9 +46,9 @@ struct FewCta {
   struct Shared {
     uint64_t (&full)[kFewStages];
     uint64_t (&empty)[kFewStages];
-    uint64_t& summed;                     // barrier: all warps' l1 is there
+    uint64_t& summed;                    // barrier: all warps' l1 is there
     uint32_t (&starts)[kFewTokens + 1];  // nonzeros before each row; behind the last row, all
-    uint32_t& largest;                    // nonzeros of the fullest row
+    uint32_t& largest;                   // nonzeros of the fullest row
     uint32_t (&list)[kFewListed];
     uint8_t (&row_of)[kFewListed];  // of each listed nonzero
     float (&hidden)[2][kFewWarps];  // two batches take turns
@@ -148,8 +149,8 @@ struct FewCta {
   }
 
   // Equal runs, one for each CTA. A nonzero is two weight rows of bf16, and a piece's sum is a row of float32: as many
-  // bytes. A row of L nonzeros in runs of R makes a CTA read R nonzeros, and the CTA that adds the pieces read L / R sums:
-  // R + L / R is least where R is the root of L. So no run is shorter than the root of the fullest row.
+  // bytes. A row of L nonzeros in runs of R makes a CTA read R nonzeros, and the CTA that adds the pieces read L / R
+  // sums: R + L / R is least where R is the root of L. So no run is shorter than the root of the fullest row.
   __device__ __forceinline__ void divide() {
     const uint32_t total = shared.starts[kFewTokens];
     const uint32_t share = max((total + gridDim.x - 1) / gridDim.x, __float2uint_ru(__fsqrt_rn(shared.largest)));
@@ -293,9 +294,9 @@ struct FewCta {
     }
   }
 
-  // The row has one piece in each CTA from `first` on. In CTA `first` the row is the run's last one, which has the second
-  // place of the CTA's partial sums; in the others it is the run's first one. The last CTA to come adds the pieces in
-  // order.
+  // The row has one piece in each CTA from `first` on. In CTA `first` the row is the run's last one, which has the
+  // second place of the CTA's partial sums; in the others it is the run's first one. The last CTA to come adds the
+  // pieces in order.
   __device__ __forceinline__ void leave_piece(const Batch& batch, const RowSums& sums, uint4* y) const {
     const uint32_t first = batch.row_begin / run_length;
     const uint32_t pieces = (batch.row_end - 1) / run_length - first + 1;

@@ -2,13 +2,13 @@
 //
 // One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns in each lane: first of x, while it
 // streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros. Either way
-// 8 KB are in flight in each warp, 96 KB in each SM, whose shared memory nearly all stays L1. A warp to a row rather than
-// a CTA: nothing has to be synchronised, a short row wastes no threads, and x and y take turns in the registers. The
-// warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
+// 8 KB are in flight in each warp, 96 KB in each SM, whose shared memory nearly all stays L1. A warp to a row rather
+// than a CTA: nothing has to be synchronised, a short row wastes no threads, and x and y take turns in the registers.
+// The warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
 //
-// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each of which is a unit that
-// leaves a float32 sum; the last to finish adds the sums. Where the room for such sums ends, one warp does the chunks in
-// turn and adds them up in the same order: the bits are the same.
+// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each of which is a unit
+// that leaves a float32 sum; the last to finish adds the sums. Where the room for such sums ends, one warp does the
+// chunks in turn and adds them up in the same order: the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -23,10 +23,10 @@ constexpr int kEqualChunks = 16;  // a row is cut into this many chunks before t
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4]
-  const int32_t* only_if;  // null, or nothing is done where it points to zero
+  const int32_t* only_if;              // null, or nothing is done where it points to zero
   int smallest_chunk;
-  int heavy_above;    // rows with more nonzeros are planned
-  int range;          // neighbouring units a CTA takes at a time
+  int heavy_above;  // rows with more nonzeros are planned
+  int range;        // neighbouring units a CTA takes at a time
   int slot_capacity;
   int4* units;        // [m + slot_capacity] row, chunk (-1: the whole row), the row's first slot
   int32_t* arrivals;  // [slot_capacity] of a row, at its first slot
@@ -59,7 +59,8 @@ __global__ void row_plan_kernel(const ManyArguments a) {
   }
 }
 
-// The units of a CTA, in shared memory: the planned ones first, then the rows. A CTA takes a.range neighbours at a time.
+// The units of a CTA, in shared memory: the planned ones first, then the rows. A CTA takes a.range neighbours at a
+// time.
 struct UnitRange {
   int &lock, &next, &end;
 
@@ -82,10 +83,10 @@ struct UnitRange {
   }
 };
 
-// One warp and its unit. Columns are done in pieces of 256 kVectors: of a piece this lane has vectors 0 .. valid - 1, the
-// first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane has columns.
-// Arrays in registers are locals, passed by reference: as members they would keep the scalars beside them in local memory
-// until loops are unrolled.
+// One warp and its unit. Columns are done in pieces of 256 kVectors: of a piece this lane has vectors 0 .. valid - 1,
+// the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane has
+// columns. Arrays in registers are locals, passed by reference: as members they would keep the scalars beside them in
+// local memory until loops are unrolled.
 template <int kVectors, bool kFull, bool kGated>
 struct ManyWarp {
   static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
@@ -117,7 +118,7 @@ struct ManyWarp {
     const int chunk = chunk_of(count, a.smallest_chunk);
     const int chunks = max((count + chunk - 1) / chunk, 1);
     const bool split = unit.y >= 0;
-    const int stride = a.k + 8;  // of slots
+    const int stride = a.k + 8;                                  // of slots
     const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed: registers are short
     float row_l1 = 0.0f;
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
@@ -131,22 +132,26 @@ struct ManyWarp {
         Sums sums;
         multiply(piece, size, sums);
         float* total = a.totals + static_cast<int64_t>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.k;
-        leave(split ? kFirst : chunks == 1 ? kWhole : c == 0 ? kFirst : c + 1 < chunks ? kMiddle : kLast, row,
-              split ? a.slots + static_cast<int64_t>(first_slot() + c) * stride : total, piece, sums);
+        leave(split            ? kFirst
+              : chunks == 1    ? kWhole
+              : c == 0         ? kFirst
+              : c + 1 < chunks ? kMiddle
+                               : kLast,
+              row, split ? a.slots + static_cast<int64_t>(first_slot() + c) * stride : total, piece, sums);
       }
     }
     if (split && !add_chunks(row, unit.y, chunks, stride, first_slot, row_l1)) return;
     if (lane == 0) a.row_l1[row] = row_l1;
   }
 
-  // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0 .. size - 1 in turn.
-  // Vectors from `valid` on hold other columns of the row: a load there costs less than a branch.
+  // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0 .. size - 1 in
+  // turn. Vectors from `valid` on hold other columns of the row: a load there costs less than a branch.
   template <class Use>
   __device__ __forceinline__ void stream(const __nv_bfloat16* weights, int piece, int size, Use use) const {
     const __nv_bfloat16* mine = weights + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
     const int valid = valid_of(piece);
     uint4 rows[kDepth][kVectors];
-    const auto load = [&](uint4 (&to)[kVectors], int i) {
+    const auto load = [&](uint4(&to)[kVectors], int i) {
       const __nv_bfloat16* weight_row = mine + static_cast<int64_t>(list[i] & 0xffff) * a.k;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -182,7 +187,7 @@ struct ManyWarp {
           if (v < valid) eight = __ldg(reinterpret_cast<const uint4*>(columns + 256 * v));
           unpack(eight, x[v]);
         }
-        stream(a.w_up, piece, size, [&](int i, const uint4 (&w)[kVectors]) {
+        stream(a.w_up, piece, size, [&](int i, const uint4(&w)[kVectors]) {
           float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
@@ -211,7 +216,7 @@ struct ManyWarp {
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[v][i] = 0.0f;
     }
-    stream(a.w_down_t, piece, size, [&](int i, const uint4 (&w)[kVectors]) {
+    stream(a.w_down_t, piece, size, [&](int i, const uint4(&w)[kVectors]) {
       const float h = hidden[i];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) scale_add(sums[v], w[v], h);
@@ -240,8 +245,8 @@ struct ManyWarp {
     }
   }
 
-  // Chunk `chunk` of a row has left its sum. Whether this warp is the last of the row's warps; if so, it adds the chunks
-  // in order, to y, and their l1 to row_l1.
+  // Chunk `chunk` of a row has left its sum. Whether this warp is the last of the row's warps; if so, it adds the
+  // chunks in order, to y, and their l1 to row_l1.
   template <class FirstSlot>
   __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
                                              float& row_l1) const {

@@ -6,12 +6,12 @@
 // no tile gets any blocks, and all is left to row_rest: no decision depends on which CTA comes first.
 //
 // A CTA looks at its tile's rows three times: to see which neurons fire; how many nonzeros each warp has in each block;
-// and where they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 quads at a time: with
-// a row to each lane, all lanes would wait for the longest row.
+// and where they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 quads at a time:
+// with a row to each lane, all lanes would wait for the longest row.
 //
-// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by row,
-// then by column: the same in every run. Where a tile's list lies, and the order of equally full tiles, may differ between
-// runs; no result depends on them.
+// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
+// row, then by column: the same in every run. Where a tile's list lies, and the order of equally full tiles, may differ
+// between runs; no result depends on them.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -55,9 +55,9 @@ struct Tables {
   }
 };
 
-// A row as its warp reads it: what is at position p of the warp's sequence (four positions to a quad) is the row's nonzero
-// p + offset, if that, modulo 2 ** 32, is less than `count`. Of two rows of 5 and 9 nonzeros, the first has positions 0 to
-// 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
+// A row as its warp reads it: what is at position p of the warp's sequence (four positions to a quad) is the row's
+// nonzero p + offset, if that, modulo 2 ** 32, is less than `count`. Of two rows of 5 and 9 nonzeros, the first has
+// positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
 struct alignas(16) Row {
   uint32_t offset, start, count;
   uint32_t place;  // of the row's value in slot 0
@@ -171,7 +171,7 @@ struct TilePlanner {
   int column_tiles, tile;
   uint32_t lane, upto, warp;
   int half;
-  Row* rows;  // of this warp, those that are not empty
+  Row* rows;                       // of this warp, those that are not empty
   uint32_t quads = 0, before = 0;  // of all the warp's rows; of those before row `lane`
   int blocks = 0;                  // of the tile's slots
 
@@ -190,9 +190,9 @@ struct TilePlanner {
         half(warp / kHalfWarps),
         rows(shared.rows_of[warp]) {}
 
-  // A warp has every eighth row of a half (kSets 8), or every sixteenth. Where there are less than eight warps to a half,
-  // a warp has every eighth row from its first one on and then those from the next one on: of four warps, warp 1 has
-  // rows 2, 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
+  // A warp has every eighth row of a half (kSets 8), or every sixteenth. Where there are less than eight warps to a
+  // half, a warp has every eighth row from its first one on and then those from the next one on: of four warps, warp 1
+  // has rows 2, 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
   __device__ __forceinline__ void look_up_rows() {
     uint32_t start = 0, count = 0;
     const uint32_t row = lane % kRowsOfSet * kSets + warp % kHalfWarps * (kRows / kRowsOfSet) + lane / kRowsOfSet;
@@ -297,8 +297,8 @@ struct TilePlanner {
       }
     }
     if (threadIdx.x == kPlanThreads - 1) {  // rather than one that has neurons
-      shared.list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords),
-                              shared.of_half[0] + shared.of_half[1]);
+      shared.list =
+          atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
     }
     __syncthreads();
     blocks = blocks_of(size);

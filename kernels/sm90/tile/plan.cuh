@@ -6,7 +6,8 @@
 // multiplies no others. The up product is cut into items of up to four blocks, as even as can be.
 //
 // A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 |
-// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
+// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte
+// rows.
 #pragma once
 
 #include "common/tile.cuh"
@@ -35,8 +36,8 @@ __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int t
 
 // A tile as its consumers see it.
 struct Tile {
-  int index, size;    // slots
-  int end, begin;     // of the first half's blocks, of the second half's
+  int index, size;  // slots
+  int end, begin;   // of the first half's blocks, of the second half's
 
   __device__ __forceinline__ int blocks() const { return blocks_of(size); }
 
@@ -65,8 +66,8 @@ __device__ __forceinline__ int4 piece_code(const Piece& piece) {
 __device__ __forceinline__ Piece piece_of(int4 code) {
   const auto low = [](int word) { return word & 0xffff; };
   const auto high = [](int word) { return static_cast<int>(static_cast<uint32_t>(word) >> 16); };
-  return {{low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w),
-          high(code.x)};
+  return {
+      {low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w), high(code.x)};
 }
 
 // A unit of the up product: blocks [first, last) of a tile, with `slots` slots, the tile's item `index`.
@@ -100,8 +101,10 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
       const uint32_t got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + step], step);
-      if (upper) v[i] = got;
-      else v[i + step] = got;
+      if (upper)
+        v[i] = got;
+      else
+        v[i + step] = got;
     }
   }
 }

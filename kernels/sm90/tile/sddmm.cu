@@ -1,6 +1,6 @@
 // tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products,
-// SDDMM), and what is made of each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, and du and dz
-// from it.
+// SDDMM), and what is made of each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, and du and
+// dz from it.
 //
 // The unit of work is an item (tile/plan.cuh): one token tile of 128 tokens, times up to four blocks of 64 of its
 // slots. An item's product is dense; of its 128 x 256 values only those are used that the tile's list names. Roles:
@@ -33,7 +33,8 @@ static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens")
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // 48: the rows that a consumer warp looks up
 constexpr int kUpStages = 4;
-// Shared memory has room for two blocks of a half's product. A product of four blocks is stored and picked in two steps.
+// Shared memory has room for two blocks of a half's product. A product of four blocks is stored and picked in two
+// steps.
 constexpr int kPanels = 2;
 
 constexpr uint16_t kOne = 0x3f80;  // 1.0 in bf16
@@ -65,9 +66,9 @@ struct Shared {
   // side.
   alignas(16) uint32_t tokens[2][kTileM];
   alignas(16) uint16_t neurons[2][kTileN];
-  int4 items[2];          // the item of a round; after the round's last stage, the item of the round after the next
-  uint64_t drawn[2];      // barrier: items[] holds the item of the round after the next
-  uint64_t rows_ready[2]; // barrier: tokens[] and neurons[] are filled
+  int4 items[2];           // the item of a round; after the round's last stage, the item of the round after the next
+  uint64_t drawn[2];       // barrier: items[] holds the item of the round after the next
+  uint64_t rows_ready[2];  // barrier: tokens[] and neurons[] are filled
   uint64_t full[kUpStages];
   uint64_t empty[kUpStages];
   float l1_warps[kThreads / 32];
@@ -200,8 +201,8 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last one end: the nonzeros
-// of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
+// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last one end: the
+// nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
 using Bounds = uint32_t[kItemBlocks + 1];
 
 // A consumer thread's nonzeros of an item: `first`, first + 128, ... of those of its half. It loads the first kWords of
@@ -308,8 +309,8 @@ struct ItemEpilogue {
   }
 };
 
-// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it, and without a product all are. Later ones
-// are drawn: some SMs are nearer to L2 than others, and a CTA that is through earlier takes more.
+// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it, and without a product all are. Later
+// ones are drawn: some SMs are nearer to L2 than others, and a CTA that is through earlier takes more.
 template <Epilogue kEpilogue>
 struct Consumer {
   using ThisEpilogue = ItemEpilogue<kEpilogue>;
@@ -321,8 +322,8 @@ struct Consumer {
   uint32_t product;  // shared address of this half's product
   bool draws;        // this is the drawing thread
   RingOf<kUpStages> ring;
-  uint32_t (&rows)[2];    // of the item after this one, what this lane has looked up: 32 lanes share 48 rows
-  int4 code, next;        // of the item at hand, then of the next one, and of that after it
+  uint32_t (&rows)[2];  // of the item after this one, what this lane has looked up: 32 lanes share 48 rows
+  int4 code, next;      // of the item at hand, then of the next one, and of that after it
   Bounds& next_bounds;
   int ticket = 0;  // the drawing thread's
 
@@ -457,8 +458,8 @@ struct Consumer {
     look_ahead(round);
   }
 
-  // `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels at a time they go to shared memory, one operand tile
-  // for each block; between two barriers of the half's threads the epilogue picks its nonzeros there.
+  // `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels at a time they go to shared memory, one operand
+  // tile for each block; between two barriers of the half's threads the epilogue picks its nonzeros there.
   template <int kBlocks>
   __device__ __forceinline__ void multiply_blocks(uint32_t b_offset, int round, ThisEpilogue& epilogue) {
     uint32_t pairs[16 * kBlocks];
@@ -542,13 +543,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Memory memory(raw);
   const int warp = ptx::warp_index();
   const uint32_t lane = threadIdx.x % 32;
-  Problem problem = {plan, out, m, k, static_cast<int>((n + kColumnTile - 1) / kColumnTile),
-                     static_cast<int>((k + kTileK - 1) / kTileK), 0};
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const int k_blocks = static_cast<int>((k + kTileK - 1) / kTileK);
   if (threadIdx.x == 0) memory.init_barriers();
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  problem.items = plan.totals[kItems];
+  const Problem problem = {plan, out, m, k, column_tiles, k_blocks, plan.totals[kItems]};
 
   if (warp < kGatherWarps) {
     if constexpr (kMultiplies) {

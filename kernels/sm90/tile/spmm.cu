@@ -1,9 +1,9 @@
 // tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots; the sum
-// of two such, with one set of slots, where two lists and weights are given. Forward: y = h W_d. Backward: dx = dz W_g +
-// du W_u.
+// of two such, with one set of slots, where two lists and weights are given. Forward: y = h W_d. Backward: dx = dz W_g
+// + du W_u.
 //
-// A unit is one token tile times 256 columns of y, over all blocks of the tile; fuller tiles come first, and all columns
-// of one come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
+// A unit is one token tile times 256 columns of y, over all blocks of the tile; fuller tiles come first, and all
+// columns of one come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
 //
 //   Producer  warps 0-3: copy the rows of w (an MN-major operand), and the pieces of the list of both halves
 //   Consumer  warps 4-11: a warpgroup multiplies the blocks that its half, 64 rows of y, needs. While one block is
@@ -42,8 +42,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, the list's pieces and the barriers share one CTA's memory");
 
-// A CTA's shared memory: the operand tiles of h, the stages' B, the stages' pieces of the list, Shared. All but `shared`
-// are shared addresses.
+// A CTA's shared memory: the operand tiles of h, the stages' B, the stages' pieces of the list, Shared. All but
+// `shared` are shared addresses.
 struct Memory {
   Shared& shared;
   uint32_t hidden;  // [half][kBuffers]
@@ -257,8 +257,8 @@ struct Consumer {
     pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
   }
 
-  // The rows of y that this lane has, by the accumulators of WGMMA: lane / 4 and lane / 4 + 8 of the warp's 16; -1 where
-  // there is none.
+  // The rows of y that this lane has, by the accumulators of WGMMA: lane / 4 and lane / 4 + 8 of the warp's 16; -1
+  // where there is none.
   __device__ __forceinline__ void look_up(const Tile& of, int (&rows)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -348,8 +348,8 @@ struct Consumer {
   }
 
   // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. Three
-  // operand tiles take turns, so that between the zeroing of one and the next scattering into it, by all warps, there is
-  // the barrier of the scattering into another.
+  // operand tiles take turns, so that between the zeroing of one and the next scattering into it, by all warps, there
+  // is the barrier of the scattering into another.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

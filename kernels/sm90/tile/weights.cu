@@ -1,23 +1,24 @@
 // tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron]
-// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. The tiles are of 128 neurons (NeuronPlan), whose slots
-// are tokens.
+// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. The tiles are of 128 neurons (NeuronPlan), whose
+// slots are tokens.
 //
-// A unit is one tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller tiles come
-// first, and all columns of one come together: units as large that begin together go through the same rows of x in
+// A unit is one tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller tiles
+// come first, and all columns of one come together: units as large that begin together go through the same rows of x in
 // step, and find them in L2. Roles:
 //
 //   Producer        warps 0-3: copy the rows of x (or dy) of a block's tokens, an MN-major operand
-//   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches its
-//                   own 16 rows of the other operand (tile_operands), and no barrier joins the four warps: a warp's share
-//                   of a WGMMA reads the rows of its own accumulators and no others, which PTX does not say, but bits do.
+//   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
+//                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps: a warp's
+//                   share of a WGMMA reads the rows of its own accumulators and no others, which PTX does not say, but
+//                   bits do.
 //   drawing thread  the first producer thread draws all units, the first ones too: with a CTA that has to wait for its
 //                   SM, no unit waits. It draws the next unit late in the one before, so that the CTA that is through
 //                   first gets it.
 //
 // A consumer stores its sums before it lets those blocks pass that it does not need: the other consumer multiplies
-// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile ("paired"), and
-// each consumer has one of the operands. Of a tile in pieces, each piece leaves its sums in global memory, and whoever
-// comes last adds them up.
+// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile ("paired"),
+// and each consumer has one of the operands. Of a tile in pieces, each piece leaves its sums in global memory, and
+// whoever comes last adds them up.
 //
 // Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
 // dW is float32, not. Deterministic.
@@ -174,8 +175,8 @@ struct Producer {
     if (threadIdx.x == kDrawingThread) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
   }
 
-  // The drawing thread tells all warps what it has drawn for a round. All threads wait for the place: with a loop for one
-  // thread alone, the compiler no longer has the stage in a uniform register.
+  // The drawing thread tells all warps what it has drawn for a round. All threads wait for the place: with a loop for
+  // one thread alone, the compiler no longer has the stage in a uniform register.
   __device__ __forceinline__ void publish(uint32_t round) {
     ptx::mbarrier_wait(ptx::smem_address(memory.shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
     if (threadIdx.x != kDrawingThread) return;
@@ -206,8 +207,8 @@ struct Producer {
   // Asks for this thread's slots of a block, one block ahead.
   __device__ __forceinline__ void load(const Range& of, int block) {
     if (of.first == of.last) return;  // nothing is there, not even to look at
-    next = *reinterpret_cast<const uint4*>(a.plan.slots + of.tile * slots_per_tile(a) + block * kTileK +
-                                           gather.first_row);
+    next =
+        *reinterpret_cast<const uint4*>(a.plan.slots + of.tile * slots_per_tile(a) + block * kTileK + gather.first_row);
   }
   __device__ __forceinline__ void look_ahead(uint32_t round) {
     next_range = range_in(round);
@@ -215,8 +216,8 @@ struct Producer {
   }
 };
 
-// Multiplies. kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows, each with an
-// operand and a dW of its own. Else consumer c has half c of the tile.
+// Multiplies. kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows, each with
+// an operand and a dW of its own. Else consumer c has half c of the tile.
 template <bool kPaired, class Out>
 struct Consumer {
   using Accumulators = float[128];
@@ -310,13 +311,13 @@ struct Consumer {
     for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
   }
 
-  // The neurons whose sums this lane has, by the accumulators of WGMMA: rows lane / 4 and lane / 4 + 8 of the warp's 16;
-  // -1 where there is none.
+  // The neurons whose sums this lane has, by the accumulators of WGMMA: rows lane / 4 and lane / 4 + 8 of the warp's
+  // 16; -1 where there is none.
   __device__ __forceinline__ void look_up(const Work& work, int (&neurons)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t position = static_cast<int64_t>(work.piece.tile.index) * kTileM + work.half * kHalf +
-                               warp % 4 * 16 + lane / 4 + 8 * i;
+      const int64_t position =
+          static_cast<int64_t>(work.piece.tile.index) * kTileM + work.half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
       neurons[i] = position >= a.n ? -1 : a.plan.neurons[position];
     }
   }
@@ -353,8 +354,8 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Whether this consumer is
-  // the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
+  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Whether this consumer
+  // is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
   __device__ __forceinline__ bool add_pieces(const Piece& piece, int half, int column, Accumulators& d) const {
     const int place = column + piece.base * columns_of(a);
     const auto partials_of = [&](int part) {
