@@ -6,7 +6,7 @@
 
 namespace sparsellm {
 
-// What a CTA adds to the counters.
+// What a CTA adds to the counters, in shared memory.
 struct Sums {
   uint32_t counts[kCounters];
 
