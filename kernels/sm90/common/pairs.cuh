@@ -19,6 +19,7 @@
 namespace sparsellm {
 
 constexpr int kFinishWarps = 3;
+constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; 0 is that of __syncthreads
 constexpr int kDealtRounds = 2;
 // Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, the pairs up to p + 2 are drawn, and
 // no more are expected there. So the first CTA begins round p + 3 at most, and while it works on that it draws the pair
@@ -216,7 +217,6 @@ __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile
 template <int kWords, class Take, class Tell, class End>
 __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
                                              Tell tell, End end) {
-  constexpr int kFinishBarrier = 1;  // their named barrier; 0 is that of __syncthreads
   const int finisher = cta.warp - 1;
   ptx::griddepcontrol_wait();  // for what zeroes the counters
   unsigned long long in_union = 0;

@@ -90,13 +90,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       __threadfence();
       last = atomicAdd(out.tickets(), 1) == gridDim.x - 1;
     }
-    ptx::bar_sync(1, kFinishThreads);
+    ptx::bar_sync(kFinishBarrier, kFinishThreads);
     if (!last) return;
     __threadfence();
     const int64_t tiles = (pairs.m + kTileM - 1) / kTileM * pairs.column_tiles;
     const float sum = warp_sum(strided_sum(out.l1_partials, tiles, 32 * warp + lane, kFinishThreads));
     if (lane == 0) l1_warps[0][warp] = sum;
-    ptx::bar_sync(1, kFinishThreads);
+    ptx::bar_sync(kFinishBarrier, kFinishThreads);
     if (warp == 0 && lane == 0) *out.l1 = (l1_warps[0][0] + l1_warps[0][1]) + l1_warps[0][2];
   };
   multiply_pairs<kNeurons / 32, 0>(memory, pairs, x_map, w_map, out.counters, out.fired, fetch, bf16, take, tell, end);
