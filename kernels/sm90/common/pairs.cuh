@@ -21,10 +21,10 @@ namespace sparsellm {
 constexpr int kFinishWarps = 3;
 constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; 0 is that of __syncthreads
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, the pairs up to p + 2 are drawn, and
-// no more are expected there. So the first CTA begins round p + 3 at most, and while it works on that it draws the pair
-// of round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted, the
-// warps that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
+// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs up to that of
+// round p + 2 and no later one. So the first CTA begins round p + 3 at most, and while it works on that it draws the
+// pair of round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted,
+// the warps that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {

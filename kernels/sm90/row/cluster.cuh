@@ -27,7 +27,7 @@ constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
 
-// Clusters of `cluster` CTAs, at most: one warp adds the l1 of all of them, and a cut row has tickets for 256 CTAs.
+// Clusters of `cluster` CTAs, at most: one warp adds the l1 of all of them, and there are 256 tickets for their CTAs.
 constexpr int max_clusters(int cluster) { return 256 / cluster; }
 constexpr int kMaxClusters = max_clusters(4);
 static_assert(kMaxClusters + 256 <= kRowTickets, "a cluster, and a CTA of a cut row, has one");

@@ -180,19 +180,9 @@ __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
-__global__ void __launch_bounds__(kPlanThreads, 2)
-    slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
-  __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
-  ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
-  __syncthreads();
-  ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x / kSlotParts, part = blockIdx.x % kSlotParts, words = token_tiles * 4;
-  const int begin = words * part / kSlotParts, end = words * (part + 1) / kSlotParts;
-  const uint32_t* first = out.masks + static_cast<int64_t>(tile) * 2 * words;
-  const uint32_t* second = first + words;
+// By all threads: how many tokens each group has (sizes), and how many of them are before word `begin` (earlier).
+__device__ __forceinline__ void count_groups(const uint32_t* first, const uint32_t* second, int words, int begin,
+                                             uint32_t (&sizes)[3], uint32_t (&earlier)[3]) {
   uint32_t mine[3] = {}, mine_earlier[3] = {};
 #pragma unroll 4
   for (int w = threadIdx.x; w < words; w += kPlanThreads) {
@@ -214,6 +204,22 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     }
   }
   __syncthreads();
+}
+
+// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
+  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
+  __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const int tile = blockIdx.x / kSlotParts, part = blockIdx.x % kSlotParts, words = token_tiles * 4;
+  const int begin = words * part / kSlotParts, end = words * (part + 1) / kSlotParts;
+  const uint32_t* first = out.masks + static_cast<int64_t>(tile) * 2 * words;
+  const uint32_t* second = first + words;
+  count_groups(first, second, words, begin, sizes, earlier);
   const uint32_t size = sizes[0] + sizes[1] + sizes[2];
   uint32_t so_far[3] = {earlier[0], sizes[0] + earlier[1], sizes[0] + sizes[1] + earlier[2]};
   int32_t* slots = out.slots + static_cast<int64_t>(tile) * token_tiles * kTokenTile;
