@@ -1,4 +1,4 @@
-// What a product's statistics are added to is zeroed by a kernel under which the product already begins.
+// The kernel that zeroes what a product adds its statistics to. The product begins while this kernel still runs.
 #pragma once
 
 #include "common/host.h"

@@ -6,14 +6,15 @@
 
 namespace sparsellm {
 
-// Over the warp, in every lane.
+// Sum over the warp, in every lane.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;
 }
 
-// Of values[0, count) (16-byte aligned, written by other CTAs) the share of thread `thread` of `threads`.
+// The share of thread `thread` of `threads` of the sum of values[0, count), which are 16-byte aligned and written by
+// other CTAs: quads thread, thread + threads, ..., and of up to three values behind the last quad, one.
 __device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {
   constexpr int kBatch = 8;  // loads in flight in each thread
   const int64_t quads = count / 4;
@@ -33,8 +34,8 @@ __device__ __forceinline__ float strided_sum(const float* values, int64_t count,
   return sum;
 }
 
-// Over all of them, by all threads of a CTA, whose number counts too; in thread 0. scratch: shared, a float for each
-// warp.
+// Sum of values[0, count) by all threads of a CTA, valid in thread 0. The order depends on the number of threads, too.
+// scratch: shared, a float for each warp.
 __device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
   const float sum = warp_sum(strided_sum(values, count, threadIdx.x, blockDim.x));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;

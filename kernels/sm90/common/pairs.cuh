@@ -1,9 +1,13 @@
-// The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, tile by finished tile.
+// The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, one finished tile after the other.
 //
-// One persistent CTA per SM, in clusters of two: the pair computes the same 256 columns for two neighbouring token
-// tiles, and each CTA fetches half of the tile of w for both. The consumers leave a finished tile as bf16 in shared
-// memory; three otherwise idle warps make of it what is wanted while the next tile is multiplied. The first two rounds
-// of pairs are dealt; what follows goes to the cluster that is there first.
+// One persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles, the same 256 columns for
+// two neighbouring token tiles, and each of its CTAs fetches half of the tile of w for both. Roles:
+//
+//   producer         warp 0: TMA
+//   finishing warps  warps 1-3 make of a finished tile, bf16 in shared memory, what is wanted while the next one is
+//                    multiplied. The first thread of warp 1 draws the pairs: the first two rounds of pairs are dealt,
+//                    and what follows goes to the cluster that is there first.
+//   consumers        warps 4-11
 #pragma once
 
 #include <algorithm>
@@ -15,10 +19,12 @@
 namespace sparsellm {
 
 constexpr int kFinishWarps = 3;
+constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; 0 is that of __syncthreads
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA finishes round p it knows the pairs up to p + 2 and no more, so the
-// first one begins p + 3 at most, and draws p + 5: six at a time. Where it is not counted who fires, the warps that
-// finish tiles do not wait for one another, and one of them may be a round ahead: seven.
+// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs up to that of
+// round p + 2 and no later one. So the first CTA begins round p + 3 at most, and while it works on that it draws the
+// pair of round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted,
+// the warps that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -27,15 +33,15 @@ struct PairShared {
   uint64_t tile_full;
   uint64_t tile_free;
   uint64_t drawn[kRounds];
-  uint32_t pairs[kRounds];  // of round r, at r % kRounds: what the cluster multiplies; one behind the last: nothing
-  uint32_t fired[2][8];     // bits of the neurons that fire for some token of the tile; two tiles in flight
+  uint32_t pairs[kRounds];  // [r % kRounds] what the cluster multiplies in round r; behind the last pair, nothing
+  uint32_t fired[2][8];     // bits of the neurons that fire for some token of the tile; two tiles are in flight
 };
 
 constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // and a bit per neuron
 static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
 
-// Pairs are visited column by column, and then the next rows: what is in flight shares few rows of x, and all of w
-// stays in L2. Where w is too large for that, band by band of its columns.
+// Pairs are visited column tile by column tile, and then in the next rows: what is in flight shares few rows of x, and
+// all of w stays in L2. Where w is too large for that, one band of its columns is done after the other.
 constexpr int64_t kBandBytes = 24 << 20;
 
 // What is multiplied: tokens by column tiles of 256.
@@ -53,8 +59,8 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs, early: `clear`, not early, comes before. neurons: of a column tile, 0 if it does not count
-// who fires.
+// Launches a kernel of pairs, early: the kernel of `clear` comes before, and is not early. neurons: of a column tile, 0
+// if it does not count who fires.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -75,7 +81,7 @@ __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 struct PairMemory {
   uint32_t stages, tile;
   PairShared* shared;
-  uint32_t* fired;  // [column tiles, kWords] what this CTA has said in `fired`
+  uint32_t* fired;  // [column tiles, kWords] the neurons that this CTA has said to fire
 
   __device__ __forceinline__ explicit PairMemory(uint8_t* raw)
       : stages((ptx::smem_address(raw) + 1023) & ~1023u),
@@ -93,51 +99,33 @@ struct FinishedTile {
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
 
-// All of a kernel.
-//   kWords                    of 32 neurons each, in a column tile; 0 if it is not counted who fires
-//   kMajorMN                  of w, as in multiply
-//   kFinishRegisters          of a thread of the warps that finish tiles; what they have more, the consumers have less
-//   counters                  kDrawn and kUnion are counted
-//   fetch(column_tile, rank, kb, b, full)  starts what CTA `rank` of a cluster copies of w to the stage's B, for both
-//   bf16(j, low, high)        two columns of the tile's 16 from 16 j on, rounded
-//   take(tile, warp, fired)   what warp 0, 1 or 2 makes of the finished tile; sets the bits of neurons that fire
-//   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken it: the word w of these bits
-//   end(warp)                 after the last
-template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
-          class Tell, class End>
-__device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
-                                               const CUtensorMap& x_map, const CUtensorMap& w_map,
-                                               unsigned long long* counters, uint8_t* said, Fetch fetch,
-                                               Bf16 bf16, Take take, Tell tell, End end) {
-  constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
-  static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "registers are given in eights");
-  PairShared& shared = *memory.shared;
-  const uint32_t stages = memory.stages, tile = memory.tile;
-  const uint32_t full = ptx::smem_address(shared.full);
-  const uint32_t empty = ptx::smem_address(shared.empty);
-  const uint32_t tile_full = ptx::smem_address(&shared.tile_full);
-  const uint32_t tile_free = ptx::smem_address(&shared.tile_free);
-  const uint32_t drawn = ptx::smem_address(shared.drawn);
+// A CTA's barriers, by their shared addresses, and the pairs of its rounds.
+struct PairCta {
+  const PairMemory& memory;
+  const PairProduct& product;
+  PairShared& shared;
+  uint32_t full, empty, tile_full, tile_free, drawn;
+  int warp;
+  uint32_t lane, rank;
+  uint32_t row_pairs, pairs;
 
-  const int warp = ptx::warp_index();
-  const uint32_t lane = threadIdx.x % 32;
-  const uint32_t rank = ptx::cluster_rank();
-  const int column_tiles = product.column_tiles;
-  const uint32_t row_pairs = product.row_pairs(), pairs = row_pairs * column_tiles;
-  const auto pair_in = [&](uint32_t round) {
-    ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
-    return shared.pairs[round % kRounds];
-  };
-  const auto tile_of_pair = [&](uint32_t pair, uint32_t round) -> FinishedTile {
-    const uint32_t band_pairs = row_pairs * product.band_tiles;
-    const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
-    const int first = band * product.band_tiles, width = min(product.band_tiles, column_tiles - first);
-    const int64_t token_tile = static_cast<int64_t>(within / width) * 2 + rank;
-    const int64_t rows = min(static_cast<int64_t>(kTileM), product.m - token_tile * kTileM);
-    return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
-  };
+  __device__ __forceinline__ PairCta(const PairMemory& memory, const PairProduct& product)
+      : memory(memory),
+        product(product),
+        shared(*memory.shared),
+        full(ptx::smem_address(shared.full)),
+        empty(ptx::smem_address(shared.empty)),
+        tile_full(ptx::smem_address(&shared.tile_full)),
+        tile_free(ptx::smem_address(&shared.tile_free)),
+        drawn(ptx::smem_address(shared.drawn)),
+        warp(ptx::warp_index()),
+        lane(threadIdx.x % 32),
+        rank(ptx::cluster_rank()),
+        row_pairs(product.row_pairs()),
+        pairs(row_pairs * product.column_tiles) {}
 
-  if (threadIdx.x == 0) {
+  // By one thread.
+  __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 1);
       ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // of both CTAs: half of each stage comes from the other
@@ -151,98 +139,170 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
     }
     ptx::fence_mbarrier_init();
   }
-  if (threadIdx.x < 16) shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
-  for (int i = threadIdx.x; i < column_tiles * kWords; i += kThreads) memory.fired[i] = 0;
+
+  // Waits until a round's pair is known. One that is not less than `pairs` is none.
+  __device__ __forceinline__ uint32_t pair_in(uint32_t round) const {
+    ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
+    return shared.pairs[round % kRounds];
+  }
+
+  // The tile of this CTA in a pair. Of 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are column tiles 0
+  // and 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2 and 3 of the
+  // first.
+  __device__ __forceinline__ FinishedTile tile_of_pair(uint32_t pair, uint32_t round) const {
+    const uint32_t band_pairs = row_pairs * product.band_tiles;
+    const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
+    const int first = band * product.band_tiles, width = min(product.band_tiles, product.column_tiles - first);
+    const int64_t token_tile = static_cast<int64_t>(within / width) * 2 + rank;
+    const int64_t rows = min(static_cast<int64_t>(kTileM), product.m - token_tile * kTileM);
+    return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
+  }
+
+  // The drawing thread of each CTA: the pair of the round kDealtRounds from this one. The first CTA draws it, for both.
+  __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
+    const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
+    ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
+    if (rank != 0) return;
+    const uint32_t next = kDealtRounds * gridDim.x / 2 + static_cast<uint32_t>(atomicAdd(counters + kDrawn, 1));
+    const uint32_t to = ptx::smem_address(shared.pairs + slot);
+    for (uint32_t r = 0; r < 2; ++r) ptx::st_async_cluster(to, r, next, barrier);
+  }
+};
+
+// The producer, one thread: this CTA's tile of x, and through fetch what it copies of w.
+template <class Fetch>
+__device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensorMap& x_map, const CUtensorMap& w_map,
+                                              Fetch fetch) {
+  ptx::tma_prefetch_descriptor(&x_map);
+  ptx::tma_prefetch_descriptor(&w_map);
+  Ring ring;
+  uint32_t pair;
+  for (uint32_t round = 0; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
+    const FinishedTile of = cta.tile_of_pair(pair, round);
+    const int row = static_cast<int>(of.row0());
+    for (int kb = 0; kb < cta.product.k_blocks; ++kb) {
+      ptx::mbarrier_wait(cta.empty + 8 * ring.stage, ring.phase ^ 1);
+      const uint32_t a = cta.memory.stages + ring.stage * kStageBytes;
+      ptx::mbarrier_arrive_expect_tx(cta.full + 8 * ring.stage, kStageBytes);
+      ptx::tma_load_2d(a, &x_map, kb * kTileK, row, cta.full + 8 * ring.stage);
+      fetch(of.column_tile, cta.rank, kb, a + kABytes, cta.full + 8 * ring.stage);
+      ring.advance();
+    }
+  }
+}
+
+// What the finishing warps have set of a tile's bits of neurons that fire: tells them, and in `said` those that this
+// CTA has not said before. Lanes 4 w .. 4 w + 3 of one warp have word w; returns how many neurons fire.
+template <int kWords, class Tell>
+__device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile& of, uint8_t* said, Tell tell) {
+  constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
+  const uint32_t lane = cta.lane;
+  const uint32_t word = cta.shared.fired[of.parity][lane / 4];
+  const uint32_t known = cta.memory.fired[of.column_tile * kWords + lane / 4];
+  int in_union = 0;
+  __syncwarp(kActive);
+  if (lane % 4 == 0) {
+    cta.shared.fired[of.parity][lane / 4] = 0;  // set again two tiles on, behind another barrier
+    cta.memory.fired[of.column_tile * kWords + lane / 4] = known | word;
+    tell(of, lane, word);
+    in_union = __popc(word);
+  }
+  for (uint32_t rest = (word & ~known) >> (lane % 4 * 8) & 0xff; rest != 0; rest &= rest - 1) {
+    said[of.column_tile * (32 * kWords) + 8 * lane + __ffs(rest) - 1] = 1;
+  }
+  return in_union;
+}
+
+// The three warps that finish tiles.
+template <int kWords, class Take, class Tell, class End>
+__device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
+                                             Tell tell, End end) {
+  const int finisher = cta.warp - 1;
+  ptx::griddepcontrol_wait();  // for what zeroes the counters
+  unsigned long long in_union = 0;
+  uint32_t round = 0, pair;
+  for (; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
+    if (finisher == 0 && cta.lane == 0) cta.draw(round, counters);
+    const FinishedTile of = cta.tile_of_pair(pair, round);
+    ptx::mbarrier_wait(cta.tile_full, of.parity);
+    take(of, finisher, cta.shared.fired[of.parity]);
+    if (cta.lane == 0) ptx::mbarrier_arrive(cta.tile_free);
+    if constexpr (kWords != 0) {
+      ptx::bar_sync(kFinishBarrier, 32 * kFinishWarps);
+      if (finisher == 0 && of.rows > 0 && cta.lane < 4 * kWords) in_union += tell_fired<kWords>(cta, of, said, tell);
+    }
+  }
+  cta.pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
+  end(finisher);
+  if (in_union != 0) atomicAdd(counters + kUnion, in_union);
+}
+
+// A consumer warp: multiplies tile after tile, and leaves each as bf16 in shared memory.
+template <int kMajorMN, class Bf16>
+__device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
+  const uint32_t lane = cta.lane;
+  const int warpgroup = cta.warp / 4 - 1;
+  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
+  Ring ring;
+  bool more = true;
+  for (uint32_t round = 0; more; ++round) {
+    float d[128];
+    const auto release = [&](uint32_t stage) {
+      if (lane < 2) ptx::mbarrier_arrive_cluster(cta.empty + 8 * stage, lane);
+    };
+    const auto ahead = [&] { more = cta.pair_in(round + 1) < cta.pairs; };
+    multiply<4, kMajorMN, false>(d, ring, cta.product.k_blocks, cta.memory.stages, 0, cta.full, warpgroup, release,
+                                 ahead);
+    ptx::mbarrier_wait(cta.tile_free, round & 1 ^ 1);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
+      ptx::stmatrix_x4(cta.memory.tile + tile_offset(row, 2 * j + lane / 16), bf16(j, d[8 * j], d[8 * j + 1]),
+                       bf16(j, d[8 * j + 2], d[8 * j + 3]), bf16(j, d[8 * j + 4], d[8 * j + 5]),
+                       bf16(j, d[8 * j + 6], d[8 * j + 7]));
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(cta.tile_full);
+  }
+}
+
+// All of a kernel.
+//   kWords                    of 32 neurons each, in a column tile; 0 if it is not counted who fires
+//   kMajorMN                  of w, as in multiply
+//   kFinishRegisters          of a thread of the warps that finish tiles; what they have more, the consumers have less
+//   counters                  kDrawn and kUnion are counted
+//   said                      uint8 [neurons]: 1 is written where a neuron fires
+//   fetch(column_tile, rank, kb, b, full)  starts what CTA `rank` of a cluster copies of w to the stage's B, for both
+//   bf16(j, low, high)        two columns of the tile's 16 from 16 j on, rounded
+//   take(tile, warp, fired)   what warp 0, 1 or 2 makes of the finished tile; sets the bits of neurons that fire
+//   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
+//   end(warp)                 after the last tile
+template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
+          class Tell, class End>
+__device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
+                                               const CUtensorMap& x_map, const CUtensorMap& w_map,
+                                               unsigned long long* counters, uint8_t* said, Fetch fetch, Bf16 bf16,
+                                               Take take, Tell tell, End end) {
+  constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
+  static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "registers are given in eights");
+  enum Warp { kProducer = 0, kFirstConsumer = 4 };  // those between them finish tiles
+  const PairCta cta(memory, product);
+  if (threadIdx.x == 0) cta.init_barriers();
+  if (threadIdx.x < 16) cta.shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;
+  for (int i = threadIdx.x; i < product.column_tiles * kWords; i += kThreads) memory.fired[i] = 0;
   __syncthreads();
   ptx::cluster_sync();
   ptx::griddepcontrol_launch_dependents();
 
-  if (warp < 4) {
+  if (cta.warp < kFirstConsumer) {
     ptx::setmaxnreg_dec<kFinishRegisters>();
-    if (warp == 0) {
-      if (lane == 0) {
-        ptx::tma_prefetch_descriptor(&x_map);
-        ptx::tma_prefetch_descriptor(&w_map);
-        Ring ring;
-        uint32_t pair;
-        for (uint32_t round = 0; (pair = pair_in(round)) < pairs; ++round) {
-          const FinishedTile of = tile_of_pair(pair, round);
-          const int row = static_cast<int>(of.row0());
-          for (int kb = 0; kb < product.k_blocks; ++kb) {
-            ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-            const uint32_t a = stages + ring.stage * kStageBytes;
-            ptx::mbarrier_arrive_expect_tx(full + 8 * ring.stage, kStageBytes);
-            ptx::tma_load_2d(a, &x_map, kb * kTileK, row, full + 8 * ring.stage);
-            fetch(of.column_tile, rank, kb, a + kABytes, full + 8 * ring.stage);
-            ring.advance();
-          }
-        }
-      }
+    if (cta.warp == kProducer) {
+      if (cta.lane == 0) produce_pairs(cta, x_map, w_map, fetch);
     } else {
-      ptx::griddepcontrol_wait();  // for what zeroes the counters
-      unsigned long long in_union = 0;
-      // The pair of two rounds on: the first CTA draws it, for both.
-      const auto draw = [&](uint32_t round) {
-        const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
-        ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
-        if (rank != 0) return;
-        const uint32_t next = kDealtRounds * gridDim.x / 2 + static_cast<uint32_t>(atomicAdd(counters + kDrawn, 1));
-        const uint32_t to = ptx::smem_address(shared.pairs + slot);
-        for (uint32_t r = 0; r < 2; ++r) ptx::st_async_cluster(to, r, next, barrier);
-      };
-      uint32_t round = 0, pair;
-      for (; (pair = pair_in(round)) < pairs; ++round) {
-        if (warp == 1 && lane == 0) draw(round);
-        const FinishedTile of = tile_of_pair(pair, round);
-        ptx::mbarrier_wait(tile_full, of.parity);
-        take(of, warp - 1, shared.fired[of.parity]);
-        if (lane == 0) ptx::mbarrier_arrive(tile_free);
-        if constexpr (kWords != 0) {
-          ptx::bar_sync(1, 32 * kFinishWarps);
-          if (warp == 1 && of.rows > 0 && lane < 4 * kWords) {
-            constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
-            const uint32_t word = shared.fired[of.parity][lane / 4];
-            const uint32_t known = memory.fired[of.column_tile * kWords + lane / 4];
-            __syncwarp(kActive);
-            if (lane % 4 == 0) {
-              shared.fired[of.parity][lane / 4] = 0;  // read again two tiles on, behind another barrier
-              memory.fired[of.column_tile * kWords + lane / 4] = known | word;
-              tell(of, lane, word);
-              in_union += __popc(word);
-            }
-            for (uint32_t rest = (word & ~known) >> (lane % 4 * 8) & 0xff; rest != 0; rest &= rest - 1) {
-              said[of.column_tile * (32 * kWords) + 8 * lane + __ffs(rest) - 1] = 1;
-            }
-          }
-        }
-      }
-      pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
-      end(warp - 1);
-      if (in_union != 0) atomicAdd(counters + kUnion, in_union);
+      finish_pairs<kWords>(cta, counters, said, take, tell, end);
     }
   } else {
     ptx::setmaxnreg_inc<kMultiplyRegisters>();
-    const int warpgroup = warp / 4 - 1;
-    const uint32_t row = (warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
-    Ring ring;
-    bool more = true;
-    for (uint32_t round = 0; more; ++round) {
-      float d[128];
-      const auto release = [&](uint32_t stage) {
-        if (lane < 2) ptx::mbarrier_arrive_cluster(empty + 8 * stage, lane);
-      };
-      const auto ahead = [&] { more = pair_in(round + 1) < pairs; };
-      multiply<4, kMajorMN, false>(d, ring, product.k_blocks, stages, 0, full, warpgroup, release, ahead);
-      ptx::mbarrier_wait(tile_free, round & 1 ^ 1);
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
-        ptx::stmatrix_x4(tile + tile_offset(row, 2 * j + lane / 16), bf16(j, d[8 * j], d[8 * j + 1]),
-                         bf16(j, d[8 * j + 2], d[8 * j + 3]), bf16(j, d[8 * j + 4], d[8 * j + 5]),
-                         bf16(j, d[8 * j + 6], d[8 * j + 7]));
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(tile_full);
-    }
+    consume_pairs<kMajorMN>(cta, bf16);
   }
   ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
 }

@@ -186,8 +186,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// 16 bytes to an aligned global address, with one store: of a plain assignment the compiler makes four where it does not
-// see the alignment, as of a pointer to bf16.
+// 16 bytes to an aligned global address, with one store: of a plain assignment the compiler makes four where it does
+// not see the alignment, as of a pointer to bf16.
 __device__ __forceinline__ void st_global_v4(void* destination, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -213,10 +213,10 @@ __device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t
 
 // `bytes` from global to shared memory, all three multiples of 16; completes them on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   destination),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // The same to every CTA of the cluster named by a bit of `ctas`, at the same shared addresses.
@@ -273,8 +273,8 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const CUtensor
 }
 
 // The same to every CTA of the cluster named by a bit of `ctas`, at the same shared addresses.
-__device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* map, int column,
-                                                      int row, uint32_t barrier, uint16_t ctas) {
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* map, int column, int row,
+                                                      uint32_t barrier, uint16_t ctas) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
@@ -285,8 +285,8 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, cons
 // --- 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 ---
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
-               "r"(r1), "r"(r2), "r"(r3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
                : "memory");
 }
 
@@ -308,10 +308,11 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
 
 // d += a b: bf16 a [16, 16] and b [16, 8], float32 d [16, 8], spread over a warp.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-               " {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // --- ordinary shared memory by address ---

@@ -1,9 +1,9 @@
-// The matrix half that the products here share: 128 rows x up to 256 columns, k in stages of 64.
+// What the products share that multiply by WGMMA: 128 rows x up to 256 columns, k in stages of 64.
 //
 // A CTA has three warpgroups: one that fills shared memory and does what else is to do (its four warps have roles of
 // their own), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them
-// under full/empty barriers: in pairs.cuh three of 48 KB, and 64 KB more hold a finished 128 x 256 tile while the next
-// one is multiplied; the others say what they have.
+// under full/empty barriers. In pairs.cuh there are three stages of 48 KB, and 64 KB more hold a finished 128 x 256
+// tile while the next one is multiplied; the other kernels say how many stages they have.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -26,14 +26,16 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
-// Of a thread. A kernel of kThreads is launched with 168 for each: more than those in all, and setmaxnreg waits for ever.
+// Registers of a thread. A kernel of kThreads is launched with 168 for each; if the roles ask for more than all have
+// together, setmaxnreg waits for ever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "no more than there are");
 
 constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
 
-// Position in the circle of stages; producer and consumers advance alike.
+// A position in the circle of stages. Producer and consumers advance alike: of three stages, the k-th step is in stage
+// k % 3, and its phase is the parity of k / 3.
 template <int kCount>
 struct RingOf {
   uint32_t stage = 0;
@@ -53,6 +55,7 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
+// For `ahead`, where there is nothing to do.
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };

@@ -6,16 +6,15 @@
 
 namespace sparsellm {
 
-__device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) {
-  return bf16_bits << 16 | column;
-}
+__device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
 // The counts of each column tile's segments, of up to kCountedTokens rows: [NT, kCountedTokens], undefined from M on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
 
-// Where a token's words of a column tile begin, and how far from there word `index` is.
+// Where a segment begins, a token's words of a column tile, and how far from there its word `index` is: 8 words are
+// side by side, and the next 8 come behind those of all column tiles. With 10 column tiles, word 9 is at 80 + 1.
 __device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles,
                                                 int words_per_tile) {
   return packed.words + token * (column_tiles * words_per_tile) + tile * kSectorWords;
@@ -30,7 +29,7 @@ __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   return i & 1 ? w >> 16 : w & 0xffff;
 }
 
-// All bits of a half set where it is not zero: NaN is not, -0.0 is.
+// All bits of a half are set where its value is not zero. NaN is not zero, -0.0 is.
 __device__ __forceinline__ uint32_t nonzero_halves(uint32_t pair) {
   return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(pair), __nv_bfloat162(0.0f, 0.0f));
 }
@@ -54,14 +53,14 @@ __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
   return __byte_perm(spread[0] | spread[0] >> 16, spread[1] | spread[1] >> 16, 0x5410);
 }
 
-// The bits that are set in each byte.
+// How many bits are set in each byte, in that byte.
 __device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
   v -= v >> 1 & 0x55555555;
   v = (v & 0x33333333) + (v >> 2 & 0x33333333);
   return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
-// Sum over the lanes before this one.
+// Sum over the lanes before this one: of values 2, 0, 3, ..., 0, 2, 2, 5, ...
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane) {
   uint32_t sum = value;
 #pragma unroll
@@ -73,10 +72,10 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 }
 
 // Packs four rows of one tile, a warp together: lanes 8 r .. 8 r + 7 have row r of the four, and lane s of them columns
-// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on. Writes
-// all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its column
-// `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set where the
-// lane's column i of j is not zero.
+// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on.
+// Writes all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its
+// column `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set
+// where the lane's column i of j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t words_per_tile, uint32_t* words,

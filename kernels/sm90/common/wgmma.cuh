@@ -32,7 +32,7 @@ __device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t bytes
   return (descriptor & ~0xffffffffull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
-#define SPARSELLM_D8(i) \
+#define SPARSELLM_D8(i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define SPARSELLM_D32(i) SPARSELLM_D8(i), SPARSELLM_D8(i + 8), SPARSELLM_D8(i + 16), SPARSELLM_D8(i + 24)

@@ -1,5 +1,5 @@
-// The dense engine's arithmetic between its products, two bf16 values at a time: in kernels of their own (pointwise.cu),
-// and where a product ends (hidden.cu, gradient.cu).
+// The dense engine's arithmetic between its products, two bf16 values at a time: in kernels of their own
+// (pointwise.cu), and where a product ends (hidden.cu, gradient.cu).
 //
 // Numerics: h = g u is rounded to bf16 once; dh + dl1 sign(h) in float32, times g or u, rounded to bf16 once.
 #pragma once

@@ -1,13 +1,14 @@
 // dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics that gate_pack gives; its
 // factors g and u are written only if they are asked for. Not gated (w_up == null): h = relu(x w_gate^T).
 //
-// A product of pairs (common/pairs.cuh). Gated, a column tile is 128 neurons: 128 rows of w_gate, which the first CTA of
-// a cluster fetches, and the same 128 of w_up, which the second one does. Of the finished tile, g beside u, three warps
-// make h while the next one is multiplied.
+// A product of pairs (common/pairs.cuh). Gated, a column tile is 128 neurons: 128 rows of w_gate, which the first CTA
+// of a cluster fetches, and the same 128 of w_up, which the second one does. Of the finished tile, g beside u, three
+// warps make h while the next one is multiplied.
 //
-// Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN; h
-// is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
-// in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every run.
+// Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
+// h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as
+// rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every
+// run.
 #include "common/clear.cuh"
 #include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
@@ -89,13 +90,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       __threadfence();
       last = atomicAdd(out.tickets(), 1) == gridDim.x - 1;
     }
-    ptx::bar_sync(1, kFinishThreads);
+    ptx::bar_sync(kFinishBarrier, kFinishThreads);
     if (!last) return;
     __threadfence();
     const int64_t tiles = (pairs.m + kTileM - 1) / kTileM * pairs.column_tiles;
     const float sum = warp_sum(strided_sum(out.l1_partials, tiles, 32 * warp + lane, kFinishThreads));
     if (lane == 0) l1_warps[0][warp] = sum;
-    ptx::bar_sync(1, kFinishThreads);
+    ptx::bar_sync(kFinishBarrier, kFinishThreads);
     if (warp == 0 && lane == 0) *out.l1 = (l1_warps[0][0] + l1_warps[0][1]) + l1_warps[0][2];
   };
   multiply_pairs<kNeurons / 32, 0>(memory, pairs, x_map, w_map, out.counters, out.fired, fetch, bf16, take, tell, end);

@@ -23,6 +23,44 @@ constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // of a 
 constexpr int kPointwiseRows = 32 / kPointwiseLanes * kPointwiseWarps;  // that the CTA loads at once
 constexpr int kPointwiseBatch = kTokenTile / kPointwiseRows;
 
+// What a CTA has of the statistics, in shared memory.
+struct CtaStatistics {
+  uint32_t (&seen_words)[kPointwiseColumns / 32];  // bits of the neurons that fire
+  float (&l1_warps)[kPointwiseWarps];
+  uint32_t (&nonzeros_warps)[kPointwiseWarps];
+  bool& last;
+};
+
+// Adds a CTA's statistics to those of all, by all threads, its own being complete. The last CTA adds up l1, in order.
+__device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
+                                               float* l1, uint8_t* fired, unsigned long long* counters) {
+  ptx::griddepcontrol_wait();  // for what zeroes the statistics
+  if (threadIdx.x < kPointwiseColumns && (own.seen_words[threadIdx.x / 32] >> threadIdx.x % 32 & 1) != 0) {
+    fired[first_column + threadIdx.x] = 1;
+  }
+  if (threadIdx.x == 0) {
+    float cta_sum = 0.0f;
+    uint32_t cta_nonzeros = 0, in_union = 0;
+    for (int w = 0; w < kPointwiseWarps; ++w) {
+      cta_sum += own.l1_warps[w];
+      cta_nonzeros += own.nonzeros_warps[w];
+    }
+    for (int w = 0; w < kPointwiseColumns / 32; ++w) in_union += __popc(own.seen_words[w]);
+    l1_partials[blockIdx.x] = cta_sum;
+    __threadfence();
+    own.last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
+    if (cta_nonzeros != 0) {
+      atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
+      atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
+    }
+  }
+  __syncthreads();
+  if (!own.last) return;
+  __threadfence();
+  const float all = ordered_sum(l1_partials, gridDim.x, own.l1_warps);
+  if (threadIdx.x == 0) *l1 = all;
+}
+
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads, 4)
     pointwise_kernel(const __nv_bfloat16* z, const __nv_bfloat16* u, int64_t m, int64_t n, __nv_bfloat16* h,
@@ -75,31 +113,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
     nonzeros_warps[warp] = nonzeros;
   }
   __syncthreads();
-  ptx::griddepcontrol_wait();  // for what zeroes the statistics
-  if (threadIdx.x < kPointwiseColumns && (seen_words[threadIdx.x / 32] >> lane & 1) != 0) {
-    fired[first_column + threadIdx.x] = 1;
-  }
-  if (threadIdx.x == 0) {
-    float cta_sum = 0.0f;
-    uint32_t cta_nonzeros = 0, in_union = 0;
-    for (int w = 0; w < kPointwiseWarps; ++w) {
-      cta_sum += l1_warps[w];
-      cta_nonzeros += nonzeros_warps[w];
-    }
-    for (int w = 0; w < kPointwiseColumns / 32; ++w) in_union += __popc(seen_words[w]);
-    l1_partials[blockIdx.x] = cta_sum;
-    __threadfence();
-    last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
-    if (cta_nonzeros != 0) {
-      atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
-      atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
-    }
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const float all = ordered_sum(l1_partials, gridDim.x, l1_warps);
-  if (threadIdx.x == 0) *l1 = all;
+  add_statistics({seen_words, l1_warps, nonzeros_warps, last}, first_column, l1_partials, l1, fired, counters);
 }
 
 // Eight entries to a thread; dz may be dh.

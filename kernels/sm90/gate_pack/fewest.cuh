@@ -1,12 +1,12 @@
 // gate_pack for the fewest tokens (decoding): the product is a stream of w, on which SMs should pull from the first
 // moment to the last, and latency is the rest.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA an SM: with more and smaller ones, some SMs
-// would have one and some two, and those that have two be the last. The warps of a CTA share K, and each multiplies all
-// neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through shared memory of
-// its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round of K at a time. No
-// warp waits for another's w before all have their sums. These are added in order, warp by warp, and meet as bf16 in
-// the first CTA's shared memory, which packs them. Same numerics as the kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA to an SM: with more and smaller CTAs, some
+// SMs would have one and some two, and those that have two would be the last. The warps of a CTA share K, and each
+// multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through
+// shared memory of its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round
+// of K at a time. No warp waits for another's w before all have their sums. The sums are added in order, warp by warp,
+// and meet as bf16 in the first CTA's shared memory, which packs them. Numerics as of the kernel for many tokens.
 #pragma once
 
 #include "gate_pack/pack.cuh"
@@ -17,30 +17,34 @@ constexpr int kFewestTokens = 16;
 
 namespace fewest {
 
-constexpr int kWarps = 8;  // that multiply; one more feeds x
+constexpr int kWarps = 8;             // that multiply
+constexpr int kFeedingWarp = kWarps;  // one more, which feeds x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 4;     // pieces of a warp in flight: 32 columns of k of its neurons
+constexpr int kDepth = 4;          // pieces of a warp in flight, each 32 columns of k of all the CTA's neurons
 constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 a lane
 constexpr int kNeuronCopies = kNeurons / 8;
 constexpr uint32_t kPiece = kNeuronCopies * kCopied;
 constexpr uint32_t kOfWarp = kDepth * kPiece;
-constexpr int kRound = 64 * kWarps;  // columns of k: two pieces of each warp
+constexpr int kRound = 64 * kWarps;                // columns of k: two pieces of each warp
 constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 64 of two rows lie in all banks
-constexpr int kTokenRows = 3 * kFewestTokens;      // there is room for: three rounds, or more of fewer tokens,
-constexpr int kSlots = 8;                          // up to this many
-constexpr uint32_t kSumPitch = kNeurons + 8;       // floats of a token's sums: eight tokens lie in all banks
-constexpr uint32_t kPitch = kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
+// There is room for the rows of three rounds of 16 tokens, or for more rounds of fewer tokens, up to kSlots.
+constexpr int kTokenRows = 3 * kFewestTokens;
+constexpr int kSlots = 8;
+constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens lie in all banks
+constexpr uint32_t kPitch =
+    kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
 
-// The lowest four bits, a byte each.
+// The lowest four bits, a byte each: of 0b1011, 0x01000101.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
 struct Shared {
   uint4 pieces[kWarps * kOfWarp / 16];
   uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows
   uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns, rank 0's
-  uint64_t full[kSlots], empty[kSlots], finished;
+  uint64_t full[kSlots], empty[kSlots];         // barriers: x of a round
+  uint64_t finished;                            // barrier: the tile, in rank 0
   uint32_t fired[kColumnTile / 32];
   Sums totals;
 };
@@ -48,28 +52,58 @@ static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory"
 static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
 
-__global__ void __launch_bounds__(kThreads, 1)
-    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
-                            int words_per_tile, const Packed out, int zeroed) {
-  extern __shared__ uint4 raw[];
-  auto& shared = *reinterpret_cast<Shared*>(raw);
-  float* sums = reinterpret_cast<float*>(shared.pieces);  // [tokens, kSumPitch] of each warp, at last
-  const uint32_t tokens = ptx::smem_address(shared.tokens);
-  const uint32_t full = ptx::smem_address(shared.full);
-  const uint32_t empty = ptx::smem_address(shared.empty);
-  const uint32_t finished = ptx::smem_address(&shared.finished);  // the tile, rank 0's
-  const int warp = ptx::warp_index();
-  const uint32_t lane = threadIdx.x % 32;
-  const uint32_t rank = ptx::cluster_rank();
-  const int column_tile = blockIdx.x / kCluster;
-  const int column_tiles = gridDim.x / kCluster;
-  const uint32_t column = column_tile * kColumnTile;
-  const uint32_t neuron = column + rank * kNeurons;  // this CTA's first
-  const uint32_t row_bytes = 2 * k;
-  const int rounds = (k + kRound - 1) / kRound;
-  const bool counts = zeroed == 0;
+// One CTA. Arrays in registers are locals: as members they would keep the scalars beside them in local memory until
+// loops are unrolled.
+struct FewestCta {
+  Shared& shared;
+  const __nv_bfloat16* x;
+  const __nv_bfloat16* w;
+  int m;
+  int64_t n;
+  int k, slots;
+  int words_per_tile;
+  const Packed& out;
+  uint32_t tokens, full, empty, finished;
+  int warp;
+  uint32_t lane, rank;
+  int column_tile, column_tiles;
+  uint32_t column, neuron;  // the first column of the tile; this CTA's first neuron
+  uint32_t row_bytes;
+  int rounds;
+  int slot = 0;  // of x, and its parity
+  uint32_t parity = 0;
 
-  if (warp == kWarps) {  // meanwhile the others begin to fetch w
+  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
+                                       int k, int slots, int words_per_tile, const Packed& out)
+      : shared(shared),
+        x(x),
+        w(w),
+        m(m),
+        n(n),
+        k(k),
+        slots(slots),
+        words_per_tile(words_per_tile),
+        out(out),
+        tokens(ptx::smem_address(shared.tokens)),
+        full(ptx::smem_address(shared.full)),
+        empty(ptx::smem_address(shared.empty)),
+        finished(ptx::smem_address(&shared.finished)),
+        warp(ptx::warp_index()),
+        lane(threadIdx.x % 32),
+        rank(ptx::cluster_rank()),
+        column_tile(blockIdx.x / kCluster),
+        column_tiles(gridDim.x / kCluster),
+        column(column_tile * kColumnTile),
+        neuron(column + rank * kNeurons),
+        row_bytes(2 * k),
+        rounds((k + kRound - 1) / kRound) {}
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == slots) slot = 0, parity ^= 1;
+  }
+
+  // The feeding warp, while the others begin to fetch w.
+  __device__ __forceinline__ void init() const {
     shared.totals.clear(lane);
     if (lane < kColumnTile / 32) shared.fired[lane] = 0;
     if (lane == 0) {
@@ -83,16 +117,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   }
-  ptx::cluster_arrive_relaxed();
-  ptx::griddepcontrol_wait();  // for all before
-  ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
 
-  int slot = 0;
-  uint32_t parity = 0;
-  const auto advance = [&] {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  };
-  if (warp == kWarps) {
+  // The feeding warp: this CTA's tokens, rank, rank + 4, ..., to all CTAs of the cluster, a round of k at a time.
+  __device__ __forceinline__ void feed(int zeroed) {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
     ptx::cluster_wait();  // all barriers are there
     if (lane == 0) {
@@ -109,30 +136,41 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncwarp();
-  } else {
-    // Lane l has 16 bytes, l % 4 of 64, of row l / 4 of eight: of a token or a neuron. As operands of mma.sync these
-    // are other columns of k than the instruction's, but for both operands the same. Two pieces side by side are one
-    // warp's.
-    const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
-    const auto column_of = [&](int round, int half) { return round * kRound + warp * 64 + half * 32 + lane % 4 * 8; };
-    const auto fetch = [&](int round, int half, uint32_t to) {
-      if (round < rounds) {
-        const int from = column_of(round, half);
+  }
+
+  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, of tokens as of neurons. As operands of
+  // mma.sync these are other columns of k than the instruction's, but for both operands the same: the sum is over the
+  // same products. A warp has two pieces of a round, side by side.
+  __device__ __forceinline__ uint32_t column_of(int round, int half) const {
+    return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
+  }
+
+  // A piece of w, this lane's share of all the CTA's neurons.
+  __device__ __forceinline__ void fetch(int round, int half, uint32_t to) const {
+    if (round < rounds) {
+      const int from = column_of(round, half);
 #pragma unroll
-        for (int j = 0; j < kNeuronCopies; ++j) {
-          ptx::cp_async_row_16(to + j * kCopied, w + from, neuron + 8 * j + lane / 4, row_bytes,
-                               from < k && neuron + 8 * j < n ? 16 : 0);
-        }
+      for (int j = 0; j < kNeuronCopies; ++j) {
+        ptx::cp_async_row_16(to + j * kCopied, w + from, neuron + 8 * j + lane / 4, row_bytes,
+                             from < k && neuron + 8 * j < n ? 16 : 0);
       }
-      ptx::cp_async_commit_group();  // empty behind the last piece: groups are counted
-    };
+    }
+    ptx::cp_async_commit_group();  // empty behind the last piece: groups are counted
+  }
+
+  // This lane's chunk of a token's row, in the first slot. For a token that is not there, some other stands in: nothing
+  // reads its sums.
+  __device__ __forceinline__ uint32_t row_of(int token) const {
+    return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
+  }
+
+  // The other warps: their share of K of all products, float32, to `sums`.
+  __device__ __forceinline__ void multiply(float* sums) {
+    const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
-    ptx::cluster_wait();  // as for x
+    ptx::cluster_wait();  // all barriers are there
 
-    const auto row_of = [&](int token) {  // of a token that is not there, some other: nothing reads its sums
-      return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
-    };
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
     float d[kNeuronCopies][4] = {};
     uint32_t stage = mine;
@@ -164,55 +202,80 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 
     float* to = sums + warp * (kOfWarp / 4) + lane / 4 * kSumPitch + lane % 4 * 2;
-    __syncwarp();  // all lanes have read their last pieces
+    __syncwarp();  // all lanes have read their last pieces, whose place the sums take
 #pragma unroll
     for (int j = 0; j < kNeuronCopies; ++j) {
       *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[j][0], d[j][1]);
       *reinterpret_cast<float2*>(to + 8 * j + 8 * kSumPitch) = make_float2(d[j][2], d[j][3]);
     }
   }
-  __syncthreads();
 
-  const uint32_t tile = ptx::smem_address(shared.tile);
-  for (int i = threadIdx.x; i < m * (kNeurons / 8); i += kThreads) {
-    const int token = i / (kNeurons / 8), octet = i % (kNeurons / 8);
-    const float4* parts = reinterpret_cast<const float4*>(sums + token * kSumPitch) + 2 * octet;
-    float4 low = parts[0], high = parts[1];
-    const auto add = [](float4& sum, const float4& part) {
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    };
+  // Adds the warps' sums, in order, and sends them as bf16 to the first CTA's tile.
+  __device__ __forceinline__ void add_warps(const float* sums, uint32_t tile) const {
+    for (int i = threadIdx.x; i < m * (kNeurons / 8); i += kThreads) {
+      const int token = i / (kNeurons / 8), octet = i % (kNeurons / 8);
+      const float4* parts = reinterpret_cast<const float4*>(sums + token * kSumPitch) + 2 * octet;
+      float4 low = parts[0], high = parts[1];
+      const auto add = [](float4& sum, const float4& part) {
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      };
 #pragma unroll
-    for (int p = 1; p < kWarps; ++p) {
-      add(low, parts[p * (kOfWarp / sizeof(float4))]);
-      add(high, parts[p * (kOfWarp / sizeof(float4)) + 1]);
+      for (int p = 1; p < kWarps; ++p) {
+        add(low, parts[p * (kOfWarp / sizeof(float4))]);
+        add(high, parts[p * (kOfWarp / sizeof(float4)) + 1]);
+      }
+      const uint4 eight = {ptx::cvt_relu_bf16x2(low.x, low.y), ptx::cvt_relu_bf16x2(low.z, low.w),
+                           ptx::cvt_relu_bf16x2(high.x, high.y), ptx::cvt_relu_bf16x2(high.z, high.w)};
+      ptx::st_async_cluster(tile + token * kPitch + rank * (kNeurons * 2) + octet * 16, 0, eight, finished);
     }
-    const uint4 eight = {ptx::cvt_relu_bf16x2(low.x, low.y), ptx::cvt_relu_bf16x2(low.z, low.w),
-                         ptx::cvt_relu_bf16x2(high.x, high.y), ptx::cvt_relu_bf16x2(high.z, high.w)};
-    ptx::st_async_cluster(tile + token * kPitch + rank * (kNeurons * 2) + octet * 16, 0, eight, finished);
   }
-  if (rank != 0) return;
 
-  ptx::mbarrier_wait(finished, 0);
-  if (const int first = 4 * warp; first < m) {
-    const int token = first + lane / 8;
-    const uint32_t seen = pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n, column_tile,
-                                           column_tiles, words_per_tile, out, shared.totals, counts);
-    add_fired(shared.fired, seen, lane);
+  // The first CTA of a cluster packs the tile, four tokens to a warp. counts: it adds to the counters.
+  __device__ __forceinline__ void pack(uint32_t tile, bool counts) const {
+    ptx::mbarrier_wait(finished, 0);
+    if (const int first = 4 * warp; first < m) {
+      const int token = first + lane / 8;
+      const uint32_t seen = pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n,
+                                             column_tile, column_tiles, words_per_tile, out, shared.totals, counts);
+      add_fired(shared.fired, seen, lane);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      const uint32_t word = shared.fired[lane / 4];
+      const uint32_t bits = word >> lane % 4 * 8;
+      if (column + 8 * lane < n) {
+        *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
+      }
+      if (lane % 4 == 0) {
+        out.mask[column_tile * 8 + lane / 4] = word;
+        if (counts) atomicAdd(shared.totals.counts + kUnion, __popc(word));
+      }
+      __syncwarp();
+      if (counts) add_counts(out, shared.totals, lane);
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
+                            int words_per_tile, const Packed out, int zeroed) {
+  extern __shared__ uint4 raw[];
+  FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, words_per_tile, out);
+  float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // [tokens, kSumPitch] of each warp, at last
+  if (cta.warp == kFeedingWarp) cta.init();
+  ptx::cluster_arrive_relaxed();
+  ptx::griddepcontrol_wait();
+  // Only after the wait: the kernel after this one counts on all that comes before gate_pack being done.
+  ptx::griddepcontrol_launch_dependents();
+  if (cta.warp == kFeedingWarp) {
+    cta.feed(zeroed);
+  } else {
+    cta.multiply(sums);
   }
   __syncthreads();
-  if (warp == 0) {
-    const uint32_t word = shared.fired[lane / 4];
-    const uint32_t bits = word >> lane % 4 * 8;
-    if (column + 8 * lane < n) {
-      *reinterpret_cast<uint2*>(out.fired + column + 8 * lane) = make_uint2(bytes_of(bits), bytes_of(bits >> 4));
-    }
-    if (lane % 4 == 0) {
-      out.mask[column_tile * 8 + lane / 4] = word;
-      if (counts) atomicAdd(shared.totals.counts + kUnion, __popc(word));
-    }
-    __syncwarp();
-    if (counts) add_counts(out, shared.totals, lane);
-  }
+  const uint32_t tile = ptx::smem_address(cta.shared.tile);
+  cta.add_warps(sums, tile);
+  if (cta.rank == 0) cta.pack(tile, zeroed == 0);
 }
 
 }  // namespace fewest

@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (int step = 4 * warp; step < of.rows; step += 4 * kFinishWarps) {
       const int row = step + lane / 8;
-      const uint32_t count = pack_four_rows(memory.tile + tile_offset(row, lane % 8), row < of.rows, lane, column, n,
-                                            column_tiles, words_per_tile, words + static_cast<int64_t>(row) * row_words,
-                                            wide + row * n, seen);
+      const uint32_t count =
+          pack_four_rows(memory.tile + tile_offset(row, lane % 8), row < of.rows, lane, column, n, column_tiles,
+                         words_per_tile, words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
       if (lane % 8 == 0 && row < of.rows) {
         words[static_cast<int64_t>(row) * row_words] = count;
         if (count != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(count));

@@ -6,7 +6,7 @@
 
 namespace sparsellm {
 
-// What a CTA adds to the counters.
+// What a CTA adds to the counters, in shared memory.
 struct Sums {
   uint32_t counts[kCounters];
 
@@ -16,7 +16,8 @@ struct Sums {
 };
 
 // Packs four tokens of a column tile, a warp together: the one of lanes 8 r .. 8 r + 7 is `token`, if there is `some`,
-// its columns are at `chunks` as pack_four_rows has them, whose `seen` it returns. counts: adds to row_counts and the sums.
+// its columns are at `chunks` as pack_four_rows has them, whose `seen` it returns. counts: adds to row_counts and the
+// sums.
 template <uint32_t kApart>
 __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
                                                 int column_tile, int column_tiles, int words_per_tile,

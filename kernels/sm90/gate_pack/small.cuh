@@ -1,9 +1,9 @@
-// gate_pack for few tokens: the product is a stream of w, so it is cut by columns over many SMs.
+// gate_pack for few tokens (17 to 64): the product is a stream of w, so it is cut by columns over many SMs.
 //
-// Four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for one another.
-// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA says of its
-// own neurons which fire, and packs a quarter of the tokens: the CTAs copy to one another's shared memory what each
-// needs. Same numerics as the kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for one another.
+// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA says which
+// of its own neurons fire, and packs a quarter of the tokens: the CTAs copy to one another's shared memory what each
+// needs. Numerics as of the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -19,24 +19,27 @@ namespace small {
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
 constexpr int kTokens = kSmallTokens / kCluster;  // that a CTA packs
-constexpr uint32_t kPitch = kNeurons * 2 + 16;    // bytes of a token and one CTA's neurons: eight chunks lie in all banks
+constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes of a token and one CTA's neurons: eight chunks lie in all banks
 constexpr uint32_t kPart = kTokens * kPitch;
-constexpr int kWarps = 4;                         // that multiply and pack; one more feeds
+constexpr int kWarps = 4;             // that multiply and pack
+constexpr int kFeedingWarp = kWarps;  // one more, which feeds
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
 constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
-constexpr int kDepth = 11;  // stages in flight
-constexpr int kAhead = 2;   // of those, whose w is asked for before the first x: what comes behind more of it comes late
+constexpr int kDepth = 11;       // stages in flight
+constexpr int kAhead = 2;        // of those, whose w is asked for before the first x: an x behind more of w comes late
+constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; 0 is that of __syncthreads
 
 struct Shared {
   uint64_t full[kDepth];
   uint64_t empty[kDepth];
-  uint64_t finished;  // what this CTA packs
+  uint64_t finished;  // barrier: what this CTA packs
   Sums sums;
 };
 
 constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + sizeof(Shared);
-static_assert(kTokens == 4 * kWarps && kTokens == 16, "a warp packs four tokens, and stores sixteen for each CTA at once");
+static_assert(kTokens == 4 * kWarps && kTokens == 16,
+              "a warp packs four tokens, and stores sixteen for each CTA at once");
 static_assert(kNeurons == 16 * kWarps, "a warp has 16 neurons");
 static_assert(kBytes <= kMaxSharedBytes, "the stages, what it computed and what it packs share one CTA's memory");
 
@@ -47,37 +50,60 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
-__global__ void __launch_bounds__(small::kThreads, 1)
-    gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
-                           int64_t n, int k_blocks, int words_per_tile, const Packed out, int zeroed) {
-  extern __shared__ uint8_t raw[];
-  const uint32_t stages = (ptx::smem_address(raw) + 1023) & ~1023u;
-  const uint32_t own = stages + kDepth * kStage;  // [CTAs, their tokens] of this CTA's neurons, for the others to pack
-  const uint32_t tile = own + kCluster * kPart;   // [CTAs, this one's tokens] of their neurons
-  auto& shared = *reinterpret_cast<Shared*>(raw + (tile + kCluster * kPart - ptx::smem_address(raw)));
-  const uint32_t full = ptx::smem_address(shared.full);
-  const uint32_t empty = ptx::smem_address(shared.empty);
-  const uint32_t finished = ptx::smem_address(&shared.finished);
-  const int warp = ptx::warp_index();
-  const uint32_t lane = threadIdx.x % 32;
-  const uint32_t rank = ptx::cluster_rank();
-  const int column_tile = blockIdx.x / kCluster;
-  const int column_tiles = gridDim.x / kCluster;
-  const bool counts = zeroed == 0;
-  const auto tokens_of = [&](int cta) { return max(min(m - cta * kTokens, kTokens), 0); };
-  const uint32_t column = column_tile * kColumnTile;
+// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member they would keep the scalars beside them
+// in local memory until loops are unrolled.
+struct SmallCta {
+  using Accumulators = float[kSmallTokens / 2];
+  const CUtensorMap& x_map;
+  const CUtensorMap& w_map;
+  Shared& shared;
+  uint32_t stages, own, tile;
+  uint32_t full, empty, finished;
+  int m;
+  int64_t n;
+  int k_blocks, words_per_tile;
+  const Packed& out;
+  bool counts;  // it adds to the counters
+  int warp;
+  uint32_t lane, rank;
+  int column_tile, column_tiles;
+  uint32_t column;
+  int ahead;
+  RingOf<kDepth> ring;
 
-  const auto fetch_w = [&](int kb, uint32_t stage) {
-    ptx::mbarrier_arrive_expect_tx(full + 8 * stage, kStage);
-    ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full + 8 * stage);
-  };
-  const auto fetch_x = [&](int kb, uint32_t stage) {
-    if (kb % kCluster != static_cast<int>(rank)) return;
-    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0, full + 8 * stage,
-                               (1 << kCluster) - 1);
-  };
-  const int ahead = min(kAhead, k_blocks);
-  if (warp == kWarps) {
+  // stages: [kDepth]; then own, [CTAs, their tokens] of this CTA's neurons, for the others to pack; then the tile,
+  // [CTAs, this one's tokens] of their neurons.
+  __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
+                                      int m, int64_t n, int k_blocks, int words_per_tile, const Packed& out,
+                                      bool counts)
+      : x_map(x_map),
+        w_map(w_map),
+        shared(*reinterpret_cast<Shared*>(raw +
+                                          (stages + kDepth * kStage + 2 * kCluster * kPart - ptx::smem_address(raw)))),
+        stages(stages),
+        own(stages + kDepth * kStage),
+        tile(own + kCluster * kPart),
+        full(ptx::smem_address(shared.full)),
+        empty(ptx::smem_address(shared.empty)),
+        finished(ptx::smem_address(&shared.finished)),
+        m(m),
+        n(n),
+        k_blocks(k_blocks),
+        words_per_tile(words_per_tile),
+        out(out),
+        counts(counts),
+        warp(ptx::warp_index()),
+        lane(threadIdx.x % 32),
+        rank(ptx::cluster_rank()),
+        column_tile(blockIdx.x / kCluster),
+        column_tiles(gridDim.x / kCluster),
+        column(column_tile * kColumnTile),
+        ahead(min(kAhead, k_blocks)) {}
+
+  __device__ __forceinline__ int tokens_of(int cta) const { return max(min(m - cta * kTokens, kTokens), 0); }
+
+  // The feeding warp.
+  __device__ __forceinline__ void init() const {
     if (lane < kDepth) {
       ptx::mbarrier_init(full + 8 * lane, 1);
       ptx::mbarrier_init(empty + 8 * lane, kCluster * kWarps);
@@ -91,33 +117,38 @@ __global__ void __launch_bounds__(small::kThreads, 1)
       ptx::tma_prefetch_descriptor(&x_map);
     }
     __syncwarp();
-  } else if (warp == 0) {
-    shared.sums.clear(lane);
   }
-  ptx::cluster_arrive_relaxed();
-  ptx::griddepcontrol_wait();  // for all before
-  ptx::griddepcontrol_launch_dependents();  // not before: the next kernel finds done whatever is before gate_pack
-  if (warp == kWarps) {
+
+  __device__ __forceinline__ void fetch_w(int kb, uint32_t stage) const {
+    ptx::mbarrier_arrive_expect_tx(full + 8 * stage, kStage);
+    ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full + 8 * stage);
+  }
+
+  // The CTAs of a cluster take turns to fetch x, for all of them.
+  __device__ __forceinline__ void fetch_x(int kb, uint32_t stage) const {
+    if (kb % kCluster != static_cast<int>(rank)) return;
+    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0, full + 8 * stage,
+                               (1 << kCluster) - 1);
+  }
+
+  // The feeding warp: `ahead` stages' w before the first x, then stage after stage.
+  __device__ __forceinline__ void fetch_ahead() const {
     for (int kb = 0; lane == 0 && kb < ahead; ++kb) fetch_w(kb, kb);
     __syncwarp();
-  } else if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < zeroed; i += 32 * kWarps) out.counters[i] = 0;
   }
-  ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
-
-  RingOf<kDepth> ring;
-  float d[kSmallTokens / 2];
-  if (warp == kWarps) {
-    if (lane == 0) {
-      for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
-        if (kb >= ahead) {
-          ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          fetch_w(kb, ring.stage);
-        }
-        fetch_x(kb, ring.stage);
+  __device__ __forceinline__ void feed() {
+    if (lane != 0) return;
+    for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+      if (kb >= ahead) {
+        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+        fetch_w(kb, ring.stage);
       }
+      fetch_x(kb, ring.stage);
     }
-  } else if (warp < kWarps) {
+  }
+
+  // The other warps.
+  __device__ __forceinline__ void multiply(Accumulators& d) {
     uint32_t previous = 0;
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
@@ -138,17 +169,9 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     }
     ptx::wgmma_wait_group<0>();
   }
-  __syncthreads();  // the sums are zero
-  if (warp < kWarps) {
-    uint32_t fires[2] = {0, 0};  // of this warp's 16 neurons lane / 4, and 8 on
-#pragma unroll
-    for (int j = 0; j < kSmallTokens / 8; ++j) {
-      const int first = 8 * j + lane % 4 * 2;
-      // Behind the last token stand zeros of x, but zero times infinity is no zero.
-      const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
-      fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
-      fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
-    }
+
+  // The products as bf16: to each CTA of the cluster the part that is of its tokens.
+  __device__ __forceinline__ void hand_out(const Accumulators& d) const {
 #pragma unroll
     for (int j = 0; j < kCluster; ++j) {
       const uint32_t part = (j == static_cast<int>(rank) ? tile : own) + j * kPart + warp * 32;
@@ -159,14 +182,28 @@ __global__ void __launch_bounds__(small::kThreads, 1)
                         ptx::cvt_relu_bf16x2(d[8 * j + 6], d[8 * j + 7]));
     }
     ptx::fence_proxy_async();
-    ptx::bar_sync(1, 32 * kWarps);
+    ptx::bar_sync(kPackBarrier, 32 * kWarps);
     if (threadIdx.x < kCluster) {
       const int to = threadIdx.x;
       const uint32_t bytes = to == static_cast<int>(rank) ? 0 : tokens_of(to) * kPitch;
       if (bytes != 0) ptx::bulk_copy_cluster(tile + rank * kPart, to, own + to * kPart, bytes, finished);
     }
     __syncwarp();
+  }
 
+  // Whether this lane's two neurons, lane / 4 and lane / 4 + 8 of the warp's 16, fire for one of this lane's tokens.
+  __device__ __forceinline__ void find_fired(const Accumulators& d, uint32_t (&fires)[2]) const {
+#pragma unroll
+    for (int j = 0; j < kSmallTokens / 8; ++j) {
+      const int first = 8 * j + lane % 4 * 2;
+      // Behind the last token stand zeros of x, but zero times infinity is no zero.
+      const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
+      fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
+      fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
+    }
+  }
+
+  __device__ __forceinline__ void tell_fired(const uint32_t (&fires)[2]) const {
     const uint32_t low = __ballot_sync(~0u, fires[0] != 0), high = __ballot_sync(~0u, fires[1] != 0);
     const int neuron = column + rank * kNeurons + warp * 16 + static_cast<int>(lane);
     const bool known = lane < 16 && neuron < n;
@@ -177,7 +214,10 @@ __global__ void __launch_bounds__(small::kThreads, 1)
       reinterpret_cast<uint16_t*>(out.mask)[blockIdx.x * kWarps + warp] = static_cast<uint16_t>(of_sixteen);
       if (counts) atomicAdd(shared.sums.counts + kUnion, __popc(of_sixteen));
     }
+  }
 
+  // Packs this CTA's tokens, once all CTAs have sent their neurons' values.
+  __device__ __forceinline__ void pack() const {
     ptx::mbarrier_wait(finished, 0);
     __syncwarp();
     ptx::cluster_arrive_relaxed();  // this CTA has what it wants of the others
@@ -185,9 +225,48 @@ __global__ void __launch_bounds__(small::kThreads, 1)
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
                        column_tile, column_tiles, words_per_tile, out, shared.sums, counts);
     if (counts) {
-      ptx::bar_sync(1, 32 * kWarps);
+      ptx::bar_sync(kPackBarrier, 32 * kWarps);
       if (warp == 0) add_counts(out, shared.sums, lane);
     }
+  }
+};
+
+__global__ void __launch_bounds__(small::kThreads, 1)
+    gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
+                           int64_t n, int k_blocks, int words_per_tile, const Packed out, int zeroed) {
+  extern __shared__ uint8_t raw[];
+  SmallCta cta(raw, (ptx::smem_address(raw) + 1023) & ~1023u, x_map, w_map, m, n, k_blocks, words_per_tile, out,
+               zeroed == 0);
+  const bool feeds = cta.warp == kFeedingWarp;
+  if (feeds) {
+    cta.init();
+  } else if (cta.warp == 0) {
+    cta.shared.sums.clear(cta.lane);
+  }
+  ptx::cluster_arrive_relaxed();
+  ptx::griddepcontrol_wait();
+  // Only after the wait: the kernel after this one counts on all that comes before gate_pack being done.
+  ptx::griddepcontrol_launch_dependents();
+  if (feeds) {
+    cta.fetch_ahead();
+  } else if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < zeroed; i += 32 * kWarps) out.counters[i] = 0;
+  }
+  ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
+
+  SmallCta::Accumulators d;
+  if (feeds) {
+    cta.feed();
+  } else if (cta.warp < kWarps) {
+    cta.multiply(d);
+  }
+  __syncthreads();  // the sums are zero
+  if (cta.warp < kWarps) {
+    uint32_t fires[2] = {0, 0};
+    cta.find_fired(d, fires);
+    cta.hand_out(d);
+    cta.tell_fired(fires);
+    cta.pack();
   } else {
     ptx::cluster_arrive_relaxed();
   }

@@ -71,13 +71,73 @@ __device__ __forceinline__ void compare_profiles(const Order& order, int index, 
   }
 }
 
+// What is added to 128 times a cluster's weighted overlap with a token to make the cluster's score: 127 - cluster, so
+// that the maximum names the cluster, the lowest of equals, less 128 times its price. Clusters that do not exist never
+// win. bias: [4][8], at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3.
+__device__ __forceinline__ void set_bias(int4 (&bias)[kClusters / 4], const Chunk& chunk, int cluster, int price) {
+  const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
+  reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
+      cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
+}
+
+// The table in shared memory, where kShared; the biases; with the profiles, their sizes. With the leaders, a CTA also
+// makes its part of their table in global memory.
+template <bool kLeaders, bool kShared>
+__device__ __forceinline__ void prepare(const Order& order, const Chunk& chunk, int index, int part, int parts,
+                                        const uint4* table, uint4* shared, int4 (&bias)[kClusters / 4],
+                                        int (&sizes)[kClusters]) {
+  if (kLeaders && kShared) {
+    const int price = mark_leaders(order, chunk, 0, order.n, shared);
+    if (threadIdx.x % 8 == 0) set_bias(bias, chunk, threadIdx.x / 8, price);
+    const int last = order.n * (part + 1) / parts;
+    for (int r = order.n * part / parts + threadIdx.x; r < last; r += kThreads) {
+      order.leaders[static_cast<int64_t>(index) * (order.n + 1) + r] = shared[r];
+    }
+    return;
+  }
+  if (kShared) {
+    for (int r = threadIdx.x; r <= order.n; r += kThreads) shared[r] = __ldcg(table + r);
+  }
+  if (threadIdx.x < kClusters) {
+    int price = 0, size = 0;
+    for (int r = 0; r < order.ranges; ++r) {
+      const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
+      price += __ldcg(order.prices + at);
+      if (!kLeaders) size += __ldcg(order.sizes + at);
+    }
+    set_bias(bias, chunk, threadIdx.x, price);
+    sizes[threadIdx.x] = size;
+  }
+}
+
+// The best score of a token's clusters, in all of its eight lanes. plane: this slice's overlaps, as planes_to_bytes has
+// them; the sum with the other slice's is what counts.
+__device__ __forceinline__ int best_score(const uint32_t (&plane)[8], const int4 (&bias)[kClusters / 4], int weight,
+                                          uint32_t lane, uint32_t slice) {
+  int best = INT32_MIN;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    // The other slice's counts of the places this lane scores.
+    const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
+    const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
+    const int4 four = bias[8 * j + lane % 8];
+    best = max(best, static_cast<int>(overlaps & 0xff) * weight + four.x);
+    best = max(best, static_cast<int>(overlaps >> 8 & 0xff) * weight + four.y);
+    best = max(best, static_cast<int>(overlaps >> 16 & 0xff) * weight + four.z);
+    best = max(best, static_cast<int>(overlaps >> 24) * weight + four.w);
+  }
+#pragma unroll
+  for (int offset = 1; offset < 8; offset *= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
+  return best;
+}
+
 // The cluster of each sampled token, by the leaders or by the profiles: CTA (chunk, part of the sample). Eight lanes to
 // a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31 over every other eight
 // neurons. With the profiles, a part of the clusters' similarity first, for the chain to begin with.
 template <bool kLeaders, bool kShared>
 __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int samples, int parts) {
   extern __shared__ uint4 shared[];  // kShared: the table
-  __shared__ int4 bias[kClusters / 4];  // [4][8]: at j, then lane 4 s + w: clusters 32 w + 8 b + 4 s + j, b = 0..3
+  __shared__ int4 bias[kClusters / 4];
   __shared__ int sizes[kClusters];
   const int part = blockIdx.x % parts, index = blockIdx.x / parts;
   const Chunk chunk = chunk_of(order, index);
@@ -105,34 +165,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
   uint4 x = quads[0], y = quads[1];
   int next_count = order.row_counts[token];
 
-  // A score is 128 (C overlap - price) + 127 - cluster: its maximum names the cluster, the lowest of equals.
-  const auto set_bias = [&](int cluster, int price) {
-    const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
-    reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
-        cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
-  };
-  if (kLeaders && kShared) {
-    const int price = mark_leaders(order, chunk, 0, order.n, shared);
-    if (threadIdx.x % 8 == 0) set_bias(threadIdx.x / 8, price);
-    const int last = order.n * (part + 1) / parts;
-    for (int r = order.n * part / parts + threadIdx.x; r < last; r += kThreads) {
-      order.leaders[static_cast<int64_t>(index) * (order.n + 1) + r] = shared[r];
-    }
-  } else {
-    if (kShared) {
-      for (int r = threadIdx.x; r <= order.n; r += kThreads) shared[r] = __ldcg(table + r);
-    }
-    if (threadIdx.x < kClusters) {
-      int price = 0, size = 0;
-      for (int r = 0; r < order.ranges; ++r) {
-        const int at = (index * order.ranges + r) * kClusters + threadIdx.x;
-        price += __ldcg(order.prices + at);
-        if (!kLeaders) size += __ldcg(order.sizes + at);
-      }
-      set_bias(threadIdx.x, price);
-      sizes[threadIdx.x] = size;
-    }
-  }
+  prepare<kLeaders, kShared>(order, chunk, index, part, parts, table, shared, bias, sizes);
   if (kLeaders && part == 0 && threadIdx.x == 0) {
     order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
     order.arrivals[index] = 0;  // the next `assign` counts
@@ -173,21 +206,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
     } while (from < count);
     __syncwarp();
     planes_to_bytes(plane);
-    const int weight = scale << sparing;
-    int best = INT32_MIN;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      // The other slice's counts of the places this lane scores.
-      const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
-      const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
-      const int4 four = bias[8 * j + lane % 8];
-      best = max(best, static_cast<int>(overlaps & 0xff) * weight + four.x);
-      best = max(best, static_cast<int>(overlaps >> 8 & 0xff) * weight + four.y);
-      best = max(best, static_cast<int>(overlaps >> 16 & 0xff) * weight + four.z);
-      best = max(best, static_cast<int>(overlaps >> 24) * weight + four.w);
-    }
-#pragma unroll
-    for (int offset = 1; offset < 8; offset *= 2) best = max(best, __shfl_xor_sync(~0u, best, offset));
+    const int best = best_score(plane, bias, scale << sparing, lane, slice);
     if (lane % 8 == 0 && i < end) {
       order.clusters[static_cast<int64_t>(index) * kChunk + i] = kClusters - 1 - (best & (kClusters - 1));
     }

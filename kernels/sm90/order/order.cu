@@ -26,7 +26,7 @@ using namespace order;
 
 constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`
 constexpr int kMinParts = 8;  // all chunks' ranges together, at least: with the groups, a CTA of `profile` for each SM
-constexpr int kSharedTokens = 96;  // from so many tokens per CTA on, a copy of the table in shared memory pays
+constexpr int kSharedTokens = 96;      // from so many tokens per CTA on, a copy of the table in shared memory pays
 constexpr int kMaxTable = 208 * 1024;  // bytes of it
 
 // Sizes and places of the workspace; returns its bytes.

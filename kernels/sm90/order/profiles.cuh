@@ -6,7 +6,7 @@
 namespace sparsellm::order {
 
 constexpr int kSamples = 4096;  // tokens that the profiles are made of
-constexpr int kGroup = 8;  // clusters of one CTA of `profile`: a byte of each table row
+constexpr int kGroup = 8;       // clusters of one CTA of `profile`: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
 
@@ -54,24 +54,10 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
 }
 
-// New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
-// many tokens of each cluster fire each neuron.
-__global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
-  extern __shared__ uint4 shared[];  // [range] 8 16-bit counts of each neuron
-  __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
-  __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
-  ptx::griddepcontrol_launch_dependents();
-  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
-  const int range = part % order.ranges, index = part / order.ranges;
-  const Chunk chunk = chunk_of(order, index);
-  const uint32_t first = range * order.range, lane = threadIdx.x % 32;
-  samples = min(samples, chunk.tokens);
-  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < kGroup) members[threadIdx.x] = price_sums[threadIdx.x] = size_sums[threadIdx.x] = 0;
-  if (threadIdx.x == 0) listed = 0;
-  __syncthreads();
-  ptx::griddepcontrol_wait();
-
+// Lists the sampled tokens of a group of 8 clusters, in any order, for they are only summed over; and how many tokens
+// each of the clusters has.
+__device__ __forceinline__ void list_members(const Order& order, int index, int group, int samples,
+                                             uint16_t (&list)[kSamples], int& listed, int (&members)[kGroup]) {
   static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
   if (4 * threadIdx.x < samples) {
     const uint32_t four =
@@ -80,12 +66,18 @@ __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order,
     for (int j = 0; j < 4; ++j) {
       const int i = 4 * threadIdx.x + j, cluster = four >> 8 * j & 0xff;
       if (i < samples && cluster / kGroup == group) {
-        list[atomicAdd(&listed, 1)] = i * kGroup + cluster % kGroup;  // in any order: it is only summed over
+        list[atomicAdd(&listed, 1)] = i * kGroup + cluster % kGroup;
         atomicAdd(&members[cluster % kGroup], 1);
       }
     }
   }
   __syncthreads();
+}
+
+// In counts, 8 16-bit numbers for each neuron of a range: how many of the listed tokens of each cluster fire the
+// neuron.
+__device__ __forceinline__ void count_neurons(const Order& order, const Chunk& chunk, uint32_t first, int samples,
+                                              const uint16_t (&list)[kSamples], const int& listed, uint4* shared) {
   for (int i = threadIdx.x / 8; i < listed; i += kThreads / 8) {
     const int64_t token = sample(chunk, list[i] / kGroup, samples);
     const uint32_t cluster = list[i] % kGroup;
@@ -96,7 +88,13 @@ __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order,
     });
   }
   __syncthreads();
+}
 
+// The profile of a cluster: the neurons that at least one in kShare of its tokens fire. Of the group's profiles, the
+// part in this range: to the table, a byte for each neuron, and to the masks; and the sums of their prices and sizes.
+__device__ __forceinline__ void make_profiles(const Order& order, int index, int group, uint32_t first, uint32_t lane,
+                                              const uint4* shared, const int (&members)[kGroup],
+                                              int (&price_sums)[kGroup], int (&size_sums)[kGroup]) {
   uint32_t enough[kGroup];
   int price[kGroup], size = 0;
 #pragma unroll
@@ -126,8 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order,
       if (lane == c) mask = ballot;
     }
     if (lane < kGroup && neuron / 32 < order.words) {
-      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] =
-          mask;
+      order.masks[(static_cast<int64_t>(index) * kClusters + group * kGroup + lane) * order.words + neuron / 32] = mask;
       size += __popc(mask);
     }
   }
@@ -141,6 +138,29 @@ __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order,
     atomicAdd(&price_sums[lane], sum);
     atomicAdd(&size_sums[lane], size);
   }
+}
+
+// New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
+// many tokens of each cluster fire each neuron.
+__global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
+  extern __shared__ uint4 shared[];    // [range] 8 16-bit counts of each neuron
+  __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
+  __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
+  ptx::griddepcontrol_launch_dependents();
+  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
+  const int range = part % order.ranges, index = part / order.ranges;
+  const Chunk chunk = chunk_of(order, index);
+  const uint32_t first = range * order.range, lane = threadIdx.x % 32;
+  samples = min(samples, chunk.tokens);
+  for (int i = threadIdx.x; i < order.range; i += kThreads) shared[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < kGroup) members[threadIdx.x] = price_sums[threadIdx.x] = size_sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) listed = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  list_members(order, index, group, samples, list, listed, members);
+  count_neurons(order, chunk, first, samples, list, listed, shared);
+  make_profiles(order, index, group, first, lane, shared, members, price_sums, size_sums);
   __syncthreads();
   if (threadIdx.x < kGroup) {
     const int at = part * kClusters + group * kGroup + threadIdx.x;

@@ -5,14 +5,18 @@
 
 namespace sparsellm::order {
 
-constexpr int kSorters = 512;  // threads that rank the tokens
+constexpr int kSorters = 512;   // threads that rank the tokens
 constexpr int kChainers = 128;  // threads that read the similarities; one warp makes the chain
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;
 
-// Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`, key(k) is the key of one:
-// rank[k] counts the equal keys before it in its warp, before[warp][key] those of the warps before and, kSpread, all
-// smaller keys; totals[key] all equal ones.
+// Named barriers; 0 is that of __syncthreads.
+enum SortBarrier { kSorterBarrier = 1, kChainerBarrier = 2 };
+
+// Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`; key(k) is the key of a
+// position. rank[k] counts the equal keys before the position in its warp; before[warp][key] those of the warps before
+// and, where kSpread, all smaller keys; totals[key] all equal keys. Of one warp with keys 3, 1, 3: ranks 0, 0, 1,
+// totals[3] is 2, and before[0][3], where kSpread, is 1.
 template <int kKeys, bool kSpread, class Key>
 __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
                                           int* totals, uint16_t (&rank)[kSortItems], Key key) {
@@ -32,7 +36,7 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
     }
     __syncwarp();
   }
-  ptx::bar_sync(1, kSorters);
+  ptx::bar_sync(kSorterBarrier, kSorters);
   if (warp * 32 + lane < kKeys) {
     const uint32_t mine = warp * 32 + lane;
     uint32_t total = 0;
@@ -46,20 +50,138 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
     }
     totals[mine] = total;
   }
-  ptx::bar_sync(1, kSorters);
+  ptx::bar_sync(kSorterBarrier, kSorters);
 }
 
-// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the others rank the tokens, within
-// their clusters once there are any. The chain begins before `assign` ends: this kernel starts once all CTAs of that
-// one are past their own wait, so what was before them is done (the rows' counts, `arrivals` at zero) and none of them
-// waits for room; and `arrivals` tell when the similarities are there.
+// Variables of the kernel, one by one and not a struct, so that the compiler knows that a store to one changes none of
+// the others.
+struct SortShared {
+  uint8_t (&clusters)[kChunk];  // of each token
+  uint16_t (&sorted)[kChunk];   // tokens, by fullness; at last in the order of the chunk
+  uint16_t (&before)[kSortWarps][kClusters];
+  uint32_t (&likeness)[kClusters];  // of each cluster with all others
+  int (&totals)[kClusters];         // tokens of each cluster
+  int (&start)[kClusters];          // where each cluster's tokens begin
+  int (&chain)[kClusters];          // the clusters in their order
+  int (&place)[kClusters];          // of each cluster in the chain
+  int& nonzeros;                    // of all tokens
+};
+
+// The chainers: the chain begins with the cluster that is least like the others, and goes on with the one most like the
+// last, of those that are left. Once `arrivals` are complete, the similarities are there.
+__device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& chunk, int parts, uint4* similarity,
+                                               const SortShared& shared, uint32_t warp, uint32_t lane) {
+  const int thread = threadIdx.x - kSorters;
+  if (thread == 0) {
+    while (ptx::ld_acquire(order.arrivals + blockIdx.x) != parts) __nanosleep(100);
+  }
+  ptx::bar_sync(kChainerBarrier, kChainers);
+  const uint4* from =
+      reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
+#pragma unroll 8
+  for (int i = thread; i < chunk.clusters * 32; i += kChainers) similarity[i] = __ldcg(from + i);
+  ptx::bar_sync(kChainerBarrier, kChainers);
+#pragma unroll 4
+  for (int c = thread / 32; c < chunk.clusters; c += kChainers / 32) {
+    const uint4 four = similarity[c * 32 + lane];
+    const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
+    uint32_t sum = 0;
+    for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
+    sum = __reduce_add_sync(~0u, sum);
+    if (lane == 0) shared.likeness[c] = sum;
+  }
+  ptx::bar_sync(kChainerBarrier, kChainers);
+  if (warp != kSortWarps) return;  // one warp makes the chain
+  uint32_t taken[4];               // the sign bit: in the chain, or no cluster
+  uint32_t least = ~0u;
+  for (int e = 0; e < 4; ++e) {
+    const int c = 4 * lane + e;
+    taken[e] = c < chunk.clusters ? 0 : 1u << 31;
+    if (c < chunk.clusters) least = min(least, shared.likeness[c] << 7 | c);
+  }
+  int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
+  for (int k = 0; k < chunk.clusters; ++k) {
+    const uint4 four = similarity[c * 32 + lane];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (c == 4 * lane + e) taken[e] = 1u << 31;
+    }
+    if (lane == 0) {
+      shared.chain[k] = c;
+      shared.place[c] = k;
+    }
+    const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
+                         max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
+    c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
+  }
+}
+
+// The sorters: the tokens by fullness, in 32 steps of an eighth of the mean, and so within their clusters. This
+// thread's tokens, those at its positions in the order of fullness, and their ranks in their clusters.
+__device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chunk, const SortShared& shared,
+                                            uint32_t warp, uint32_t lane, uint16_t (&item)[kSortItems],
+                                            uint16_t (&rank)[kSortItems]) {
+  int count[kSortItems], sum = 0;
+  const int base = warp * 32 * kSortItems + lane;
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    const int i = base + 32 * k;
+    count[k] = i < chunk.tokens ? __ldcg(order.row_counts + chunk.first + i) : 0;
+    sum += count[k];
+  }
+  sum = __reduce_add_sync(~0u, sum);
+  if (lane == 0) atomicAdd(&shared.nonzeros, sum);
+  ptx::bar_sync(kSorterBarrier, kSorters);
+  const int mean = max((shared.nonzeros + chunk.tokens - 1) / chunk.tokens, 1);
+  const auto fullness = [&](int k) { return static_cast<uint32_t>(min(8 * count[k] / mean, 31)); };
+  rank_keys<32, true>(chunk.tokens, warp, lane, shared.before, shared.totals, rank, fullness);
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    if (base + 32 * k < chunk.tokens) shared.sorted[shared.before[warp][fullness(k)] + rank[k]] = base + 32 * k;
+  }
+  ptx::griddepcontrol_wait();  // for the tokens' clusters
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    const int i = base + 32 * k;
+    if (i < chunk.tokens) shared.clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
+  }
+  ptx::bar_sync(kSorterBarrier, kSorters);
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) item[k] = base + 32 * k < chunk.tokens ? shared.sorted[base + 32 * k] : 0;
+  rank_keys<kClusters, false>(chunk.tokens, warp, lane, shared.before, shared.totals, rank,
+                              [&](int k) { return static_cast<uint32_t>(shared.clusters[item[k]]); });
+}
+
+// One warp: where each cluster's tokens begin, along the chain.
+__device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortShared& shared, uint32_t lane) {
+  int size[4], sum = 0;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int k = 4 * lane + e;
+    size[e] = k < chunk.clusters ? shared.totals[shared.chain[k]] : 0;
+    sum += size[e];
+  }
+  sum = exclusive_scan(sum, lane);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int k = 4 * lane + e;
+    if (k < chunk.clusters) shared.start[shared.chain[k]] = sum;
+    sum += size[e];
+  }
+}
+
+// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the sorters rank the tokens, within
+// their clusters once these are known. The chain begins before `assign` ends: this kernel starts once all CTAs of
+// `assign` are past their own wait. So what was before `assign` is done (the rows' counts, `arrivals` at zero), no CTA
+// of `assign` waits for room, and `arrivals` tell when the similarities are there.
 __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
-  extern __shared__ uint4 shared[];  // the similarities
+  extern __shared__ uint4 similarity[];
   __shared__ uint8_t clusters[kChunk];
   __shared__ uint16_t sorted[kChunk];
   __shared__ uint16_t before[kSortWarps][kClusters];
   __shared__ uint32_t likeness[kClusters];
   __shared__ int totals[kClusters], start[kClusters], chain[kClusters], place[kClusters], nonzeros;
+  const SortShared shared = {clusters, sorted, before, likeness, totals, start, chain, place, nonzeros};
   ptx::griddepcontrol_launch_dependents();
   const Chunk chunk = chunk_of(order, blockIdx.x);
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -68,101 +190,16 @@ __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order 
 
   uint16_t item[kSortItems], rank[kSortItems];
   if (warp >= kSortWarps) {
-    const int thread = threadIdx.x - kSorters;
-    if (thread == 0) {
-      while (ptx::ld_acquire(order.arrivals + blockIdx.x) != parts) __nanosleep(100);
-    }
-    ptx::bar_sync(2, kChainers);
-    const uint4* similarity =
-        reinterpret_cast<const uint4*>(order.similarity + static_cast<int64_t>(blockIdx.x) * kClusters * kClusters);
-#pragma unroll 8
-    for (int i = thread; i < chunk.clusters * 32; i += kChainers) shared[i] = __ldcg(similarity + i);
-    ptx::bar_sync(2, kChainers);
-#pragma unroll 4
-    for (int c = thread / 32; c < chunk.clusters; c += kChainers / 32) {
-      const uint4 four = shared[c * 32 + lane];
-      const uint32_t alike[4] = {four.x, four.y, four.z, four.w};
-      uint32_t sum = 0;
-      for (int e = 0; e < 4; ++e) sum += 4 * lane + e == c ? 0 : alike[e] >> 7;
-      sum = __reduce_add_sync(~0u, sum);
-      if (lane == 0) likeness[c] = sum;
-    }
-    ptx::bar_sync(2, kChainers);
-    if (warp == kSortWarps) {
-      uint32_t taken[4];  // the sign bit: in the chain, or no cluster
-      uint32_t least = ~0u;
-      for (int e = 0; e < 4; ++e) {
-        const int c = 4 * lane + e;
-        taken[e] = c < chunk.clusters ? 0 : 1u << 31;
-        if (c < chunk.clusters) least = min(least, likeness[c] << 7 | c);
-      }
-      int c = __reduce_min_sync(~0u, least) & (kClusters - 1);
-      for (int k = 0; k < chunk.clusters; ++k) {
-        const uint4 four = shared[c * 32 + lane];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (c == 4 * lane + e) taken[e] = 1u << 31;
-        }
-        if (lane == 0) {
-          chain[k] = c;
-          place[c] = k;
-        }
-        const int best = max(max(static_cast<int>(four.x | taken[0]), static_cast<int>(four.y | taken[1])),
-                             max(static_cast<int>(four.z | taken[2]), static_cast<int>(four.w | taken[3])));
-        c = kClusters - 1 - (__reduce_max_sync(~0u, best) & (kClusters - 1));
-      }
-    }
+    chain_clusters(order, chunk, parts, similarity, shared, warp, lane);
     ptx::griddepcontrol_wait();
   } else {
-    int count[kSortItems], sum = 0;
-    const int base = warp * 32 * kSortItems + lane;
-#pragma unroll
-    for (int k = 0; k < kSortItems; ++k) {
-      const int i = base + 32 * k;
-      count[k] = i < chunk.tokens ? __ldcg(order.row_counts + chunk.first + i) : 0;
-      sum += count[k];
-    }
-    sum = __reduce_add_sync(~0u, sum);
-    if (lane == 0) atomicAdd(&nonzeros, sum);
-    ptx::bar_sync(1, kSorters);
-    const int mean = max((nonzeros + chunk.tokens - 1) / chunk.tokens, 1);
-    const auto fullness = [&](int k) { return static_cast<uint32_t>(min(8 * count[k] / mean, 31)); };
-    rank_keys<32, true>(chunk.tokens, warp, lane, before, totals, rank, fullness);
-#pragma unroll
-    for (int k = 0; k < kSortItems; ++k) {
-      if (base + 32 * k < chunk.tokens) sorted[before[warp][fullness(k)] + rank[k]] = base + 32 * k;
-    }
-    ptx::griddepcontrol_wait();
-#pragma unroll
-    for (int k = 0; k < kSortItems; ++k) {
-      const int i = base + 32 * k;
-      if (i < chunk.tokens) clusters[i] = __ldcg(order.clusters + static_cast<int64_t>(blockIdx.x) * kChunk + i);
-    }
-    ptx::bar_sync(1, kSorters);
-#pragma unroll
-    for (int k = 0; k < kSortItems; ++k) item[k] = base + 32 * k < chunk.tokens ? sorted[base + 32 * k] : 0;
-    rank_keys<kClusters, false>(chunk.tokens, warp, lane, before, totals, rank,
-                                [&](int k) { return static_cast<uint32_t>(clusters[item[k]]); });
+    rank_tokens(order, chunk, shared, warp, lane, item, rank);
   }
   __syncthreads();
-
-  if (warp == 0) {
-    int size[4], sum = 0;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int k = 4 * lane + e;
-      size[e] = k < chunk.clusters ? totals[chain[k]] : 0;
-      sum += size[e];
-    }
-    sum = exclusive_scan(sum, lane);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int k = 4 * lane + e;
-      if (k < chunk.clusters) start[chain[k]] = sum;
-      sum += size[e];
-    }
-  }
+  if (warp == 0) start_clusters(chunk, shared, lane);
   __syncthreads();
+  // Within a cluster, tokens go from sparse to full and, in every other cluster of the chain, from full to sparse:
+  // neighbours are about as full where clusters meet, too.
   if (warp < kSortWarps) {
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {

@@ -1,7 +1,8 @@
-// rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's lists:
-// dense, from the inputs alone, in one launch that ends at once where there is no rest. It keeps no matrix of M x N:
-// neurons are done 128 at a time for the weights, and then tokens 512 at a time for x, with everything computed anew, so
-// that it multiplies twice as much as dense PyTorch, and by plain warp-wide products (mma.sync), not WGMMA.
+// rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's
+// lists: dense, from the inputs alone, in one launch that ends at once where there is no rest. No matrix of M x N is
+// kept: for the gradients of the weights, 128 neurons are done at a time, for all tokens, and then, for that of x, 512
+// tokens at a time, for all neurons. z, u and dh are computed anew for either, so this multiplies twice as much as
+// dense PyTorch, and by plain warp-wide products (mma.sync), not WGMMA.
 //
 // Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once (gradients of weights that are
 // float32: not rounded), elementwise in float32 rounded to bf16 once. Deterministic.
@@ -13,11 +14,11 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRestThreads = 256;
-constexpr int kRows = 128, kColumns = 64;  // of a tile of outputs: 4 x 2 warps of 32 x 32
+constexpr int kRows = 128, kColumns = 64;  // of an output tile: 4 x 2 warps of 32 x 32
 constexpr int kDepth = 64;                 // of the inner dimension at a time
-constexpr int kNeurons = 128;              // whose hidden values are kept at a time, for all tokens,
-constexpr int kTokens = 512;               // and of so many tokens, for all neurons
-constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours lie in other banks
+constexpr int kNeurons = 128;              // whose hidden values are kept at a time, for all tokens
+constexpr int kTokens = 512;               // whose hidden values are kept at a time, for all neurons
+constexpr int kPad = 8;                    // values between rows in shared memory: neighbours lie in other banks
 
 using Bf16 = __nv_bfloat16;
 
@@ -29,8 +30,9 @@ static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One operand of a tile: `kSide` rows or columns, kDepth of the inner dimension, in shared memory as it is in global
-// memory: kSideFast says that neighbouring sides lie side by side there, and not neighbours in the inner dimension.
+// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It
+// lies in shared memory as in global memory: where kSideFast, neighbouring sides are side by side, else neighbours in
+// the inner dimension.
 template <int kSide, bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
@@ -55,8 +57,8 @@ struct Operand {
       ptx::st_shared_v4(ptx::smem_address(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8), quads[q]);
     }
   }
-  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of the
-  // first 8 sides.
+  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of
+  // the first 8 sides.
   template <bool kByDepth>
   static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const Bf16* tile, int side, int k) {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -67,14 +69,14 @@ struct Operand {
   }
 };
 
-// What a thread has of a tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
+// What a thread has of an output tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
 using Sums = float[2][4][4];
 __device__ __forceinline__ int row_of(int i, int r) {
   return threadIdx.x / 64 * 32 + 16 * i + 8 * r + threadIdx.x % 32 / 4;
 }
 __device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 % 2 * 32 + 8 * j + threadIdx.x % 4 * 2; }
 
-// sum += a b^T over k < depth. a and b are asked for sides of a tile as Operand::load says.
+// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values, as Operand::load has `at`.
 template <bool kRowsFast, bool kColumnsFast, class A, class B>
 __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a, B b) {
   using Left = Operand<kRows, kRowsFast>;
@@ -84,7 +86,7 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   left.load(0, depth, a);
   right.load(0, depth, b);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    __syncthreads();  // nobody reads the last one any more
+    __syncthreads();  // nobody reads the operands before these any more
     left.store(tiles.a);
     right.store(tiles.b);
     __syncthreads();
@@ -111,7 +113,8 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   }
 }
 
-// All CTAs: none goes on before all are here. `arrivals` grows by their number.
+// A barrier of all CTAs, which are all on the device at once (one to an SM). `arrivals` grows by their number each
+// time, so behind the third barrier of 132 CTAs it is 396; `passed` is what it must be for this CTA to go on.
 __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
   __syncthreads();
   passed += gridDim.x;
@@ -123,6 +126,113 @@ __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
     __threadfence();
   }
   __syncthreads();
+}
+
+__device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static_cast<const Bf16*>(pointer); }
+
+// Columns from `left` on of dW_g (which: 0), dW_u (1) or dW_d (2) of these neurons: the transpose of a plane times x or
+// dy.
+__device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0,
+                                            int neurons) {
+  void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
+  if (out == nullptr) return;
+  const int m = p.m, k = p.k;
+  const Bf16* plane = static_cast<const Bf16*>(p.planes) + static_cast<int64_t>(which) * m * neurons;
+  const Bf16* right = which == 2 ? bf16(p.dy) : bf16(p.x);
+  Sums sum = {};
+  multiply<true, true>(
+      tiles, sum, m,
+      [&](int row, int token) { return row < neurons ? plane + static_cast<int64_t>(token) * neurons + row : nullptr; },
+      [&](int column, int token) {
+        return left + column < k ? right + static_cast<int64_t>(token) * k + left + column : nullptr;
+      });
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int row = row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+    if (row >= neurons || column >= k) continue;
+    const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
+    const int64_t at = static_cast<int64_t>(neuron0 + row) * k + column;
+    if (p.float_gradients) {
+      *reinterpret_cast<float2*>(static_cast<float*>(out) + at) = make_float2(pair[0], pair[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(out) + at) = ptx::cvt_bf16x2(pair[0], pair[1]);
+    }
+  }
+}
+
+// Rows from `top` and columns from `left` on of dx of these tokens: dz W_g + du W_u.
+__device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0,
+                                           int tokens) {
+  const int k = p.k, n = p.n;
+  const auto planes = static_cast<const Bf16*>(p.planes);
+  const int64_t plane = static_cast<int64_t>(tokens) * n;
+  Sums sum = {};
+  for (int which = 0; which < (p.w_up != nullptr ? 2 : 1); ++which) {
+    const Bf16* weights = which == 0 ? bf16(p.w_gate) : bf16(p.w_up);
+    const auto value = [&](int row, int neuron) {
+      return top + row < tokens ? planes + which * plane + static_cast<int64_t>(top + row) * n + neuron : nullptr;
+    };
+    const auto weight = [&](int column, int neuron) {
+      return left + column < k ? weights + static_cast<int64_t>(neuron) * k + left + column : nullptr;
+    };
+    multiply<false, true>(tiles, sum, n, value, weight);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+    if (row >= tokens || column >= k) continue;
+    const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
+    *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.dx) + static_cast<int64_t>(token0 + row) * k + column) =
+        ptx::cvt_bf16x2(pair[0], pair[1]);
+  }
+}
+
+// dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons): to three planes of
+// [tokens, neurons]. One by one and not as a struct, and with the stores in this function, for ptxas: else the guards
+// of the other products' loads no longer fit the registers, and are computed in the loops (204 instructions for 198).
+__device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
+                                       const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
+                                       float dl1, int token0, int tokens, int neuron0, int neurons) {
+  const int across = (neurons + kColumns - 1) / kColumns, all = (tokens + kRows - 1) / kRows * across;
+  const int64_t plane = static_cast<int64_t>(tokens) * neurons;
+  for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
+    const int top = tile / across * kRows, left = tile % across * kColumns;
+    const auto rows_of = [&](const Bf16* matrix) {
+      return [=](int row, int at) {
+        return top + row < tokens ? matrix + static_cast<int64_t>(token0 + top + row) * k + at : nullptr;
+      };
+    };
+    const auto neurons_of = [&](const Bf16* matrix) {
+      return [=](int column, int at) {
+        return left + column < neurons ? matrix + static_cast<int64_t>(neuron0 + left + column) * k + at : nullptr;
+      };
+    };
+    Sums z = {}, u = {}, dh = {};
+    multiply<false, false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
+    if (gated) multiply<false, false>(tiles, u, k, rows_of(x), neurons_of(w_up));
+    multiply<false, false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+      if (row >= tokens || column >= neurons) continue;
+      float dz[2], du[2], h[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
+        const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
+        const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
+        h[c] = rounded(g * its_u);
+        const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
+        const float total = of(dh) + dl1 * sign;
+        dz[c] = g != 0.0f ? total * its_u : 0.0f;
+        du[c] = total * g;
+      }
+      const int64_t at = static_cast<int64_t>(row) * neurons + column;
+      *reinterpret_cast<uint32_t*>(planes + at) = ptx::cvt_bf16x2(dz[0], dz[1]);
+      *reinterpret_cast<uint32_t*>(planes + plane + at) = ptx::cvt_bf16x2(du[0], du[1]);
+      *reinterpret_cast<uint32_t*>(planes + 2 * plane + at) = ptx::cvt_bf16x2(h[0], h[1]);
+    }
+  }
 }
 
 __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const RestBackward p) {
@@ -138,116 +248,27 @@ __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const Re
   const auto planes = static_cast<Bf16*>(p.planes);
   int passed = 0;
 
-  // dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons): to three planes of
-  // [tokens, neurons].
-  const auto hidden = [&](int token0, int tokens, int neuron0, int neurons) {
-    const int across = (neurons + kColumns - 1) / kColumns, all = (tokens + kRows - 1) / kRows * across;
-    const int64_t plane = static_cast<int64_t>(tokens) * neurons;
-    for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-      const int top = tile / across * kRows, left = tile % across * kColumns;
-      const auto rows_of = [&](const Bf16* matrix) {
-        return [=](int row, int at) {
-          return top + row < tokens ? matrix + static_cast<int64_t>(token0 + top + row) * k + at : nullptr;
-        };
-      };
-      const auto neurons_of = [&](const Bf16* matrix) {
-        return [=](int column, int at) {
-          return left + column < neurons ? matrix + static_cast<int64_t>(neuron0 + left + column) * k + at : nullptr;
-        };
-      };
-      Sums z = {}, u = {}, dh = {};
-      multiply<false, false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
-      if (gated) multiply<false, false>(tiles, u, k, rows_of(x), neurons_of(w_up));
-      multiply<false, false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
-        if (row >= tokens || column >= neurons) continue;
-        float dz[2], du[2], h[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
-          const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
-          const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
-          h[c] = rounded(g * its_u);
-          const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
-          const float total = of(dh) + dl1 * sign;
-          dz[c] = g != 0.0f ? total * its_u : 0.0f;
-          du[c] = total * g;
-        }
-        const int64_t at = static_cast<int64_t>(row) * neurons + column;
-        *reinterpret_cast<uint32_t*>(planes + at) = ptx::cvt_bf16x2(dz[0], dz[1]);
-        *reinterpret_cast<uint32_t*>(planes + plane + at) = ptx::cvt_bf16x2(du[0], du[1]);
-        *reinterpret_cast<uint32_t*>(planes + 2 * plane + at) = ptx::cvt_bf16x2(h[0], h[1]);
-      }
-    }
-  };
-
-  // The weights: each gradient's rows of these neurons are sums over all tokens.
+  // The gradients of the weights: each one's rows of these neurons are sums over all tokens. Output tiles are dealt to
+  // the CTAs in turn.
   const int across = (k + kColumns - 1) / kColumns;
   for (int neuron0 = 0; neuron0 < n; neuron0 += kNeurons) {
     const int neurons = min(kNeurons, n - neuron0);
-    hidden(0, m, neuron0, neurons);
+    hidden(tiles, x, dy, w_gate, w_up, w_down_t, planes, gated, k, dl1, 0, m, neuron0, neurons);
     grid_barrier(p.arrivals, passed);
     for (int tile = blockIdx.x; tile < 3 * across; tile += gridDim.x) {
-      const int which = tile / across, left = tile % across * kColumns;
-      void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
-      if (out == nullptr) continue;
-      const Bf16* plane = planes + static_cast<int64_t>(which) * m * neurons;
-      const Bf16* right = which == 2 ? dy : x;
-      Sums sum = {};
-      multiply<true, true>(
-          tiles, sum, m,
-          [&](int row, int token) {
-            return row < neurons ? plane + static_cast<int64_t>(token) * neurons + row : nullptr;
-          },
-          [&](int column, int token) {
-            return left + column < k ? right + static_cast<int64_t>(token) * k + left + column : nullptr;
-          });
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
-        if (row >= neurons || column >= k) continue;
-        const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
-        const int64_t at = static_cast<int64_t>(neuron0 + row) * k + column;
-        if (p.float_gradients) {
-          *reinterpret_cast<float2*>(static_cast<float*>(out) + at) = make_float2(pair[0], pair[1]);
-        } else {
-          *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(out) + at) = ptx::cvt_bf16x2(pair[0], pair[1]);
-        }
-      }
+      weight_tile(p, tiles, tile / across, tile % across * kColumns, neuron0, neurons);
     }
     grid_barrier(p.arrivals, passed);
   }
 
-  // x: each token's row is a sum over all neurons.
+  // The gradient of x: each token's row is a sum over all neurons.
   for (int token0 = 0; token0 < m; token0 += kTokens) {
     const int tokens = min(kTokens, m - token0);
-    hidden(token0, tokens, 0, n);
+    hidden(tiles, x, dy, w_gate, w_up, w_down_t, planes, gated, k, dl1, token0, tokens, 0, n);
     grid_barrier(p.arrivals, passed);
     const int all = (tokens + kRows - 1) / kRows * across;
-    const int64_t plane = static_cast<int64_t>(tokens) * n;
     for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-      const int top = tile / across * kRows, left = tile % across * kColumns;
-      Sums sum = {};
-      for (int which = 0; which < (gated ? 2 : 1); ++which) {
-        const Bf16* weights = which == 0 ? w_gate : w_up;
-        const auto value = [&](int row, int neuron) {
-          return top + row < tokens ? planes + which * plane + static_cast<int64_t>(top + row) * n + neuron : nullptr;
-        };
-        const auto weight = [&](int column, int neuron) {
-          return left + column < k ? weights + static_cast<int64_t>(neuron) * k + left + column : nullptr;
-        };
-        multiply<false, true>(tiles, sum, n, value, weight);
-      }
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
-        if (row >= tokens || column >= k) continue;
-        const float* pair = &sum[i / 8][i / 2 % 4][i % 2 * 2];
-        *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.dx) + static_cast<int64_t>(token0 + row) * k + column) =
-            ptx::cvt_bf16x2(pair[0], pair[1]);
-      }
+      input_tile(p, tiles, tile / across * kRows, tile % across * kColumns, token0, tokens);
     }
     grid_barrier(p.arrivals, passed);
   }

@@ -1,4 +1,4 @@
-// What both kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values, sums.
+// What the kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values, sums.
 #pragma once
 
 #include "common/ordered_sum.cuh"
@@ -6,7 +6,7 @@
 
 namespace sparsellm::row {
 
-// What both kernels take.
+// What all kernels of the row engine take.
 struct RowArguments {
   const __nv_bfloat16* x;
   const __nv_bfloat16* w_up;
@@ -21,8 +21,8 @@ struct RowArguments {
 
 constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
-// The nonzeros of tile `tile` of a row whose segment is in `wide`, `before` of the row's coming before them: nonzeros
-// first..first + size - 1 of the row to list[0..]. One warp together.
+// Of column tile `tile` of a row, whose segment is in `wide`, and before which the row has `before` nonzeros: those
+// among nonzeros first..first + size - 1 of the row, to list[0..]. One warp together.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
   const uint32_t column = tile * kColumnTile + 8 * lane;
@@ -40,14 +40,15 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
   }
 }
 
-// Nonzeros first..last - 1 (of the row, columns ascending) to list[0..]: packed words. One warp together; its lanes may
-// read the list after __syncwarp. Two lanes read the first 32 bytes of a packed tile row, which mostly is all of it.
+// Nonzeros first..last - 1 of the row, columns ascending, to list[0..] as packed words. One warp together; its lanes
+// may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which mostly hold all its
+// nonzeros.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
                                               uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight in each lane
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t size = last - first;
-  uint32_t seen = 0;  // nonzeros in the tiles before
+  uint32_t seen = 0;  // nonzeros in the column tiles before
   for (int start = 0; start < tiles && seen < last; start += 16 * kBatch) {
     uint4 v[kBatch];
 #pragma unroll
@@ -65,7 +66,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       const uint32_t count = __shfl_sync(~0u, v[b].x, lane & ~1u);
       const uint32_t mine = lane % 2 == 0 ? count : 0;
       const uint32_t before = exclusive_scan(mine, lane);
-      const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // rank of the tile's first nonzero
+      const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // rank of the column tile's first nonzero
       seen += __shfl_sync(~0u, before + mine, 31);
       const bool wanted = count != 0 && base < last && base + count > first;
       const bool fits = count < static_cast<uint32_t>(words_per_tile);
@@ -80,7 +81,8 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
           const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const uint32_t at = index + i - 1;  // of the tile's nonzeros; word 0 is the count, and wraps around
+            const uint32_t at =
+                index + i - 1;  // of the column tile's nonzeros; word 0 is the count: its `at` wraps around
             if (at < count && base + at - first < size) list[base + at - first] = words[i];
           }
         }
@@ -121,7 +123,7 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// sums = from + sums; `from` is written by this kernel: past L1.
+// sums = from + sums. `from` is written by this kernel, so it is read past L1.
 __device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
   const float4 p = __ldcg(from), q = __ldcg(from + 1);
   sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];

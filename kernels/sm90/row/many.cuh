@@ -1,14 +1,14 @@
 // The row engine for many tokens, bound by what L2 gives: a warp for each unit of work, which mostly is a whole row.
 //
-// One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns per lane: first of x, while it
-// streams the W_up rows of (up to) 64 nonzeros, then of y, while it streams the W_down rows of the same; either way
-// 8 KB are in flight in each warp, 96 KB per SM, whose shared memory nearly all stays L1. A warp per row rather than a
-// CTA: nothing to synchronise, a short row wastes no threads, and x and y take turns in the registers. The warps of a
-// CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
+// One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns in each lane: first of x, while it
+// streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros. Either way
+// 8 KB are in flight in each warp, 96 KB in each SM, whose shared memory nearly all stays L1. A warp to a row rather
+// than a CTA: nothing has to be synchronised, a short row wastes no threads, and x and y take turns in the registers.
+// The warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
 //
-// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each a unit that leaves a
-// float32 partial; the last to finish adds them. Where the room for partials ends, one warp does the chunks in turn and
-// adds them up in the same order: the same bits.
+// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each of which is a unit
+// that leaves a float32 sum; the last to finish adds the sums. Where the room for such sums ends, one warp does the
+// chunks in turn and adds them up in the same order: the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -16,16 +16,17 @@
 namespace sparsellm::row {
 
 constexpr int kManyWarps = 12;
-constexpr int kListed = 64;            // nonzeros of a row that a warp lists at a time
-constexpr int kEqualChunks = 16;       // a row is cut into this many chunks before they grow to kListed nonzeros
+constexpr int kListed = 64;       // nonzeros of a row that a warp lists at a time
+constexpr int kEqualChunks = 16;  // a row is cut into this many chunks before they grow to kListed nonzeros
 
+// Counters in global memory: planned units and slots taken; the next unit; CTAs that are done.
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4]
-  const int32_t* only_if;  // null, or nothing is done where it points to zero
+  const int32_t* only_if;              // null, or nothing is done where it points to zero
   int smallest_chunk;
-  int heavy_above;    // rows with more nonzeros are planned
-  int range;          // neighbouring units a CTA takes at a time
+  int heavy_above;  // rows with more nonzeros are planned
+  int range;        // neighbouring units a CTA takes at a time
   int slot_capacity;
   int4* units;        // [m + slot_capacity] row, chunk (-1: the whole row), the row's first slot
   int32_t* arrivals;  // [slot_capacity] of a row, at its first slot
@@ -34,11 +35,13 @@ struct ManyArguments : RowArguments {  // tickets: [4]
   float* row_l1;      // [m]
 };
 
-// Nonzeros per chunk: depends on the row's count and the number of tokens alone.
+// Nonzeros of a chunk. They depend on the row's count and the number of tokens alone: with smallest = 8, a row of 100
+// nonzeros has chunks of 8, one of 400 of 25, one of 2,000 of 64.
 __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
 }
 
+// A thread for each row: those with many nonzeros become units, as many as they have chunks if there are slots for all.
 __global__ void row_plan_kernel(const ManyArguments a) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   const int count = row < a.m ? a.packed.row_counts[row] : 0;
@@ -56,57 +59,99 @@ __global__ void row_plan_kernel(const ManyArguments a) {
   }
 }
 
-// Columns are done in pieces of 256 kVectors. kFull: k is a multiple of that, and every lane has columns.
-template <int kVectors, bool kFull, bool kGated>
-__global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const ManyArguments a) {
-  constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
-  constexpr int kPiece = 256 * kVectors;
-  ptx::griddepcontrol_wait();
-  if (a.only_if != nullptr && *a.only_if == 0) return;
-  __shared__ uint32_t lists[kManyWarps][kListed];
-  __shared__ float hiddens[kManyWarps][kListed];
-  __shared__ float scratch[kManyWarps];
-  __shared__ int lock, range_next, range_end, units;
-  __shared__ bool last;
-  const uint32_t lane = threadIdx.x % 32;
-  const int pieces = (a.k + kPiece - 1) / kPiece;
-  uint32_t* list = lists[threadIdx.x / 32];
-  float* hidden = hiddens[threadIdx.x / 32];
-  if (threadIdx.x == 0) {
-    lock = range_next = range_end = 0;
-    units = a.tickets[kUnits];
-  }
-  __syncthreads();
+// The units of a CTA, in shared memory: the planned ones first, then the rows. A CTA takes a.range neighbours at a
+// time.
+struct UnitRange {
+  int &lock, &next, &end;
 
-  // The next unit of the CTA's range; whoever finds the range empty gets another while the other warps wait.
-  const auto take = [&]() {
+  // A warp's next unit. Whoever finds the range empty takes another from global memory, while the other warps wait.
+  __device__ __forceinline__ int take(const ManyArguments& a, uint32_t lane) const {
     int index = 0;
     if (lane == 0) {
       while (atomicCAS(&lock, 0, 1) != 0) __nanosleep(64);
       __threadfence_block();
-      index = atomicAdd(&range_next, 1);
-      if (index == atomicAdd(&range_end, 0)) {
+      index = atomicAdd(&next, 1);
+      if (index == atomicAdd(&end, 0)) {
         index = atomicAdd(a.tickets + kNext, a.range);
-        atomicExch(&range_end, index + a.range);
-        atomicExch(&range_next, index + 1);
+        atomicExch(&end, index + a.range);
+        atomicExch(&next, index + 1);
       }
       __threadfence_block();
       atomicExch(&lock, 0);
     }
     return __shfl_sync(~0u, index, 0);
-  };
+  }
+};
 
-  // Of a piece this lane has vectors 0..valid - 1, the first at column_of(piece), the others 256 columns apart.
-  const auto column_of = [&](int piece) { return piece * kPiece + 8 * static_cast<int>(lane); };
-  const auto valid_of = [&](int piece) { return kFull ? kVectors : (a.k - column_of(piece) + 255) >> 8; };
+// One warp and its unit. Columns are done in pieces of 256 kVectors: of a piece this lane has vectors 0 .. valid - 1,
+// the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane has
+// columns. Arrays in registers are locals, passed by reference: as members they would keep the scalars beside them in
+// local memory until loops are unrolled.
+template <int kVectors, bool kFull, bool kGated>
+struct ManyWarp {
+  static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
+  static constexpr int kPiece = 256 * kVectors;
+  using Sums = float[kVectors][8];
+  // What becomes of a chunk's sum: it is the whole row's; or it is the first, a middle or the last one of several.
+  enum Place { kWhole, kFirst, kMiddle, kLast };
 
-  // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0..size - 1 in turn.
-  // Vectors from `valid` on hold other columns of it: a load there costs less than a branch.
-  const auto stream = [&](const __nv_bfloat16* weights, int piece, int size, auto use) {
+  const ManyArguments& a;
+  uint32_t* list;  // the chunk's nonzeros
+  float* hidden;   // and their h
+  uint32_t lane;
+  int pieces;
+
+  __device__ __forceinline__ ManyWarp(const ManyArguments& a, uint32_t* list, float* hidden)
+      : a(a), list(list), hidden(hidden), lane(threadIdx.x % 32), pieces((a.k + kPiece - 1) / kPiece) {}
+
+  __device__ __forceinline__ int column_of(int piece) const { return piece * kPiece + 8 * static_cast<int>(lane); }
+  __device__ __forceinline__ int valid_of(int piece) const {
+    return kFull ? kVectors : (a.k - column_of(piece) + 255) >> 8;
+  }
+
+  // Unit `index` of `units` planned ones and then the rows.
+  __device__ __forceinline__ void do_unit(int index, int units) const {
+    const int2 unit = index < units ? *reinterpret_cast<const int2*>(a.units + index) : make_int2(index - units, -1);
+    const int64_t row = unit.x;
+    const int count = a.packed.row_counts[row];
+    if (index >= units && count > a.heavy_above) return;  // it is among the planned units
+    const int chunk = chunk_of(count, a.smallest_chunk);
+    const int chunks = max((count + chunk - 1) / chunk, 1);
+    const bool split = unit.y >= 0;
+    const int stride = a.k + 8;                                  // of slots
+    const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed: registers are short
+    float row_l1 = 0.0f;
+    for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
+      const int size = min(count - c * chunk, chunk);
+      __syncwarp();  // the chunk before has been read
+      if (size > 0) list_nonzeros(a.packed, row, a.n, a.words_per_tile, c * chunk, c * chunk + size, lane, list);
+      __syncwarp();
+      const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
+      row_l1 += l1;
+      for (int piece = 0; piece < pieces; ++piece) {
+        Sums sums;
+        multiply(piece, size, sums);
+        float* total = a.totals + static_cast<int64_t>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.k;
+        leave(split            ? kFirst
+              : chunks == 1    ? kWhole
+              : c == 0         ? kFirst
+              : c + 1 < chunks ? kMiddle
+                               : kLast,
+              row, split ? a.slots + static_cast<int64_t>(first_slot() + c) * stride : total, piece, sums);
+      }
+    }
+    if (split && !add_chunks(row, unit.y, chunks, stride, first_slot, row_l1)) return;
+    if (lane == 0) a.row_l1[row] = row_l1;
+  }
+
+  // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0 .. size - 1 in
+  // turn. Vectors from `valid` on hold other columns of the row: a load there costs less than a branch.
+  template <class Use>
+  __device__ __forceinline__ void stream(const __nv_bfloat16* weights, int piece, int size, Use use) const {
     const __nv_bfloat16* mine = weights + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
     const int valid = valid_of(piece);
     uint4 rows[kDepth][kVectors];
-    const auto load = [&](uint4 (&to)[kVectors], int i) {
+    const auto load = [&](uint4(&to)[kVectors], int i) {
       const __nv_bfloat16* weight_row = mine + static_cast<int64_t>(list[i] & 0xffff) * a.k;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -127,10 +172,10 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
         }
       }
     }
-  };
+  }
 
-  // The listed nonzeros, `size` of them: their h to `hidden`; returns the sum of |h|.
-  const auto compute_hidden = [&](int64_t row, int size) {
+  // The h of the listed nonzeros, `size` of them, to `hidden`; returns the sum of |h|.
+  __device__ __forceinline__ float compute_hidden(int64_t row, int size) const {
     if constexpr (kGated) {
       for (int piece = 0; piece < pieces; ++piece) {
         const __nv_bfloat16* columns = a.x + row * a.k + column_of(piece);
@@ -142,7 +187,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
           if (v < valid) eight = __ldg(reinterpret_cast<const uint4*>(columns + 256 * v));
           unpack(eight, x[v]);
         }
-        stream(a.w_up, piece, size, [&](int i, const uint4 (&w)[kVectors]) {
+        stream(a.w_up, piece, size, [&](int i, const uint4(&w)[kVectors]) {
           float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
@@ -162,11 +207,25 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
     }
     __syncwarp();
     return warp_sum(l1);
-  };
+  }
 
-  // Leaves a piece of what one row or chunk comes to: as y; or as float32 at `to`, before or after others are added.
-  enum Place { kWhole, kFirst, kMiddle, kLast };
-  const auto leave = [&](Place place, int64_t row, float* to, int piece, const float (&sums)[kVectors][8]) {
+  // sums = h W_d over the listed nonzeros, a piece of the columns.
+  __device__ __forceinline__ void multiply(int piece, int size, Sums& sums) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[v][i] = 0.0f;
+    }
+    stream(a.w_down_t, piece, size, [&](int i, const uint4(&w)[kVectors]) {
+      const float h = hidden[i];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) scale_add(sums[v], w[v], h);
+    });
+  }
+
+  // Leaves a piece of a chunk's sum: as y, where it is whole or the last one, else as float32 at `to`. The sum of the
+  // chunks before, at `to`, is added to middle and last ones.
+  __device__ __forceinline__ void leave(Place place, int64_t row, float* to, int piece, const Sums& sums) const {
     __nv_bfloat16* y = a.y + row * a.k + column_of(piece);
     float4* floats = reinterpret_cast<float4*>(to + column_of(piece));
     const int valid = valid_of(piece);
@@ -184,68 +243,55 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
         floats[64 * v + 1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
       }
     }
-  };
-
-  for (int index; (index = take()) < units + a.m;) {
-    const int2 unit = index < units ? *reinterpret_cast<const int2*>(a.units + index) : make_int2(index - units, -1);
-    const int64_t row = unit.x;
-    const int count = a.packed.row_counts[row];
-    if (index >= units && count > a.heavy_above) continue;  // among the units
-    const int chunk = chunk_of(count, a.smallest_chunk);
-    const int chunks = max((count + chunk - 1) / chunk, 1);
-    const bool split = unit.y >= 0;
-    const int stride = a.k + 8;  // of slots
-    const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed: registers are short
-    float row_l1 = 0.0f;
-    for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
-      const int size = min(count - c * chunk, chunk);
-      __syncwarp();  // the chunk before has been read
-      if (size > 0) list_nonzeros(a.packed, row, a.n, a.words_per_tile, c * chunk, c * chunk + size, lane, list);
-      __syncwarp();
-      const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
-      row_l1 += l1;
-      for (int piece = 0; piece < pieces; ++piece) {
-        float sums[kVectors][8];
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sums[v][i] = 0.0f;
-        }
-        stream(a.w_down_t, piece, size, [&](int i, const uint4 (&w)[kVectors]) {
-          const float h = hidden[i];
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) scale_add(sums[v], w[v], h);
-        });
-        float* total = a.totals + static_cast<int64_t>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * a.k;
-        leave(split ? kFirst : chunks == 1 ? kWhole : c == 0 ? kFirst : c + 1 < chunks ? kMiddle : kLast, row,
-              split ? a.slots + static_cast<int64_t>(first_slot() + c) * stride : total, piece, sums);
-      }
-    }
-    if (split) {
-      int position = 0;
-      float* row_slots = a.slots + static_cast<int64_t>(first_slot()) * stride;
-      if (lane == 0) row_slots[static_cast<int64_t>(unit.y) * stride + a.k] = row_l1;
-      __threadfence();
-      __syncwarp();
-      if (lane == 0) position = atomicAdd(a.arrivals + first_slot(), 1);
-      if (__shfl_sync(~0u, position, 0) != chunks - 1) continue;
-      __threadfence();
-      for (int vector = lane; vector < a.k / 8; vector += 32) {
-        float sums[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i] = -0.0f;  // -0.0 + p is p, whatever its sign
-#pragma unroll 4
-        for (int c = 0; c < chunks; ++c) {
-          add_eight(reinterpret_cast<const float4*>(row_slots + static_cast<int64_t>(c) * stride) + 2 * vector, sums);
-        }
-        *reinterpret_cast<uint4*>(a.y + row * a.k + 8 * vector) = pack(sums);
-      }
-      row_l1 = 0.0f;
-#pragma unroll 4
-      for (int c = 0; c < chunks; ++c) row_l1 += __ldcg(row_slots + static_cast<int64_t>(c) * stride + a.k);
-    }
-    if (lane == 0) a.row_l1[row] = row_l1;
   }
+
+  // Chunk `chunk` of a row has left its sum. Whether this warp is the last of the row's warps; if so, it adds the
+  // chunks in order, to y, and their l1 to row_l1.
+  template <class FirstSlot>
+  __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
+                                             float& row_l1) const {
+    int position = 0;
+    float* row_slots = a.slots + static_cast<int64_t>(first_slot()) * stride;
+    if (lane == 0) row_slots[static_cast<int64_t>(chunk) * stride + a.k] = row_l1;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) position = atomicAdd(a.arrivals + first_slot(), 1);
+    if (__shfl_sync(~0u, position, 0) != chunks - 1) return false;
+    __threadfence();
+    for (int vector = lane; vector < a.k / 8; vector += 32) {
+      float sums[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[i] = -0.0f;  // -0.0 + p is p, whatever its sign
+#pragma unroll 4
+      for (int c = 0; c < chunks; ++c) {
+        add_eight(reinterpret_cast<const float4*>(row_slots + static_cast<int64_t>(c) * stride) + 2 * vector, sums);
+      }
+      *reinterpret_cast<uint4*>(a.y + row * a.k + 8 * vector) = pack(sums);
+    }
+    row_l1 = 0.0f;
+#pragma unroll 4
+    for (int c = 0; c < chunks; ++c) row_l1 += __ldcg(row_slots + static_cast<int64_t>(c) * stride + a.k);
+    return true;
+  }
+};
+
+template <int kVectors, bool kFull, bool kGated>
+__global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const ManyArguments a) {
+  ptx::griddepcontrol_wait();
+  if (a.only_if != nullptr && *a.only_if == 0) return;
+  __shared__ uint32_t lists[kManyWarps][kListed];
+  __shared__ float hiddens[kManyWarps][kListed];
+  __shared__ float scratch[kManyWarps];
+  __shared__ int lock, range_next, range_end, units;
+  __shared__ bool last;
+  const ManyWarp<kVectors, kFull, kGated> warp(a, lists[threadIdx.x / 32], hiddens[threadIdx.x / 32]);
+  const UnitRange range = {lock, range_next, range_end};
+  if (threadIdx.x == 0) {
+    lock = range_next = range_end = 0;
+    units = a.tickets[kUnits];
+  }
+  __syncthreads();
+  for (int index; (index = range.take(a, warp.lane)) < units + a.m;) warp.do_unit(index, units);
 
   // l1: the last CTA adds what all have written, always in the same order.
   __threadfence();

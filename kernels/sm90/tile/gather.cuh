@@ -10,9 +10,9 @@ namespace sparsellm {
 constexpr uint32_t kPanelBytes = kTileK * 128;
 constexpr int kThreadRows = 4;  // side by side, of which a thread copies one 16-byte chunk in each panel
 
-// What a thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one instruction,
-// and a thread needs few addresses: a row's panels are constants apart in both memories. An address costs instructions,
-// and time for these is what limits the copies.
+// What a thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one instruction.
+// A thread needs few addresses, for a row's panels are constants apart in both memories: computing addresses takes
+// instructions, and the time for these is what limits the copies.
 struct Gather {
   int first_row;
   uint32_t place[kThreadRows];

@@ -25,10 +25,10 @@ constexpr int kRankThreads = 128;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "a thread for each neuron tile");
 constexpr int kMaxBlocks = 65536 / kBlockColumns;  // of a token tile
-constexpr int kSlotParts = 3;  // CTAs of a neuron tile in `slots`
-constexpr int kShares = 128;  // of all work: one for each CTA, or nearly
-constexpr int kMinShare = 32;  // blocks
-constexpr int kBatch = 4;  // loads of a thread at a time
+constexpr int kSlotParts = 3;                      // CTAs of a neuron tile in `slots`
+constexpr int kShares = 128;                       // of all work: one for each CTA, or nearly
+constexpr int kMinShare = 32;                      // blocks
+constexpr int kBatch = 4;                          // loads of a thread at a time
 constexpr int kParts = 6;  // a token tile's tokens lie in at most three blocks of what one half has, three of both's
 
 // use(i, load(i)) for i = first, first + stride, ... below `end`.
@@ -86,16 +86,15 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
   });
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 2) frequency_kernel(const TilePlan plan, int column_tiles,
-                                                                  int32_t* frequencies) {
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    frequency_kernel(const TilePlan plan, int column_tiles, int32_t* frequencies) {
   extern __shared__ uint32_t counts[];  // [slots] bytes: a neuron fires for at most 128 tokens of a tile
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < column_tiles * kColumnTile / 4; i += kPlanThreads) counts[i] = 0;
   __syncthreads();
   ptx::griddepcontrol_wait();
-  for_each_nonzero(plan, blockIdx.x, column_tiles, [&](uint32_t, uint32_t, uint32_t slot) {
-    atomicAdd(&counts[slot / 4], 1u << slot % 4 * 8);
-  });
+  for_each_nonzero(plan, blockIdx.x, column_tiles,
+                   [&](uint32_t, uint32_t, uint32_t slot) { atomicAdd(&counts[slot / 4], 1u << slot % 4 * 8); });
   __syncthreads();
   const uint16_t* slots = plan.slots + static_cast<int64_t>(blockIdx.x) * column_tiles * kColumnTile;
   const int size = plan.tiles[blockIdx.x].x;
@@ -136,8 +135,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
 }
 
 // Leaves each nonzero's rank in `places`.
-__global__ void __launch_bounds__(kPlanThreads, 2) mask_kernel(const TilePlan plan, int column_tiles, int halves,
-                                                             const NeuronPlan out) {
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    mask_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t masks[];  // [halves][4], then the ranks of the slots
   uint16_t* ranks = reinterpret_cast<uint16_t*>(masks + 4 * halves);
   ptx::griddepcontrol_launch_dependents();
@@ -181,19 +180,9 @@ __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
-__global__ void __launch_bounds__(kPlanThreads, 2) slots_kernel(const TilePlan plan, int token_tiles,
-                                                            const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
-  __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
-  ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
-  __syncthreads();
-  ptx::griddepcontrol_wait();
-  const int tile = blockIdx.x / kSlotParts, part = blockIdx.x % kSlotParts, words = token_tiles * 4;
-  const int begin = words * part / kSlotParts, end = words * (part + 1) / kSlotParts;
-  const uint32_t* first = out.masks + static_cast<int64_t>(tile) * 2 * words;
-  const uint32_t* second = first + words;
+// By all threads: how many tokens each group has (sizes), and how many of them are before word `begin` (earlier).
+__device__ __forceinline__ void count_groups(const uint32_t* first, const uint32_t* second, int words, int begin,
+                                             uint32_t (&sizes)[3], uint32_t (&earlier)[3]) {
   uint32_t mine[3] = {}, mine_earlier[3] = {};
 #pragma unroll 4
   for (int w = threadIdx.x; w < words; w += kPlanThreads) {
@@ -215,6 +204,22 @@ __global__ void __launch_bounds__(kPlanThreads, 2) slots_kernel(const TilePlan p
     }
   }
   __syncthreads();
+}
+
+// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
+  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
+  __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const int tile = blockIdx.x / kSlotParts, part = blockIdx.x % kSlotParts, words = token_tiles * 4;
+  const int begin = words * part / kSlotParts, end = words * (part + 1) / kSlotParts;
+  const uint32_t* first = out.masks + static_cast<int64_t>(tile) * 2 * words;
+  const uint32_t* second = first + words;
+  count_groups(first, second, words, begin, sizes, earlier);
   const uint32_t size = sizes[0] + sizes[1] + sizes[2];
   uint32_t so_far[3] = {earlier[0], sizes[0] + earlier[1], sizes[0] + sizes[1] + earlier[2]};
   int32_t* slots = out.slots + static_cast<int64_t>(tile) * token_tiles * kTokenTile;
@@ -253,8 +258,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2) slots_kernel(const TilePlan p
   }
   if (part == 0 && threadIdx.x == 0) {
     const int blocks = blocks_of(size);
-    out.tiles[tile] = make_int4(size, blocks, blocks_of(sizes[0] + sizes[1]),
-                                sizes[0] == size ? blocks : sizes[0] / kBlockColumns);
+    out.tiles[tile] =
+        make_int4(size, blocks, blocks_of(sizes[0] + sizes[1]), sizes[0] == size ? blocks : sizes[0] / kBlockColumns);
   }
 }
 
@@ -265,8 +270,8 @@ __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, 
   return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 2) count_kernel(const TilePlan plan, int column_tiles, int halves,
-                                                              const NeuronPlan out) {
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    count_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t parts[];         // [halves][kParts]
   uint32_t* masks = parts + halves * kParts;  // [halves][4] of this token tile, and so the next
   uint32_t* before = masks + halves * 4;      // [halves / 2][3][4]
@@ -340,8 +345,8 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
 }
 
 // One more CTA than there are tiles: the last one is for the pieces.
-__global__ void __launch_bounds__(kPlanThreads, 2) starts_kernel(int token_tiles, int column_tiles,
-                                                             const NeuronPlan out) {
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    starts_kernel(int token_tiles, int column_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32];
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -373,8 +378,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2) starts_kernel(int token_tiles
   if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
 }
 
-__global__ void __launch_bounds__(kPlanThreads, 2) place_kernel(const TilePlan plan, int column_tiles, int halves,
-                                                           const NeuronPlan out) {
+__global__ void __launch_bounds__(kPlanThreads, 2)
+    place_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t parts[];  // [halves][kParts] where this tile's nonzeros of each start
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();

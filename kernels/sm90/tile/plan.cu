@@ -1,24 +1,24 @@
-// tile_plan: for each token tile the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh); then the
-// order of the tiles (fullest first) and the items of the up product, by the first CTA to finish when all know their
-// neurons.
+// tile_plan: for each token tile the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh). Then the
+// order of the tiles, fullest first, and the items of the up product. The CTA that finishes when all tiles' neurons are
+// known makes these.
 //
 // A tile's list is one piece of `lists`, taken when its size is known. Where all nonzeros together have no room there,
 // no tile gets any blocks, and all is left to row_rest: no decision depends on which CTA comes first.
 //
-// A CTA looks at its tile's rows three times: which neurons fire; how many nonzeros each warp has in each block; where
-// they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 at a time, so that no lane
-// waits for the longest row.
+// A CTA looks at its tile's rows three times: to see which neurons fire; how many nonzeros each warp has in each block;
+// and where they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 quads at a time:
+// with a row to each lane, all lanes would wait for the longest row.
 //
-// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), by row, and
-// by column: the same always. Where a list lies, and the order of equally full tiles, may differ between runs; no
-// result depends on it.
+// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
+// row, then by column: the same in every run. Where a tile's list lies, and the order of equally full tiles, may differ
+// between runs; no result depends on them.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kFewTiles = 256;
+constexpr int kFewTiles = 256;  // up to so many tiles, a CTA has 1,024 threads
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
 constexpr int kStaticBytes = 4096;  // no more shared memory than this beside the tables
 
@@ -41,7 +41,7 @@ struct Tables {
     next = counts + warps * blocks;
   }
 
-  // Those of neurons 32 w .. 32 w + 31 that each half fires, while slot_of tells.
+  // Those of neurons 32 w .. 32 w + 31 that each half fires, while slot_of still holds flags.
   __device__ __forceinline__ void fired(int w, uint32_t& first, uint32_t& second) const {
     const uint4* flags = reinterpret_cast<const uint4*>(slot_of + 32 * w);
     first = second = 0;
@@ -55,8 +55,9 @@ struct Tables {
   }
 };
 
-// A row as its warp reads it: what is at position p of the warp's sequence (four to a quad) is the row's nonzero
-// p + offset, if that (modulo 2 ** 32) is less than `count`.
+// A row as its warp reads it: what is at position p of the warp's sequence (four positions to a quad) is the row's
+// nonzero p + offset, if that, modulo 2 ** 32, is less than `count`. Of two rows of 5 and 9 nonzeros, the first has
+// positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
 struct alignas(16) Row {
   uint32_t offset, start, count;
   uint32_t place;  // of the row's value in slot 0
@@ -84,18 +85,24 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_su
   return before + sum - value;
 }
 
-// The order of the tiles and the items, by one CTA. memory: of 2 (blocks + 1) words.
+// Whether the lists have room for all nonzeros. If not, no tile has any: all is left to row_rest.
+__device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePlan& plan) {
+  return packed.counters[kNonzeros] <= plan.capacity &&
+         static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+}
+
+// The order of the tiles, fullest first, and their items, by one CTA. memory: room for 2 (blocks + 1) words.
 template <int kPlanThreads>
 __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, const TilePlan& plan, int blocks,
                                             uint32_t* memory, uint32_t* warp_sums) {
   __shared__ unsigned long long in_union;
-  uint32_t* cursor = memory;  // how many tiles have this many blocks; then the first's position
+  uint32_t* cursor = memory;  // [b] how many tiles have b blocks; then where the next of them goes in the order
   uint32_t* items_before = memory + blocks + 1;
   const int tiles = gridDim.x;
   for (int b = threadIdx.x; b <= blocks; b += kPlanThreads) cursor[b] = 0;
   if (threadIdx.x == 0) in_union = 0;
   __syncthreads();
-  uint32_t neurons = 0;  // of one warp, less than 2 ** 32
+  uint32_t neurons = 0;  // a warp's sum is less than 2 ** 32
 #pragma unroll 4
   for (int t = threadIdx.x; t < tiles; t += kPlanThreads) {
     const int4 of = __ldcg(plan.tiles + t);
@@ -106,8 +113,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   if (threadIdx.x % 32 == 0) atomicAdd(&in_union, static_cast<unsigned long long>(neurons));
   __syncthreads();
   if (threadIdx.x == 0) {
-    const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
-                      static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+    const bool fits = nonzeros_fit(packed, plan);
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
     if (fits) packed.counters[kUnion] = in_union;  // else that of the tiles of 128 tokens in a row stays
@@ -128,6 +134,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     tiles_so_far += all_tiles;
     items_so_far += all_items;
   }
+  if (threadIdx.x == 0) plan.totals[kItems] = items_so_far;
   __syncthreads();
 #pragma unroll 1
   for (int t = threadIdx.x; t < tiles; t += kPlanThreads) {
@@ -139,43 +146,54 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
       plan.items[items_before[of.y] + position * items + i] = item_code({t, of.x, of.z, of.w}, i);
     }
   }
-  if (threadIdx.x == 0) plan.totals[kItems] = items_so_far;
 }
 
+// One CTA, which plans one token tile; its steps in the order in which they come. Methods are called by all threads.
 template <int kPlanThreads>
-__global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
-    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
-  constexpr int kPlanWarps = kPlanThreads / 32;
-  constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
-  constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
-  constexpr int kSets = kHalfWarps < 8 ? 8 : kHalfWarps, kRowsOfSet = kHalf / kSets;
-  extern __shared__ uint32_t dynamic[];
-  __shared__ Row rows_of[kPlanWarps][kRows];
-  __shared__ uint32_t warp_sums[kPlanWarps];
-  __shared__ uint2 slots_of[kPlanWarps];
-  __shared__ uint32_t of_half[2], list;  // this tile's nonzeros, and where its list starts
-  __shared__ bool takes_all;
-  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const Tables tables(dynamic, column_tiles, kPlanWarps);
-  const int tile = blockIdx.x;
-  const uint32_t lane = threadIdx.x % 32, upto = ptx::lanes_up_to();
-  const uint32_t warp = ptx::warp_index();
-  const int half = warp / kHalfWarps;
+struct TilePlanner {
+  static constexpr int kPlanWarps = kPlanThreads / 32;
+  static constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
+  static constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
+  static constexpr int kSets = kHalfWarps < 8 ? 8 : kHalfWarps, kRowsOfSet = kHalf / kSets;
 
-  ptx::griddepcontrol_launch_dependents();
-  for (uint4* at = reinterpret_cast<uint4*>(dynamic) + threadIdx.x; at < reinterpret_cast<uint4*>(tables.next);
-       at += kPlanThreads) {
-    *at = make_uint4(0, 0, 0, 0);
-  }
-  if (threadIdx.x < 2) of_half[threadIdx.x] = 0;
-  __syncthreads();
-  ptx::griddepcontrol_wait();
+  struct Shared {
+    Row (&rows_of)[kPlanWarps][kRows];
+    uint2 (&slots_of)[kPlanWarps];
+    uint32_t (&of_half)[2];  // this tile's nonzeros
+    uint32_t& list;          // where the tile's list starts
+  };
 
-  // A warp has every eighth row of a half, or every sixteenth, or, where there are less than eight warps, first every
-  // eighth and then the next set of those. Lane r looks its r-th row up.
-  uint32_t quads, before;  // of all its rows; of those before row `lane`
-  Row* rows = rows_of[warp];  // that are not empty
-  {
+  const Packed& packed;
+  int64_t m;
+  const TilePlan& plan;
+  const Shared& shared;
+  const Tables& tables;
+  int column_tiles, tile;
+  uint32_t lane, upto, warp;
+  int half;
+  Row* rows;                       // of this warp, those that are not empty
+  uint32_t quads = 0, before = 0;  // of all the warp's rows; of those before row `lane`
+  int blocks = 0;                  // of the tile's slots
+
+  __device__ __forceinline__ TilePlanner(const Packed& packed, int64_t m, const TilePlan& plan, const Shared& shared,
+                                         const Tables& tables, int column_tiles)
+      : packed(packed),
+        m(m),
+        plan(plan),
+        shared(shared),
+        tables(tables),
+        column_tiles(column_tiles),
+        tile(blockIdx.x),
+        lane(threadIdx.x % 32),
+        upto(ptx::lanes_up_to()),
+        warp(ptx::warp_index()),
+        half(warp / kHalfWarps),
+        rows(shared.rows_of[warp]) {}
+
+  // A warp has every eighth row of a half (kSets 8), or every sixteenth. Where there are less than eight warps to a
+  // half, a warp has every eighth row from its first one on and then those from the next one on: of four warps, warp 1
+  // has rows 2, 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
+  __device__ __forceinline__ void look_up_rows() {
     uint32_t start = 0, count = 0;
     const uint32_t row = lane % kRowsOfSet * kSets + warp % kHalfWarps * (kRows / kRowsOfSet) + lane / kRowsOfSet;
     const int64_t position = static_cast<int64_t>(tile) * kTokenTile + half * kHalf + row;
@@ -183,31 +201,35 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
       const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
       count = packed.row_counts[token];
       start = token * kRowCapacity;
-      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];
+      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // a long row: where it is
     }
-    const bool fits = packed.counters[kNonzeros] <= plan.capacity &&
-                      static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
-    if (!fits) count = 0;
+    if (!nonzeros_fit(packed, plan)) count = 0;
     const uint32_t of_warp = __reduce_add_sync(~0u, count);
-    if (lane == 0) atomicAdd(&of_half[half], of_warp);
-    const uint32_t lead = start % 4, mine = count == 0 ? 0 : (lead + count + 3) / 4;  // long rows start anywhere
+    if (lane == 0) atomicAdd(&shared.of_half[half], of_warp);
+    // Long rows start anywhere: one of 600 nonzeros that starts at word 7 has 3 words before it in its first quad, and
+    // takes 151 quads.
+    const uint32_t lead = start % 4, mine = count == 0 ? 0 : (lead + count + 3) / 4;
     const uint32_t sums = warp_scan(mine);
     before = sums - mine;
     quads = __shfl_sync(~0u, sums, 31);
     const uint32_t some = __ballot_sync(~0u, count != 0);
-    if (count != 0) rows[__popc(some & upto) - 1] = {0 - 4 * before - lead, start, count, place_of(row, 0)};
-    else before = ~0u;
+    if (count != 0) {
+      rows[__popc(some & upto) - 1] = {0 - 4 * before - lead, start, count, place_of(row, 0)};
+    } else {
+      before = ~0u;
+    }
     __syncwarp();
   }
 
   // Bit i: a row that is not empty starts with quad first + i.
-  const auto starts_among = [&](uint32_t first) {
+  __device__ __forceinline__ uint32_t starts_among(uint32_t first) const {
     return __reduce_or_sync(~0u, __funnelshift_lc(0u, 1u, before - first));
-  };
+  }
 
   // Calls use(word) with the nonzeros of the warp's rows.
-  const auto for_each_nonzero = [&](auto use) {
-    constexpr int kBatch = 2;  // loads in flight in each lane
+  template <class Use>
+  __device__ __forceinline__ void for_each_nonzero(Use use) const {
+    constexpr int kBatch = 2;   // loads in flight in each lane
     const Row* row = rows - 1;  // the last that has started before
 #pragma unroll 1
     for (uint32_t first = 0; first < quads; first += 32 * kBatch) {
@@ -230,71 +252,77 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
         if (nth[b] + 3 < count[b]) use(words[b].w);
       }
     }
-  };
-
-  uint8_t* flags = reinterpret_cast<uint8_t*>(tables.slot_of) + half;
-  for_each_nonzero([&](uint32_t word) { flags[2 * (word & 0xffff)] = 1; });
-  __syncthreads();
-
-  // Slots.
-  const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
-  const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);
-  uint2 mine = {0, 0};  // neurons: first half's own | both halves' << 16, second half's own
-  uint32_t first, second;
-#pragma unroll 1
-  for (int w = begin; w < end; ++w) {
-    tables.fired(w, first, second);
-    mine.x += __popc(first & ~second) | __popc(first & second) << 16;
-    mine.y += __popc(second & ~first);
   }
-  const uint2 sum = {warp_scan(mine.x), warp_scan(mine.y)};
-  if (lane == 31) slots_of[warp] = sum;
-  __syncthreads();
-  const uint2 of_warp = lane < kPlanWarps ? slots_of[lane] : uint2{0, 0};
-  const auto over_all = [&](uint32_t value) { return __reduce_add_sync(~0u, value); };
-  const auto over_before = [&](uint32_t value) { return __reduce_add_sync(~0u, lane < warp ? value : 0); };
-  const uint32_t own = over_all(of_warp.x & 0xffff), shared = over_all(of_warp.x >> 16);
-  const uint32_t size = own + shared + over_all(of_warp.y);
-  uint32_t next_own = over_before(of_warp.x & 0xffff) + ((sum.x - mine.x) & 0xffff);
-  uint32_t next_shared = own + over_before(of_warp.x >> 16) + ((sum.x - mine.x) >> 16);
-  uint32_t next_second = own + shared + over_before(of_warp.y) + sum.y - mine.y;
-  uint16_t* slots = plan.slots + static_cast<int64_t>(tile) * column_tiles * kColumnTile;
+
+  __device__ __forceinline__ void flag_neurons() const {
+    uint8_t* flags = reinterpret_cast<uint8_t*>(tables.slot_of) + half;
+    for_each_nonzero([&](uint32_t word) { flags[2 * (word & 0xffff)] = 1; });
+    __syncthreads();
+  }
+
+  // Numbers the neurons: slots first of those that the first half alone fires, then of those of both halves, then of
+  // those of the second half alone. Then the tile's size is known, and it takes its place in the lists.
+  __device__ __forceinline__ void number_slots() {
+    const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
+    const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);  // words of 32 neurons
+    uint2 mine = {0, 0};  // neurons: first half's own | both halves' << 16, second half's own
+    uint32_t first, second;
 #pragma unroll 1
-  for (int w = begin; w < end; ++w) {
-    tables.fired(w, first, second);
+    for (int w = begin; w < end; ++w) {
+      tables.fired(w, first, second);
+      mine.x += __popc(first & ~second) | __popc(first & second) << 16;
+      mine.y += __popc(second & ~first);
+    }
+    const uint2 sum = {warp_scan(mine.x), warp_scan(mine.y)};
+    if (lane == 31) shared.slots_of[warp] = sum;
+    __syncthreads();
+    const uint2 of_warp = lane < kPlanWarps ? shared.slots_of[lane] : uint2{0, 0};
+    const auto over_all = [&](uint32_t value) { return __reduce_add_sync(~0u, value); };
+    const auto over_before = [&](uint32_t value) { return __reduce_add_sync(~0u, lane < warp ? value : 0); };
+    const uint32_t own = over_all(of_warp.x & 0xffff), both = over_all(of_warp.x >> 16);
+    const uint32_t size = own + both + over_all(of_warp.y);
+    uint32_t next_own = over_before(of_warp.x & 0xffff) + ((sum.x - mine.x) & 0xffff);
+    uint32_t next_both = own + over_before(of_warp.x >> 16) + ((sum.x - mine.x) >> 16);
+    uint32_t next_second = own + both + over_before(of_warp.y) + sum.y - mine.y;
+    uint16_t* slots = plan.slots + static_cast<int64_t>(tile) * column_tiles * kColumnTile;
 #pragma unroll 1
-    for (uint32_t rest = first | second; rest != 0; rest &= rest - 1) {
-      const uint32_t bit = rest & -rest, column = 32 * w + __ffs(rest) - 1;
-      const uint32_t slot = (first & bit) == 0 ? next_second++ : (second & bit) != 0 ? next_shared++ : next_own++;
-      tables.slot_of[column] = slot;
-      slots[slot] = column;
+    for (int w = begin; w < end; ++w) {
+      tables.fired(w, first, second);
+#pragma unroll 1
+      for (uint32_t rest = first | second; rest != 0; rest &= rest - 1) {
+        const uint32_t bit = rest & -rest, column = 32 * w + __ffs(rest) - 1;
+        const uint32_t slot = (first & bit) == 0 ? next_second++ : (second & bit) != 0 ? next_both++ : next_own++;
+        tables.slot_of[column] = slot;
+        slots[slot] = column;
+      }
+    }
+    if (threadIdx.x == kPlanThreads - 1) {  // rather than one that has neurons
+      shared.list =
+          atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
+    }
+    __syncthreads();
+    blocks = blocks_of(size);
+    if (threadIdx.x == 0) {
+      plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + both), own == size ? blocks : own / kBlockColumns);
+      ptx::add_release(plan.totals + kPlanTickets, 1);
+    }
+    // The last block is filled up with its last neuron: no token's gate is there, so nothing comes of it.
+    if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
+      const uint16_t neuron = slots[size - 1];
+#pragma unroll 1
+      for (uint32_t s = size + lane; s < blocks * kBlockColumns; s += 32) slots[s] = neuron;
     }
   }
-  if (threadIdx.x == kPlanThreads - 1) {  // rather than one that has neurons
-    list = atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), of_half[0] + of_half[1]);
-  }
-  __syncthreads();
-  const int blocks = blocks_of(size);
-  if (threadIdx.x == 0) {
-    plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + shared), own == size ? blocks : own / kBlockColumns);
-    ptx::add_release(plan.totals + kPlanTickets, 1);
-  }
-  // The last block is filled up with its last neuron: no token's gate is there, so nothing comes of it.
-  if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
-    const uint16_t neuron = slots[size - 1];
-#pragma unroll 1
-    for (uint32_t s = size + lane; s < blocks * kBlockColumns; s += 32) slots[s] = neuron;
-  }
 
-  // How many nonzeros each warp has in each block, and where each block starts.
-  uint32_t* counts = tables.counts + warp * tables.blocks;
-  for_each_nonzero([&](uint32_t word) { atomicAdd(&counts[tables.slot_of[word & 0xffff] / kBlockColumns], 1u); });
-  __syncthreads();
-  uint32_t* next = tables.next + warp * (tables.blocks + 1);
-  {
+  // How many nonzeros each warp has in each block, and so where each block starts, and where each warp's part of it.
+  __device__ __forceinline__ void start_blocks() const {
+    uint32_t* counts = tables.counts + warp * tables.blocks;
+    for_each_nonzero([&](uint32_t word) { atomicAdd(&counts[tables.slot_of[word & 0xffff] / kBlockColumns], 1u); });
+    __syncthreads();
+    uint32_t* next = tables.next + warp * (tables.blocks + 1);
     uint32_t* starts = plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (tables.blocks + 1);
     const bool writes = warp % kHalfWarps == 0;
-    uint32_t so_far = list + (half == 0 ? 0 : of_half[0]);
+    uint32_t so_far = shared.list + (half == 0 ? 0 : shared.of_half[0]);
 #pragma unroll 1
     for (int from = 0; from < blocks; from += 32) {
       const int b = from + lane;
@@ -318,34 +346,70 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
     __syncwarp();
   }
 
-  // The nonzeros. Lanes with nonzeros of one block are peers; those that have none are, too.
-  const Row* row_before = rows - 1;
+  // Puts the nonzeros into the lists, a word a lane. Lanes whose words are of one block are peers, and take places side
+  // by side; so are lanes without a nonzero, whose block is one behind the last.
+  __device__ __forceinline__ void place_nonzeros() const {
+    uint32_t* next = tables.next + warp * (tables.blocks + 1);
+    const Row* row_before = rows - 1;
 #pragma unroll 1
-  for (uint32_t quad = 0; quad < quads; quad += 32) {
-    const uint32_t starts = starts_among(quad);
-    uint32_t word[4], place[4];
+    for (uint32_t quad = 0; quad < quads; quad += 32) {
+      const uint32_t starts = starts_among(quad);
+      uint32_t word[4], place[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {  // eight quads
-      const Row of = row_before[__popc(starts << (24 - 8 * j) << (7 - lane / 4))];
-      const uint32_t nth = 4 * quad + 32 * j + lane + of.offset;
-      place[j] = of.place;
-      word[j] = nth < of.count ? plan.rows[of.start + nth] : 0;  // no nonzero's word is 0
-    }
-    row_before += __popc(starts);
+      for (int j = 0; j < 4; ++j) {  // eight quads
+        const Row of = row_before[__popc(starts << (24 - 8 * j) << (7 - lane / 4))];
+        const uint32_t nth = 4 * quad + 32 * j + lane + of.offset;
+        place[j] = of.place;
+        word[j] = nth < of.count ? plan.rows[of.start + nth] : 0;  // no nonzero's word is 0
+      }
+      row_before += __popc(starts);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (quad + 8 * j >= quads) break;
-      const uint32_t slot = tables.slot_of[word[j] & 0xffff];
-      const uint32_t block = word[j] != 0 ? slot / kBlockColumns : tables.blocks;
-      const uint32_t peers = __match_any_sync(~0u, block), end = next[block] + __popc(peers & upto);
-      __syncwarp();
-      if (peers <= upto) next[block] = end;
-      if (word[j] != 0) plan.lists[end - 1] = (word[j] & 0xffff0000) | (place[j] ^ slot % kBlockColumns);
-      __syncwarp();
+      for (int j = 0; j < 4; ++j) {
+        if (quad + 8 * j >= quads) break;
+        const uint32_t slot = tables.slot_of[word[j] & 0xffff];
+        const uint32_t block = word[j] != 0 ? slot / kBlockColumns : tables.blocks;
+        const uint32_t peers = __match_any_sync(~0u, block), end = next[block] + __popc(peers & upto);
+        __syncwarp();
+        if (peers <= upto) next[block] = end;  // the last of the peers
+        if (word[j] != 0) plan.lists[end - 1] = (word[j] & 0xffff0000) | (place[j] ^ slot % kBlockColumns);
+        __syncwarp();
+      }
     }
   }
+};
 
-  // Whoever finds all tickets takes them: nobody else waits for what follows.
+template <int kPlanThreads>
+__global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
+    tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
+  using Planner = TilePlanner<kPlanThreads>;
+  extern __shared__ uint32_t dynamic[];
+  // One by one, and not as one struct, so that the compiler knows that a store to one changes none of the others.
+  __shared__ Row rows_of[Planner::kPlanWarps][Planner::kRows];
+  __shared__ uint32_t warp_sums[Planner::kPlanWarps];
+  __shared__ uint2 slots_of[Planner::kPlanWarps];
+  __shared__ uint32_t of_half[2], list;
+  __shared__ bool takes_all;
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const Tables tables(dynamic, column_tiles, Planner::kPlanWarps);
+  const typename Planner::Shared shared = {rows_of, slots_of, of_half, list};
+  Planner planner(packed, m, plan, shared, tables, column_tiles);
+
+  ptx::griddepcontrol_launch_dependents();
+  for (uint4* at = reinterpret_cast<uint4*>(dynamic) + threadIdx.x; at < reinterpret_cast<uint4*>(tables.next);
+       at += kPlanThreads) {
+    *at = make_uint4(0, 0, 0, 0);
+  }
+  if (threadIdx.x < 2) of_half[threadIdx.x] = 0;
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  planner.look_up_rows();
+  planner.flag_neurons();
+  planner.number_slots();
+  planner.start_blocks();
+  planner.place_nonzeros();
+
+  // The CTA that finds the tickets of all orders the tiles: no other waits for that.
   if (threadIdx.x == 0) {
     const int tiles = gridDim.x;
     takes_all = atomicCAS(plan.totals + kPlanTickets, tiles, 0) == tiles;

@@ -1,12 +1,18 @@
 // What the kernels of the tile engine share: how a token tile's neurons become units of work.
 //
-// A tile's neurons (its union) are numbered: slot s is neuron slots[s]. First come those that only its first half of
-// 64 tokens fires, then those of both halves, then those of the second half alone, each group ascending. Slots are
-// counted in blocks of 64: the first half needs blocks [0, end), the second blocks [begin, blocks), and a warpgroup
-// multiplies no others. The up product is cut into items of up to four blocks, as even as can be.
+// A token tile is 128 tokens, in two halves of 64. The neurons that fire for any of them (the tile's union) are
+// numbered: slot s is neuron slots[s]. First come those that only the first half fires, then those of both halves, then
+// those of the second half alone, each group ascending. Slots are counted in blocks of 64. The first half needs blocks
+// [0, end), the second blocks [begin, blocks), and a warpgroup multiplies no others: of 100 neurons of the first half
+// alone, 200 of both and 50 of the second alone, slots 0..299 are 5 blocks for the first half, and slots 100..349 are
+// blocks 1..5 for the second. The up product is cut into items of up to four blocks, as even as can be: 6 blocks are
+// two items of three.
 //
 // A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 |
-// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
+// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte
+// rows.
+//
+// A tile of neurons (NeuronPlan) is the same with neurons for tokens and tokens for slots.
 #pragma once
 
 #include "common/tile.cuh"
@@ -14,29 +20,30 @@
 
 namespace sparsellm {
 
-constexpr int kGatherWarps = 4;  // both products: one warpgroup gathers rows, a consumer warpgroup is a tile's half
+// In both products one warpgroup gathers rows, and each of two consumer warpgroups has a half of the tile.
+constexpr int kGatherWarps = 4;
 
 constexpr int kItemBlocks = kTileN / kBlockColumns;
 constexpr int kHalf = kTileM / 2;
-constexpr uint32_t kHalfBytes = kHalf * 128;  // of an operand tile
+constexpr uint32_t kHalfBytes = kHalf * 128;  // of an operand tile: 64 rows of 64 bf16 values
 
 __device__ __forceinline__ int blocks_of(int size) { return (size + kBlockColumns - 1) / kBlockColumns; }
 __device__ __forceinline__ int items_of(int blocks) { return (blocks + kItemBlocks - 1) / kItemBlocks; }
 
-// Row of a half, slot of a block.
+// The place of a value: its row in the half, its slot in the block.
 __device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t slot) {
   return swizzle_128(row, slot / 8) / 2 + slot % 8;
 }
 
-// Where a half's pieces start: plan.starts of [MT][2][NT * 4 + 1].
+// Where each block's nonzeros of a half start in the lists, a row of plan.starts, [MT][2][NT * 4 + 1].
 __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int tile, int half, int column_tiles) {
   return plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (column_tiles * 4 + 1);
 }
 
-// A tile as its consumers see it.
+// A tile, of tokens or of neurons, as the two halves that multiply it see it.
 struct Tile {
-  int index, size;    // slots
-  int end, begin;     // of the first half's blocks, of the second half's
+  int index, size;  // slots
+  int end, begin;   // of the first half's blocks, of the second half's
 
   __device__ __forceinline__ int blocks() const { return blocks_of(size); }
 
@@ -50,8 +57,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
-// Blocks [first, last) of a tile's slots, its piece `part` of `parts`. Where there are several, piece i's sums are the
-// partial sums base + i.
+// Piece `part` of the `parts` of a tile: blocks [first, last) of its slots. Where there are several parts, part i
+// leaves its sums at place base + i.
 struct Piece {
   Tile tile;
   int first, last, part, parts, base;
@@ -65,8 +72,8 @@ __device__ __forceinline__ int4 piece_code(const Piece& piece) {
 __device__ __forceinline__ Piece piece_of(int4 code) {
   const auto low = [](int word) { return word & 0xffff; };
   const auto high = [](int word) { return static_cast<int>(static_cast<uint32_t>(word) >> 16); };
-  return {{low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w),
-          high(code.x)};
+  return {
+      {low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w), high(code.x)};
 }
 
 // A unit of the up product: blocks [first, last) of a tile, with `slots` slots, the tile's item `index`.
@@ -77,7 +84,7 @@ struct Item {
   __device__ __forceinline__ bool exists() const { return tile.index >= 0; }
 };
 
-// The code of what comes after the last item.
+// The code of the item after the last one: it does not exist.
 __device__ __forceinline__ int4 no_item() { return {-1, 0, 0, 0}; }
 
 __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
@@ -100,14 +107,16 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
       const uint32_t got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + step], step);
-      if (upper) v[i] = got;
-      else v[i + step] = got;
+      if (upper)
+        v[i] = got;
+      else
+        v[i + step] = got;
     }
   }
 }
 
-// Work `i` of CTA `cta` of `ctas`, of a list sorted by size: every other round backwards, so that no CTA is always
-// dealt the larger one.
+// What CTA `cta` of `ctas` does in a round, of a list sorted by size. Every other round is dealt backwards, so that no
+// CTA always gets the larger work: of 3 CTAs, the first has 0, 5, 6, the second 1, 4, 7.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {
   return round * ctas + (round & 1 ? ctas - 1 - cta : cta);
 }

@@ -22,8 +22,8 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
                                               int words_per_tile, uint32_t index) {
   Sector sector = {};
   if (tile < column_tiles) {
-    const uint32_t* words = segment_of(packed, token, tile, column_tiles, words_per_tile) +
-                            word_offset(index * kSectorWords, column_tiles);
+    const uint32_t* words =
+        segment_of(packed, token, tile, column_tiles, words_per_tile) + word_offset(index * kSectorWords, column_tiles);
     sector.low = reinterpret_cast<const uint4*>(words)[0];
     sector.high = reinterpret_cast<const uint4*>(words)[1];
   }

@@ -1,31 +1,52 @@
 // tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products,
-// SDDMM), and what is made of them one nonzero after the other: forward u = x w_up^T and h = g u; backward dh = dy
-// w_down_t^T, and du and dz from it.
+// SDDMM), and what is made of each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, and du and
+// dz from it.
 //
-// An item is one token tile times up to 256 of its slots. Four warps gather rows with cp.async: tokens, less a half
-// that needs none of the slots, and the slots' rows of w. A consumer warpgroup multiplies the blocks that its 64
-// tokens need, leaves the product in shared memory, two blocks at a time, and picks up what the list names. The
-// consumers also look up the next items and their rows; one of their threads draws them, from the third round on.
+// The unit of work is an item (tile/plan.cuh): one token tile of 128 tokens, times up to four blocks of 64 of its
+// slots. An item's product is dense; of its 128 x 256 values only those are used that the tile's list names. Roles:
 //
-// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u rounded to bf16 once; dh + dl1
-// sign(h) in float32, times g or u, rounded to bf16 once. l1 is summed in float32 in a fixed order. Deterministic.
+//   produce       warps 0-3: copy the rows of `a` (tokens) and of `w` (the neurons in the slots) to the stages
+//   Consumer      warps 4-11: warpgroup h multiplies the blocks that half h, 64 of the tokens, needs, and leaves the
+//                 product in shared memory as bf16. It also looks up the rows of the next item for the producer.
+//   ItemEpilogue  of each consumer thread: every 128th nonzero of its half, which it picks out of the product
+//   drawing thread  the first consumer thread: from the third round on it draws the items from a counter
+//
+// Arrays that live in registers are locals of a function and are passed by reference; no role has one as a member. An
+// array beside scalars in a struct keeps all of them in local memory until the loops over the array are unrolled, and
+// what the compiler simplifies before that stays undone: the producer's loop came out in another order.
+//
+// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once; dh +
+// dl1 sign(h) is in float32, and times g or u it is rounded to bf16 once. l1 is summed in float32 in a fixed order. The
+// results are deterministic: which CTA computes an item changes no bit.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kGroup = 32;                       // rows of a stage that a warp copies with eight instructions:
-constexpr int kTokenGroups = kTileM / kGroup;    // of tokens one for each gather warp,
-constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // of neurons at most two
+// The rows of an item are its 128 tokens and then its up to 256 neurons. A gather warp copies them in groups of 32: one
+// group takes eight instructions, each of which copies 128 bytes of each of four rows.
+constexpr int kGroup = 32;
+constexpr int kTokenGroups = kTileM / kGroup;
+constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // of a warp, at most
 static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens");
 constexpr int kRows = kTileM + kTileN;
-constexpr int kWarpRows = kRows / kConsumerWarps;  // that a consumer warp looks up
+constexpr int kWarpRows = kRows / kConsumerWarps;  // 48: the rows that a consumer warp looks up
 constexpr int kUpStages = 4;
-constexpr int kPanels = 2;  // blocks of a product that a half has room for at a time, as bf16 in shared memory
+// Shared memory has room for two blocks of a half's product. A product of four blocks is stored and picked in two
+// steps.
+constexpr int kPanels = 2;
 
-constexpr uint16_t kOne = 0x3f80;                  // bf16
+constexpr uint16_t kOne = 0x3f80;  // 1.0 in bf16
 
+constexpr int kDrawingThread = 32 * kGatherWarps;  // the first thread of the consumers
+
+// Named barriers (bar.sync) of the 128 threads of a half. 0 is that of __syncthreads.
+enum HalfBarrier { kFirstHalfBarrier = 1, kSecondHalfBarrier = 2 };
+__device__ __forceinline__ void sync_half(int half) { ptx::bar_sync(kFirstHalfBarrier + half, 128); }
+
+// What is made of a product: kL1 multiplies nothing (non-gated: h is g, only l1 is missing), kUp is forward, kGradient
+// backward.
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
 struct Outputs {
@@ -38,14 +59,16 @@ struct Outputs {
 };
 static_assert(kNextItem == kUpTickets + 1, "tile_up has its tickets side by side among the totals");
 
+// Arrays of two belong to two rounds in turn, [round % 2].
 struct Shared {
-  // The rows of this item's and the next one's stages, in groups of 32; within a group [row % 4][row / 4], so that a
-  // thread reads its own ones side by side.
+  // The rows of an item. The producer reads those of one round while the consumers write those of the next. Within a
+  // group of 32, row r is at [r % 4][r / 4]: a producer thread copies rows r, r + 4, r + 8 ..., and reads them side by
+  // side.
   alignas(16) uint32_t tokens[2][kTileM];
   alignas(16) uint16_t neurons[2][kTileN];
-  int4 items[2];  // of this round and the next; later, of the one after
-  uint64_t drawn[2];
-  uint64_t rows_ready[2];
+  int4 items[2];           // the item of a round; after the round's last stage, the item of the round after the next
+  uint64_t drawn[2];       // barrier: items[] holds the item of the round after the next
+  uint64_t rows_ready[2];  // barrier: tokens[] and neurons[] are filled
   uint64_t full[kUpStages];
   uint64_t empty[kUpStages];
   float l1_warps[kThreads / 32];
@@ -55,55 +78,25 @@ struct Shared {
 constexpr uint32_t kSharedBytes = kUpStages * kStageBytes + 2 * kPanels * kHalfBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and the row lists share one CTA's memory");
 
-// a w^T for `kBlocks` blocks of a half, kPanels at a time to its panels at `to`, one of kHalfBytes for each block: then
-// pick(first block, end), the warpgroup's threads all having written.
-template <int kBlocks, class Release, class Ahead, class Pick>
-__device__ __forceinline__ void multiply_blocks(RingOf<kUpStages>& ring, int k_blocks, uint32_t stages,
-                                                uint32_t b_offset, uint32_t to, uint32_t full, int half, uint32_t row,
-                                                uint32_t chunk, Release release, Ahead ahead, Pick pick) {
-  uint32_t product[16 * kBlocks];
-  {
-    float d[32 * kBlocks];
-    multiply<kBlocks, 0>(d, ring, k_blocks, stages, b_offset, full, half, release, ahead);
-#pragma unroll
-    for (int i = 0; i < 16 * kBlocks; ++i) product[i] = ptx::cvt_bf16x2(d[2 * i], d[2 * i + 1]);
-  }
-#pragma unroll
-  for (int first = 0; first < kBlocks; first += kPanels) {
-#pragma unroll
-    for (int j = 4 * first; j < 4 * (first + kPanels) && j < 4 * kBlocks; ++j) {  // 16 slots
-      ptx::stmatrix_x4(to + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), product[4 * j],
-                       product[4 * j + 1], product[4 * j + 2], product[4 * j + 3]);
-    }
-    ptx::bar_sync(1 + half, 128);
-    pick(first, first + kPanels);
-    ptx::bar_sync(1 + half, 128);  // the product has been read
-  }
-}
+// A CTA's shared memory: the stages, the products of both halves, Shared. All but `shared` are shared addresses.
+struct Memory {
+  Shared& shared;
+  uint32_t stages;    // [kUpStages] of kStageBytes
+  uint32_t products;  // [2 halves][kPanels] operand tiles of kHalfBytes
+  uint32_t full, empty, rows_ready, drawn;
 
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+  __device__ __forceinline__ explicit Memory(uint8_t* raw)
+      : shared(*reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared))),
+        stages(ptx::smem_address(raw)),
+        products(stages + kUpStages * kStageBytes),
+        full(ptx::smem_address(shared.full)),
+        empty(ptx::smem_address(shared.empty)),
+        rows_ready(ptx::smem_address(shared.rows_ready)),
+        drawn(ptx::smem_address(shared.drawn)) {}
 
-template <Epilogue kEpilogue>
-__global__ void __launch_bounds__(kThreads, 1)
-    tile_sddmm_kernel(const __nv_bfloat16* a, const __nv_bfloat16* w, int64_t m, int64_t k, int64_t n,
-                      const TilePlan plan, const Outputs out) {
-  constexpr bool kMultiply = kEpilogue != kL1;
-  constexpr int kWords = kEpilogue == kGradient ? 5 : 6;  // nonzeros of an item that each thread has loaded beforehand
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const uint32_t stages = ptx::smem_address(raw);
-  const uint32_t panels = stages + kUpStages * kStageBytes;  // [half][kPanels]
-  Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
-  const uint32_t full = ptx::smem_address(shared.full);
-  const uint32_t empty = ptx::smem_address(shared.empty);
-  const uint32_t rows_ready = ptx::smem_address(shared.rows_ready);
-  const uint32_t drawn = ptx::smem_address(shared.drawn);
-  const int warp = ptx::warp_index();
-  const uint32_t lane = threadIdx.x % 32;
-  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const int k_blocks = static_cast<int>((k + kTileK - 1) / kTileK);
-
-  if (threadIdx.x == 0) {
-    if (stages % 1024 != 0) __trap();  // what the swizzle is counted from
+  // By one thread.
+  __device__ __forceinline__ void init_barriers() const {
+    if (stages % 1024 != 0) __trap();  // the 128-byte swizzle is counted from multiples of 1,024
     for (int s = 0; s < kUpStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -114,285 +107,418 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
-  ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
+};
 
-  const int items = plan.totals[kItems];
-  const auto item_at = [&](int position) { return position < items ? plan.items[position] : no_item(); };
+// What is to be done, for all roles.
+struct Problem {
+  const TilePlan& plan;
+  const Outputs& out;
+  int64_t m, k;
+  int column_tiles;  // of the N neurons: it says where a tile's slots and starts lie
+  int k_blocks;      // stages of a product
+  int items;
 
-  if (warp < kGatherWarps) {
-    if constexpr (kMultiply) {
-      ptx::setmaxnreg_dec<kProducerRegisters>();
-      const uint32_t chunk = lane % 8;
-      const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
-      const int64_t pitch = k * 2;
-      const auto copy = [&](uint32_t to, const uint8_t* const (&from)[8], uint32_t bytes) {
+  __device__ __forceinline__ int4 item_at(int position) const {
+    return position < items ? plan.items[position] : no_item();
+  }
+};
+
+// The rows of a group that a lane of the producer copies, this lane's 16 bytes of the 128 of a stage: rows lane / 8,
+// lane / 8 + 4, ...
+using LaneRows = const uint8_t* [8];
+
+__device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int64_t pitch, uint32_t chunk,
+                                         const uint32_t (&row)[8]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {  // fours of rows: even ones go to place[0], odd ones to place[1]
-          ptx::cp_async_16_or_zeros(to + i / 2 * 1024 + place[i % 2], from[i], bytes);
+  for (int i = 0; i < 8; ++i) rows[i] = static_cast<const uint8_t*>(matrix) + row[i] * pitch + chunk * 16;
+}
+
+// Points to the rows that the consumers have listed for a round: rows[0] tokens, rows[1] and rows[2] neurons. `own` is
+// where this lane's rows stand in a group's list.
+__device__ __forceinline__ void look_up_rows(LaneRows (&rows)[1 + kNeuronGroups], const Shared& shared, int round,
+                                             int own, const void* a, const void* w, int64_t pitch, uint32_t chunk) {
+  const uint4 four = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own);
+  const uint4 more = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own + 4);
+  point_to(rows[0], a, pitch, chunk, {four.x, four.y, four.z, four.w, more.x, more.y, more.z, more.w});
+#pragma unroll
+  for (int g = 0; g < kNeuronGroups; ++g) {
+    const uint4 eight = *reinterpret_cast<const uint4*>(shared.neurons[round & 1] + own + g * (kGatherWarps * kGroup));
+    point_to(rows[g + 1], w, pitch, chunk,
+             {eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16, eight.z & 0xffff, eight.z >> 16,
+              eight.w & 0xffff, eight.w >> 16});
+  }
+}
+
+// Copies this lane's rows of a group to the stage's group at `to`; zeros where `bytes` is 0, beyond the end of K. Under
+// the swizzle rows lie eight to 1,024 bytes: rows lane / 8 at place[0], rows lane / 8 + 4 at place[1].
+__device__ __forceinline__ void copy_group(uint32_t to, const LaneRows& rows, const uint32_t (&place)[2],
+                                           uint32_t bytes) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) ptx::cp_async_16_or_zeros(to + i / 2 * 1024 + place[i % 2], rows[i], bytes);
+}
+
+// The producer: gather warp `warp` copies group `warp` of the tokens, and groups `warp` and `warp` + 4 of the neurons.
+__device__ __forceinline__ void produce(const Memory& memory, const Problem& problem, const __nv_bfloat16* a,
+                                        const __nv_bfloat16* w, int warp, uint32_t lane) {
+  const uint32_t chunk = lane % 8;
+  const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
+  const int64_t pitch = problem.k * 2;
+  RingOf<kUpStages> ring;
+  for (int round = 0;; ++round) {
+    ptx::mbarrier_wait(memory.rows_ready + 8 * (round & 1), round >> 1 & 1);
+    const Item item = item_of(memory.shared.items[round & 1]);
+    if (!item.exists()) break;
+    int unused;
+    // A half that needs none of the item's blocks gets no tokens.
+    const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
+    const int neuron_groups = (item.slots + kGroup - 1) / kGroup - warp;  // from this warp's first one on
+    LaneRows rows[1 + kNeuronGroups];
+    const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
+    look_up_rows(rows, memory.shared, round, own, a, w, pitch, chunk);
+    for (int kb = 0; kb < problem.k_blocks; ++kb) {
+      const uint32_t bytes = kb * kTileK + chunk * 8 < problem.k ? 16 : 0;
+      ptx::mbarrier_wait(memory.empty + 8 * ring.stage, ring.phase ^ 1);
+      const uint32_t to = memory.stages + ring.stage * kStageBytes + warp * (kGroup * 128);
+      if (tokens) copy_group(to, rows[0], place, bytes);
+#pragma unroll
+      for (int g = 0; g < kNeuronGroups; ++g) {
+        if (neuron_groups > g * kGatherWarps) {
+          copy_group(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], place, bytes);
         }
-      };
-      RingOf<kUpStages> ring;
-      for (int round = 0;; ++round) {
-        ptx::mbarrier_wait(rows_ready + 8 * (round & 1), round >> 1 & 1);
-        const Item item = item_of(shared.items[round & 1]);
-        if (!item.exists()) break;
-        int unused;
-        const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
-        const int neurons = (item.slots + kGroup - 1) / kGroup - warp;  // groups from this warp's first on
-        const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
-        const uint8_t* rows[1 + kNeuronGroups][8];  // this thread's chunk of its rows of each group, as k advances
-        const auto look_up = [&](int group, const void* base, const uint32_t (&row)[8]) {
+      }
+      ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
+      ring.advance();
+      // A copy reads its address register some time after the copy is issued, and whatever writes that register waits
+      // until then. So the pointers advance together, after the last copy: one before each copy would wait each time.
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            rows[group][i] = static_cast<const uint8_t*>(base) + row[i] * pitch + chunk * 16;
-          }
-        };
-        {
-          const uint4 four = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own);
-          const uint4 more = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own + 4);
-          look_up(0, a, {four.x, four.y, four.z, four.w, more.x, more.y, more.z, more.w});
-        }
+      for (int g = 0; g < 1 + kNeuronGroups; ++g) {
 #pragma unroll
-        for (int g = 0; g < kNeuronGroups; ++g) {
-          const uint4 eight = *reinterpret_cast<const uint4*>(shared.neurons[round & 1] + own + g * (kGatherWarps * kGroup));
-          look_up(g + 1, w, {eight.x & 0xffff, eight.x >> 16, eight.y & 0xffff, eight.y >> 16,
-                             eight.z & 0xffff, eight.z >> 16, eight.w & 0xffff, eight.w >> 16});
-        }
-        for (int kb = 0; kb < k_blocks; ++kb) {
-          const uint32_t bytes = kb * kTileK + chunk * 8 < k ? 16 : 0;
-          ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-          const uint32_t to = stages + ring.stage * kStageBytes + warp * (kGroup * 128);
-          if (tokens) copy(to, rows[0], bytes);
-#pragma unroll
-          for (int g = 0; g < kNeuronGroups; ++g) {
-            if (neurons > g * kGatherWarps) {
-              copy(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], bytes);
-            }
-          }
-          ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
-          ring.advance();
-          // All at once, and not one before its copy: a copy reads its address some time after it is issued, and till
-          // then nothing may be written there.
-#pragma unroll
-          for (int g = 0; g < 1 + kNeuronGroups; ++g) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) rows[g][i] += kTileK * 2;
-          }
-        }
+        for (int i = 0; i < 8; ++i) rows[g][i] += kTileK * 2;
       }
     }
-  } else {
-    if constexpr (kMultiply) ptx::setmaxnreg_inc<kConsumerRegisters>();
-    const int consumer = warp - 4, half = consumer / 4;
-    const uint32_t row = consumer * 16 % kHalf + (lane & 15);
-    const uint32_t own = panels + half * (kPanels * kHalfBytes);  // of this half's product, 64 slots each
-    const auto release = [&](uint32_t stage) {
-      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
-    };
-    // This lane's rows of an item: asked for before the item before it is multiplied, handed over afterwards.
-    uint32_t rows[2] = {};
-    const auto ask = [&](const Item& item) {
-      if (!item.exists()) return;
-      const uint16_t* slots = plan.slots + static_cast<int64_t>(item.tile.index) * column_tiles * kColumnTile +
-                              item.first * kBlockColumns;
-      const int of_item = kTileM + (item.last - item.first) * kBlockColumns;
+  }
+}
+
+__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last one end: the
+// nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
+using Bounds = uint32_t[kItemBlocks + 1];
+
+// A consumer thread's nonzeros of an item: `first`, first + 128, ... of those of its half. It loads the first kWords of
+// them before the product is there, and any others when it picks them.
+template <Epilogue kEpilogue>
+struct ItemEpilogue {
+  static constexpr int kWords = kEpilogue == kGradient ? 5 : 6;
+  // What the gradient needs to know of a nonzero beside its word.
+  struct Known {
+    uint32_t by_neuron;  // its index in the lists by neuron,
+    uint16_t place, u;   // its place there, and u (non-gated: 1)
+  };
+  const TilePlan& plan;
+  const Outputs& out;
+  const uint32_t product;  // shared address of this half's product
+  const Bounds& bounds;
+  const uint32_t first, end;
+  uint32_t (&words)[kWords];
+  Known (&known)[kWords];
+  float l1 = 0.0f, dl1;
+
+  __device__ __forceinline__ ItemEpilogue(const Problem& problem, uint32_t product, const Bounds& bounds,
+                                          uint32_t (&words)[kWords], Known (&known)[kWords])
+      : plan(problem.plan),
+        out(problem.out),
+        product(product),
+        bounds(bounds),
+        first(bounds[0] + threadIdx.x % 128),
+        end(bounds[kItemBlocks]),
+        words(words),
+        known(known) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int r = consumer * kWarpRows + 32 * i + lane;
-        if (i == 1 && lane >= kWarpRows - 32) break;
-        rows[i] = 0;
-        if (r < kTileM) {  // where there is no token, any will do: what comes of it is never looked at
-          const int64_t position = static_cast<int64_t>(item.tile.index) * kTileM + r;
-          if (position < m) rows[i] = plan.tokens == nullptr ? position : plan.tokens[position];
-        } else if (r < of_item) {
-          rows[i] = slots[r - kTileM];
-        }
+    for (int i = 0; i < kWords; ++i) words[i] = first + 128 * i < end ? plan.lists[first + 128 * i] : 0;
+    dl1 = kEpilogue == kGradient ? *out.gradient.dl1 : 0.0f;
+  }
+
+  __device__ __forceinline__ Known known_of(uint32_t at) const {
+    const Gradient& to = out.gradient;
+    return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
+  }
+
+  // While the last stage is multiplied; the words were asked for before the first.
+  __device__ __forceinline__ void load_known() {
+    if constexpr (kEpilogue == kGradient) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if (first + 128 * i < end) known[i] = known_of(first + 128 * i);
       }
-    };
-    const auto hand_over = [&](int round) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int r = consumer * kWarpRows + 32 * i + lane;
-        const int at = r / kGroup * kGroup + r % 4 * 8 + r % kGroup / 4;
-        if (i == 1 && lane >= kWarpRows - 32) break;
-        if (r < kTileM) {
-          shared.tokens[round & 1][at] = rows[i];
-        } else {
-          shared.neurons[round & 1][at - kTileM] = rows[i];
-        }
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(rows_ready + 8 * (round & 1));
-    };
-    RingOf<kUpStages> ring;
-    // The first two rounds (without a product all) are dealt, what follows goes to whoever is there: SMs are not
-    // equally near to L2. One thread draws, two rounds ahead. It publishes the item once it has the last stage of a
-    // round: till then the others may read the item of that round, whose place this one takes.
-    const bool draws = threadIdx.x == 128;
-    int4 code = item_at(deal(0, blockIdx.x, gridDim.x)), next = item_at(deal(1, blockIdx.x, gridDim.x));
-    // Where the nonzeros lie that this half has in an item: block by block, side by side.
-    uint32_t bounds_ahead[kItemBlocks + 1];
-    const auto ask_bounds = [&](const Item& item) {
-      int from;
-      const int blocks = item.tile.needed(half, item.first, item.last, from);
-      const uint32_t* starts = starts_of(plan, item.tile.index, half, column_tiles) + from;
-#pragma unroll
-      for (int b = 0; b <= kItemBlocks; ++b) bounds_ahead[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
-    };
-    if constexpr (kMultiply) {
-      if (draws) shared.items[0] = code, shared.items[1] = next;
-      ask(item_of(code));
-      hand_over(0);
-      ask(item_of(next));
     }
-    ask_bounds(item_of(code));
+  }
+
+  // The nonzeros of blocks [from_block, end_block) of this half.
+  __device__ __forceinline__ void pick(int from_block, int end_block) {
+    const uint32_t begin = bounds[from_block], end = bounds[end_block];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t at = first + 128 * i;
+      if (at >= begin && at < end) finish(words[i], at, known[i]);
+    }
+    for (uint32_t at = first + 128 * kWords; at < end; at += 128) {
+      if (at < begin) continue;
+      finish(plan.lists[at], at, kEpilogue == kGradient ? known_of(at) : Known());
+    }
+  }
+
+  // The nonzero `word`, which is at `at` in the lists.
+  __device__ __forceinline__ void finish(uint32_t word, uint32_t at, const Known& known) {
+    const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
+    if constexpr (kEpilogue == kL1) {
+      l1 += fabsf(g);
+      return;
+    }
+    const uint32_t panel = ((at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3])) % kPanels;
+    const uint32_t bits = ptx::ld_shared_u16(product + panel * kHalfBytes + (word & 0xffff) * 2);
+    const float value = __uint_as_float(bits << 16);
+    if constexpr (kEpilogue == kUp) {
+      const float h = rounded(g * value);
+      out.hidden[at] = __float_as_uint(h) | (word & 0xffff);
+      if (out.ups != nullptr) out.ups[at] = bits;
+      l1 += fabsf(h);
+    } else {
+      store_gradients(word, at, g, value, known);
+    }
+  }
+
+  __device__ __forceinline__ void store_gradients(uint32_t word, uint32_t at, float g, float product_of_dy,
+                                                  const Known& known) const {
+    const Gradient& to = out.gradient;
+    const uint32_t by_neuron = known.by_neuron, place = known.place;
+    const bool gated = to.ups != nullptr;
+    const float u = __uint_as_float(static_cast<uint32_t>(known.u) << 16);
+    const float h = rounded(g * u);
+    const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // a NaN h has the sign NaN
+    const float dh = product_of_dy + dl1 * sign;
+    const uint32_t dz = __float_as_uint(rounded(dh * u));
+    to.dz[at] = dz | (word & 0xffff);
+    to.dz_by_neuron[by_neuron] = dz | place;
+    to.h_by_neuron[by_neuron] = __float_as_uint(h) | place;
+    if (gated) {
+      const uint32_t du = __float_as_uint(rounded(dh * g));
+      to.du[at] = du | (word & 0xffff);
+      to.du_by_neuron[by_neuron] = du | place;
+    }
+  }
+};
+
+// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it, and without a product all are. Later
+// ones are drawn: some SMs are nearer to L2 than others, and a CTA that is through earlier takes more.
+template <Epilogue kEpilogue>
+struct Consumer {
+  using ThisEpilogue = ItemEpilogue<kEpilogue>;
+  static constexpr bool kMultiplies = kEpilogue != kL1;
+  const Memory& memory;
+  const Problem& problem;
+  int warp, half;
+  uint32_t lane;
+  uint32_t product;  // shared address of this half's product
+  bool draws;        // this is the drawing thread
+  RingOf<kUpStages> ring;
+  uint32_t (&rows)[2];  // of the item after this one, what this lane has looked up: 32 lanes share 48 rows
+  int4 code, next;      // of the item at hand, then of the next one, and of that after it
+  Bounds& next_bounds;
+  int ticket = 0;  // the drawing thread's
+
+  __device__ __forceinline__ Consumer(const Memory& memory, const Problem& problem, int warp, uint32_t lane,
+                                      uint32_t (&rows)[2], Bounds& next_bounds)
+      : memory(memory),
+        problem(problem),
+        warp(warp),
+        half(warp / 4),
+        lane(lane),
+        product(memory.products + half * (kPanels * kHalfBytes)),
+        draws(threadIdx.x == kDrawingThread),
+        rows(rows),
+        next_bounds(next_bounds) {}
+
+  __device__ __forceinline__ void run() {
+    code = problem.item_at(deal(0, blockIdx.x, gridDim.x)), next = problem.item_at(deal(1, blockIdx.x, gridDim.x));
+    if constexpr (kMultiplies) {
+      if (draws) memory.shared.items[0] = code, memory.shared.items[1] = next;
+      ask_for_rows(item_of(code));
+      hand_over_rows(0);
+      ask_for_rows(item_of(next));
+    }
+    ask_for_bounds(item_of(code));
     for (int round = 0; item_of(code).exists(); ++round) {
       const Item item = item_of(code);
       code = next;
-      if constexpr (kMultiply) hand_over(round + 1);
-      int ticket = 0;
-      if (kMultiply && draws) ticket = atomicAdd(out.tickets + 1, 1);
+      if constexpr (kMultiplies) hand_over_rows(round + 1);
+      ticket = 0;
+      if (kMultiplies && draws) ticket = atomicAdd(problem.out.tickets + 1, 1);
       int from;
       const int blocks = item.tile.needed(half, item.first, item.last, from);
-      uint32_t bounds[kItemBlocks + 1];
+      Bounds bounds;
 #pragma unroll
-      for (int b = 0; b <= kItemBlocks; ++b) bounds[b] = bounds_ahead[b];
-      const uint32_t first = bounds[0] + threadIdx.x % 128, end = bounds[kItemBlocks];
-      uint32_t words[kWords];
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) words[i] = first + 128 * i < end ? plan.lists[first + 128 * i] : 0;
-      float l1 = 0.0f;
-      const float dl1 = kEpilogue == kGradient ? *out.gradient.dl1 : 0.0f;
-      // What there is to know of a nonzero, beside its word, for its gradients.
-      struct Known {
-        uint32_t by_neuron;
-        uint16_t place, u;
-      };
-      const auto known_of = [&](uint32_t at) -> Known {
-        const Gradient& to = out.gradient;
-        return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
-      };
-      const auto finish = [&](uint32_t word, uint32_t at, const Known& known) {
-        const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
-        if constexpr (kEpilogue == kL1) {
-          l1 += fabsf(g);
-          return;
-        }
-        const uint32_t panel = ((at >= bounds[1]) + (at >= bounds[2]) + (at >= bounds[3])) % kPanels;
-        const uint32_t bits = ptx::ld_shared_u16(own + panel * kHalfBytes + (word & 0xffff) * 2);
-        const float product = __uint_as_float(bits << 16);
-        if constexpr (kEpilogue == kUp) {
-          const float h = rounded(g * product);
-          out.hidden[at] = __float_as_uint(h) | (word & 0xffff);
-          if (out.ups != nullptr) out.ups[at] = bits;
-          l1 += fabsf(h);
-        } else {
-          const Gradient& to = out.gradient;
-          const uint32_t by_neuron = known.by_neuron, place = known.place;
-          const bool gated = to.ups != nullptr;
-          const float u = __uint_as_float(static_cast<uint32_t>(known.u) << 16);
-          const float h = rounded(g * u);
-          const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // of NaN, NaN
-          const float dh = product + dl1 * sign;
-          const uint32_t dz = __float_as_uint(rounded(dh * u));
-          to.dz[at] = dz | (word & 0xffff);
-          to.dz_by_neuron[by_neuron] = dz | place;
-          to.h_by_neuron[by_neuron] = __float_as_uint(h) | place;
-          if (gated) {
-            const uint32_t du = __float_as_uint(rounded(dh * g));
-            to.du[at] = du | (word & 0xffff);
-            to.du_by_neuron[by_neuron] = du | place;
-          }
-        }
-      };
-      Known known[kWords];
-      const auto publish = [&] {
-        if (!draws) return;
-        shared.items[round & 1] = item_at(2 * static_cast<int>(gridDim.x) + ticket);
-        ptx::mbarrier_arrive(drawn + 8 * (round & 1));
-      };
-      const auto ahead = [&] {
-        publish();
-        if constexpr (kEpilogue == kGradient) {
-#pragma unroll
-          for (int i = 0; i < kWords; ++i) {
-            if (first + 128 * i < end) known[i] = known_of(first + 128 * i);
-          }
-        }
-      };
-      const auto ask_ahead = [&] {
-        if constexpr (kMultiply) {
-          ptx::mbarrier_wait(drawn + 8 * (round & 1), round >> 1 & 1);
-          next = shared.items[round & 1];
-          ask(item_of(next));
-        } else {
-          next = item_at(deal(round + 2, blockIdx.x, gridDim.x));
-        }
-        ask_bounds(item_of(code));
-      };
-      const auto pick = [&](int from_block, int end_block) {
-        if (from_block == 0) ask_ahead();
-        const uint32_t begin = bounds[from_block], end = bounds[end_block];
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-          const uint32_t at = first + 128 * i;
-          if (at >= begin && at < end) finish(words[i], at, known[i]);
-        }
-        for (uint32_t at = first + 128 * kWords; at < end; at += 128) {
-          if (at < begin) continue;
-          finish(plan.lists[at], at, kEpilogue == kGradient ? known_of(at) : Known());
-        }
-      };
-      if constexpr (kMultiply) {
+      for (int b = 0; b <= kItemBlocks; ++b) bounds[b] = next_bounds[b];
+      uint32_t words[ThisEpilogue::kWords];
+      typename ThisEpilogue::Known known[ThisEpilogue::kWords];
+      ThisEpilogue epilogue(problem, product, bounds, words, known);
+      if constexpr (kMultiplies) {
         const uint32_t b_offset = (from - item.first) * (kBlockColumns * 128);
-        const uint32_t chunk = lane / 16;
         switch (blocks) {
-          case 0:
-            pass_by(ring, k_blocks, full, release);
-            publish();
-            ask_ahead();
-            break;
-          case 1:
-            multiply_blocks<1>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
-            break;
-          case 2:
-            multiply_blocks<2>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
-            break;
-          case 3:
-            multiply_blocks<3>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
-            break;
-          default:
-            multiply_blocks<4>(ring, k_blocks, stages, b_offset, own, full, half, row, chunk, release, ahead, pick);
+          case 0: skip(round); break;
+          case 1: multiply_blocks<1>(b_offset, round, epilogue); break;
+          case 2: multiply_blocks<2>(b_offset, round, epilogue); break;
+          case 3: multiply_blocks<3>(b_offset, round, epilogue); break;
+          default: multiply_blocks<4>(b_offset, round, epilogue);
         }
       } else {
-        pick(0, kItemBlocks);
+        look_ahead(round);
+        epilogue.pick(0, kItemBlocks);
       }
-      if constexpr (kEpilogue != kGradient) {
-        for (int offset = 16; offset > 0; offset /= 2) l1 += __shfl_xor_sync(~0u, l1, offset);
-        const int64_t part = static_cast<int64_t>(item.tile.index) * column_tiles + item.index;
-        if (lane == 0) out.l1_partials[part * kConsumerWarps + consumer] = l1;
-      }
+      if constexpr (kEpilogue != kGradient) store_l1(item, epilogue.l1);
     }
-    __threadfence();
   }
 
-  // The last CTA sets the counters back; forward it adds what all have written to l1, always in the same order.
+  // The rows of the next item are asked for before the item at hand is multiplied, and handed over afterwards. Where
+  // there is no token, row 0 stands in: no list names what comes of it.
+  __device__ __forceinline__ void ask_for_rows(const Item& item) {
+    if (!item.exists()) return;
+    const TilePlan& plan = problem.plan;
+    const int32_t* tokens = plan.tokens;
+    const uint16_t* slots = plan.slots + static_cast<int64_t>(item.tile.index) * problem.column_tiles * kColumnTile +
+                            item.first * kBlockColumns;
+    const int of_item = kTileM + (item.last - item.first) * kBlockColumns;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = warp * kWarpRows + 32 * i + lane;
+      if (i == 1 && lane >= kWarpRows - 32) break;
+      rows[i] = 0;
+      if (r < kTileM) {
+        const int64_t position = static_cast<int64_t>(item.tile.index) * kTileM + r;
+        if (position < problem.m) rows[i] = tokens == nullptr ? position : tokens[position];
+      } else if (r < of_item) {
+        rows[i] = slots[r - kTileM];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void hand_over_rows(int round) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = warp * kWarpRows + 32 * i + lane;
+      const int at = r / kGroup * kGroup + r % 4 * 8 + r % kGroup / 4;
+      if (i == 1 && lane >= kWarpRows - 32) break;
+      if (r < kTileM) {
+        memory.shared.tokens[round & 1][at] = rows[i];
+      } else {
+        memory.shared.neurons[round & 1][at - kTileM] = rows[i];
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(memory.rows_ready + 8 * (round & 1));
+  }
+
+  // Where this half's nonzeros of an item lie: block by block, side by side.
+  __device__ __forceinline__ void ask_for_bounds(const Item& item) {
+    int from;
+    const int blocks = item.tile.needed(half, item.first, item.last, from);
+    const uint32_t* starts = starts_of(problem.plan, item.tile.index, half, problem.column_tiles) + from;
+#pragma unroll
+    for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
+  }
+
+  // Publishes the item drawn two rounds ahead, in the place of this round's. That one is read no more: every reader has
+  // read it before this warpgroup gets the round's last stage.
+  __device__ __forceinline__ void publish_draw(int round) {
+    if (!draws) return;
+    memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);
+    ptx::mbarrier_arrive(memory.drawn + 8 * (round & 1));
+  }
+
+  // Asks for the rows of the item two rounds ahead, and the bounds of the next one.
+  __device__ __forceinline__ void look_ahead(int round) {
+    if constexpr (kMultiplies) {
+      ptx::mbarrier_wait(memory.drawn + 8 * (round & 1), round >> 1 & 1);
+      next = memory.shared.items[round & 1];
+      ask_for_rows(item_of(next));
+    } else {
+      next = problem.item_at(deal(round + 2, blockIdx.x, gridDim.x));
+    }
+    ask_for_bounds(item_of(code));
+  }
+
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
+  }
+
+  // An item of which this half needs no block.
+  __device__ __forceinline__ void skip(int round) {
+    pass_by(ring, problem.k_blocks, memory.full, [&](uint32_t stage) { release(stage); });
+    publish_draw(round);
+    look_ahead(round);
+  }
+
+  // `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels at a time they go to shared memory, one operand
+  // tile for each block; between two barriers of the half's threads the epilogue picks its nonzeros there.
+  template <int kBlocks>
+  __device__ __forceinline__ void multiply_blocks(uint32_t b_offset, int round, ThisEpilogue& epilogue) {
+    uint32_t pairs[16 * kBlocks];
+    {
+      float d[32 * kBlocks];
+      multiply<kBlocks, 0>(
+          d, ring, problem.k_blocks, memory.stages, b_offset, memory.full, half,
+          [&](uint32_t stage) { release(stage); },
+          [&] {
+            publish_draw(round);
+            epilogue.load_known();
+          });
+#pragma unroll
+      for (int i = 0; i < 16 * kBlocks; ++i) pairs[i] = ptx::cvt_bf16x2(d[2 * i], d[2 * i + 1]);
+    }
+    const uint32_t row = warp * 16 % kHalf + (lane & 15), chunk = lane / 16;
+#pragma unroll
+    for (int first = 0; first < kBlocks; first += kPanels) {
+#pragma unroll
+      for (int j = 4 * first; j < 4 * (first + kPanels) && j < 4 * kBlocks; ++j) {  // 16 slots
+        ptx::stmatrix_x4(product + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), pairs[4 * j],
+                         pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]);
+      }
+      sync_half(half);  // all of the half's product is there
+      if (first == 0) look_ahead(round);
+      epilogue.pick(first, first + kPanels);
+      sync_half(half);  // and all of it has been read
+    }
+  }
+
+  __device__ __forceinline__ void store_l1(const Item& item, float l1) const {
+    for (int offset = 16; offset > 0; offset /= 2) l1 += __shfl_xor_sync(~0u, l1, offset);
+    const int64_t part = static_cast<int64_t>(item.tile.index) * problem.column_tiles + item.index;
+    if (lane == 0) problem.out.l1_partials[part * kConsumerWarps + warp] = l1;
+  }
+};
+
+// Whether this CTA is the last of the grid to come here. If so, the counters are zero again.
+__device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    shared.last = atomicAdd(out.tickets, 1) == static_cast<int>(gridDim.x) - 1;
-    if (shared.last) out.tickets[0] = out.tickets[1] = 0;
+    shared.last = atomicAdd(tickets, 1) == static_cast<int>(gridDim.x) - 1;
+    if (shared.last) tickets[0] = tickets[1] = 0;
   }
   __syncthreads();
-  if (kEpilogue == kGradient || !shared.last) return;
+  return shared.last;
+}
+
+// l1 from what all CTAs have left, always in the same order: thread t sums token tiles t, t + 384, ...; then the
+// threads of a warp are added, then the warps.
+__device__ __forceinline__ void sum_l1(Shared& shared, const Problem& problem, int warp, uint32_t lane) {
   __threadfence();
   float sum = 0.0f;
-  const int64_t tiles = (m + kTileM - 1) / kTileM;
-  for (int64_t t = threadIdx.x; t < tiles; t += kThreads) {
-    const float4* partials = reinterpret_cast<const float4*>(out.l1_partials + t * column_tiles * kConsumerWarps);
-    const int of = items_of(plan.tiles[t].y) * (kConsumerWarps / 4);
+  const int64_t token_tiles = (problem.m + kTileM - 1) / kTileM;
+  for (int64_t t = threadIdx.x; t < token_tiles; t += kThreads) {
+    const float4* partials =
+        reinterpret_cast<const float4*>(problem.out.l1_partials + t * problem.column_tiles * kConsumerWarps);
+    const int of = items_of(problem.plan.tiles[t].y) * (kConsumerWarps / 4);
     for (int i = 0; i < of; ++i) {
       const float4 four = __ldcg(partials + i);
       sum += (four.x + four.y) + (four.z + four.w);
@@ -404,8 +530,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     float all = 0.0f;
     for (int w = 0; w < kThreads / 32; ++w) all += shared.l1_warps[w];
-    *out.l1 = all;
+    *problem.out.l1 = all;
   }
+}
+
+template <Epilogue kEpilogue>
+__global__ void __launch_bounds__(kThreads, 1)
+    tile_sddmm_kernel(const __nv_bfloat16* a, const __nv_bfloat16* w, int64_t m, int64_t k, int64_t n,
+                      const TilePlan plan, const Outputs out) {
+  constexpr bool kMultiplies = kEpilogue != kL1;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const Memory memory(raw);
+  const int warp = ptx::warp_index();
+  const uint32_t lane = threadIdx.x % 32;
+  const int column_tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
+  const int k_blocks = static_cast<int>((k + kTileK - 1) / kTileK);
+  if (threadIdx.x == 0) memory.init_barriers();
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  const Problem problem = {plan, out, m, k, column_tiles, k_blocks, plan.totals[kItems]};
+
+  if (warp < kGatherWarps) {
+    if constexpr (kMultiplies) {
+      ptx::setmaxnreg_dec<kProducerRegisters>();
+      produce(memory, problem, a, w, warp, lane);
+    }
+  } else {
+    if constexpr (kMultiplies) ptx::setmaxnreg_inc<kConsumerRegisters>();
+    uint32_t rows[2] = {};
+    Bounds next_bounds;
+    Consumer<kEpilogue>(memory, problem, warp - kGatherWarps, lane, rows, next_bounds).run();
+    __threadfence();
+  }
+  const bool last = is_last_cta(memory.shared, out.tickets);
+  if (kEpilogue == kGradient || !last) return;
+  sum_l1(memory.shared, problem, warp, lane);
 }
 
 cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64_t, int64_t, int64_t, TilePlan, Outputs),

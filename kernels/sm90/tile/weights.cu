@@ -1,22 +1,24 @@
 // tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron]
-// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. Tiles of 128 neurons (NeuronPlan), whose slots are
-// tokens.
+// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. The tiles are of 128 neurons (NeuronPlan), whose
+// slots are tokens.
 //
-// A unit is one tile times 256 columns of dW, over all blocks of the tile, or those of a piece of it; fuller ones come
-// first, all columns of one together: units as large that begin together go through the same rows of x in step, and
-// find them in L2. Four warps copy the rows of a block's tokens (an MN-major operand). A consumer warpgroup multiplies
-// the blocks that its 64 neurons need; each of its warps fetches its 16 rows of the other operand (tile_operands)
-// itself, and no barrier joins the four: a warp's share of a WGMMA reads the rows of its own accumulators and no others,
-// which PTX does not say, but bits do. A consumer stores its sums before it lets the blocks pass that it does not need:
-// the other one multiplies meanwhile.
+// A unit is one tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller tiles
+// come first, and all columns of one come together: units as large that begin together go through the same rows of x in
+// step, and find them in L2. Roles:
 //
-// Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile, and each consumer has
-// one of the operands.
+//   Producer        warps 0-3: copy the rows of x (or dy) of a block's tokens, an MN-major operand
+//   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
+//                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps: a warp's
+//                   share of a WGMMA reads the rows of its own accumulators and no others, which PTX does not say, but
+//                   bits do.
+//   drawing thread  the first producer thread draws all units, the first ones too: with a CTA that has to wait for its
+//                   SM, no unit waits. It draws the next unit late in the one before, so that the CTA that is through
+//                   first gets it.
 //
-// Units are drawn, the first ones too: with a CTA that has to wait for its SM waits nothing else. A gathering thread
-// draws the next unit late in the one before, so that it goes to whoever is through first.
-//
-// Of a tile in pieces, each leaves its sums in global memory, and whoever comes last adds them up.
+// A consumer stores its sums before it lets those blocks pass that it does not need: the other consumer multiplies
+// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile ("paired"),
+// and each consumer has one of the operands. Of a tile in pieces, each piece leaves its sums in global memory, and
+// whoever comes last adds them up.
 //
 // Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
 // dW is float32, not. Deterministic.
@@ -27,49 +29,56 @@
 namespace sparsellm {
 namespace {
 
-constexpr uint32_t kWarpBytes = kHalfBytes / 4;     // of an operand tile, 16 rows
-constexpr int kOperands = 4;                        // operand tiles of a consumer in flight
-constexpr int kRowStages = 5;                       // of B
-constexpr uint32_t kPlaces = 4;                     // for units that are drawn
-constexpr int kDrawAhead = 6;                       // blocks from a draw to the end,
-constexpr int kTicketBlocks = 2;                    // and until its ticket is there
+constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // of an operand tile, 16 rows
+constexpr int kOperands = 4;                     // operand tiles of a consumer in flight
+constexpr int kRowStages = 5;                    // of B
+constexpr uint32_t kPlaces = 4;                  // for units that are drawn: round r's is in place r % 4
+constexpr int kDrawAhead = 6;                    // the next unit is drawn so many blocks before the end of this one,
+constexpr int kTicketBlocks = 2;                 // and its ticket is used so many blocks later, when it has arrived
 static_assert(kTicketBlocks < kRowStages, "a stage may wait for a consumer that waits for the next unit");
+
+constexpr int kDrawingThread = 0;
+
+// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. 0 is that of __syncthreads.
+enum NamedBarrier { kConsumerBarrier = 1 };
 
 // The units of a piece are drawn one after the other, all columns of a half together.
 struct alignas(16) Unit {
   int4 code;   // of the piece
   int column;  // counted in units; -1: there is no unit
-  int half;    // paired
+  int half;    // of the tile, if paired
 };
 
 struct Shared {
-  Unit units[kPlaces];  // of the rounds, in turn; read where needed: the consumers have no registers left
-  uint64_t drawn[kPlaces];
-  uint64_t left[kPlaces];  // by all warps
+  Unit units[kPlaces];      // read where they are needed: the consumers have no registers left
+  uint64_t drawn[kPlaces];  // barrier: the unit is there
+  uint64_t left[kPlaces];   // barrier: all warps are done with the unit
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
-  uint64_t arrived[kConsumerWarps][kOperands];
-  bool last[2];  // [consumer] to finish a tile in pieces
+  uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile
+  bool last[2];                                 // [consumer] to finish a tile in pieces
 };
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
 
-// kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows: each has an operand and
-// a dW of its own.
-template <bool kPaired, class Out>
-__global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightGradient a) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const uint32_t operands = ptx::smem_address(raw);  // [consumer][kOperands]
-  const uint32_t stages = operands + 2 * kOperands * kHalfBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared));
-  const uint32_t full = ptx::smem_address(shared.full);
-  const uint32_t empty = ptx::smem_address(shared.empty);
-  const int warp = ptx::warp_index();
-  const uint32_t lane = threadIdx.x % 32;
+// A CTA's shared memory: the operand tiles of both consumers, the stages of B, Shared. All but `shared` are shared
+// addresses.
+struct Memory {
+  Shared& shared;
+  uint32_t operands;  // [consumer][kOperands]
+  uint32_t stages, full, empty;
 
-  if (threadIdx.x == 0) {
-    if (operands % 1024 != 0) __trap();  // what the swizzle is counted from
+  __device__ __forceinline__ explicit Memory(uint8_t* raw)
+      : shared(*reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared))),
+        operands(ptx::smem_address(raw)),
+        stages(operands + 2 * kOperands * kHalfBytes),
+        full(ptx::smem_address(shared.full)),
+        empty(ptx::smem_address(shared.empty)) {}
+
+  // By one thread.
+  __device__ __forceinline__ void init_barriers() const {
+    if (operands % 1024 != 0) __trap();  // the 128-byte swizzle is counted from multiples of 1,024
     for (int s = 0; s < kRowStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -83,73 +92,56 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
-  ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
 
-  const NeuronPlan& plan = a.plan;
-  const auto columns = [&] { return static_cast<int>((a.k + kTileN - 1) / kTileN); };
-  const auto unit_in = [&](uint32_t round) -> Unit& { return shared.units[round % kPlaces]; };
-  const auto wait_for = [&](uint32_t round) {
+  // The units of the rounds: wait_for before the first look at one, leave after the last, both by whole warps.
+  __device__ __forceinline__ Unit& unit_in(uint32_t round) const { return shared.units[round % kPlaces]; }
+  __device__ __forceinline__ void wait_for(uint32_t round) const {
     ptx::mbarrier_wait(ptx::smem_address(shared.drawn + round % kPlaces), round / kPlaces & 1);
-  };
-  const auto leave = [&](uint32_t round) {
+  }
+  __device__ __forceinline__ void leave(uint32_t round, uint32_t lane) const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(shared.left + round % kPlaces));
+  }
+};
+
+__device__ __forceinline__ int columns_of(const WeightGradient& a) {  // units that a row of dW is cut into
+  return static_cast<int>((a.k + kTileN - 1) / kTileN);
+}
+__device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
+  return (a.m + kTileM - 1) / kTileM * kTileM;
+}
+
+// Copies the rows of the units, and draws them.
+template <bool kPaired>
+struct Producer {
+  // What is to be copied of a unit: blocks [first, last) of a tile's slots. The next unit is drawn at block `draw`.
+  struct Range {
+    int column, tile, first, last, draw;
   };
-  const int64_t slots_per_tile = (a.m + kTileM - 1) / kTileM * kTileM;
-  if (warp < kGatherWarps) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    const Gather gather(warp, lane);
-    RingOf<kRowStages> ring;
-    const int of_piece = columns() * (kPaired ? 2 : 1), count = plan.totals[kPieces] * of_piece;
-    int ticket = 0;
-    // Every CTA draws once in vain: the last of these draws is the last of all, and sets the counter back.
-    const auto draw = [&] {
-      unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
-      if (threadIdx.x == 0) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
-    };
-    const auto publish = [&](uint32_t round) {
-      // All wait: a loop for one thread alone, and the compiler no longer has the stage in a uniform register.
-      ptx::mbarrier_wait(ptx::smem_address(shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
-      if (threadIdx.x != 0) return;
-      Unit& unit = unit_in(round);
-      const uint32_t drawn = ptx::smem_address(shared.drawn + round % kPlaces);
-      const bool exists = ticket < count;  // what does not repeats the first piece
-      ptx::cp_async_16(ptx::smem_address(&unit.code), plan.order + (exists ? ticket / of_piece : 0));
-      ptx::cp_async_mbarrier_arrive(drawn);
-      unit.column = exists ? ticket % columns() : -1;
-      unit.half = ticket / columns() % 2;
-      ptx::mbarrier_arrive(drawn);
-    };
-    struct Range {
-      int column, tile, first, last, draw;  // at which block the next unit is drawn
-    };
-    const auto range_in = [&](uint32_t round) {
-      wait_for(round);
-      const Unit unit = unit_in(round);
-      leave(round);
-      const Piece piece = piece_of(unit.code);
-      Range range = {unit.column, piece.tile.index, piece.first, piece.last, 0};
-      int from;
-      const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
-      if constexpr (kPaired) range.first = from, range.last = from + steps;
-      // Where the first consumer ends, it wants the next unit, and lets no block pass before.
-      range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
-      return range;
-    };
+  const Memory& memory;
+  const WeightGradient& a;
+  const Gather& gather;
+  uint32_t lane;
+  int of_piece;  // units of a piece
+  int count;     // of all units
+  int ticket = 0;
+  Range next_range;
+  uint4 next;  // this thread's slots of the next block
+  RingOf<kRowStages> ring;
+
+  __device__ __forceinline__ Producer(const Memory& memory, const WeightGradient& a, const Gather& gather,
+                                      uint32_t lane)
+      : memory(memory),
+        a(a),
+        gather(gather),
+        lane(lane),
+        of_piece(columns_of(a) * (kPaired ? 2 : 1)),
+        count(a.plan.totals[kPieces] * of_piece) {}
+
+  __device__ __forceinline__ void run() {
     draw();
     publish(0);
-    Range next_range = range_in(0);
-    uint4 next;  // this thread's slots of a block, one block ahead
-    const auto load = [&](const Range& of, int block) {
-      if (of.first == of.last) return;  // nothing is there, not even to look at
-      next = *reinterpret_cast<const uint4*>(plan.slots + of.tile * slots_per_tile + block * kTileK + gather.first_row);
-    };
-    const auto look_ahead = [&](uint32_t round) {
-      next_range = range_in(round);
-      load(next_range, next_range.first);
-    };
+    next_range = range_in(0);
     load(next_range, next_range.first);
     for (uint32_t round = 0; next_range.column >= 0; ++round) {
       const Range of = next_range;
@@ -163,9 +155,9 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         } else {
           look_ahead(round + 1);
         }
-        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        gather.copy(stages + ring.stage * kBBytes, a.rows, slots, column, a.k, a.k);
-        ptx::cp_async_mbarrier_arrive(full + 8 * ring.stage);
+        ptx::mbarrier_wait(memory.empty + 8 * ring.stage, ring.phase ^ 1);
+        gather.copy(memory.stages + ring.stage * kBBytes, a.rows, slots, column, a.k, a.k);
+        ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
         ring.advance();
       }
       if (of.first == of.last) {
@@ -174,172 +166,290 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
         look_ahead(round + 1);
       }
     }
-  } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
-    const int consumer = warp / 4 - 1;          // the half of a tile that this one multiplies, or, paired, the operand
-    const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
-    const auto dw = static_cast<Out*>(kPaired && consumer != 0 ? a.dw[1] : a.dw[0]);
-    const auto release = [&](uint32_t stage) {
-      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
-    };
-    // The products of a unit that this consumer needs: of blocks [from, from + steps) of the tile.
-    struct Work {
-      Piece piece;
-      int half, from, steps;
-    };
-    const auto work_of = [&](uint32_t round) {
-      wait_for(round);
-      const Unit& unit = unit_in(round);
-      Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
-      work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
-      if (work.steps == 0) work.from = work.piece.last;  // it lets all pass, then stores
-      return work;
-    };
-    // Operand tiles are used in turn, and the one of a step is fetched to where that of kOperands steps before has
-    // been: each warp fetches its own 16 rows, which no other reads.
-    const uint32_t own = operands + consumer * (kOperands * kHalfBytes);
-    const uint32_t arrived = ptx::smem_address(shared.arrived[warp - 4]);
-    RingOf<kOperands> used;
-    const auto operand = static_cast<const uint8_t*>(kPaired && consumer != 0 ? a.operands[1] : a.operands[0]);
-    const auto fetch = [&](const Work& of, int step, uint32_t to) {
-      const int64_t tile = (of.piece.tile.index * (slots_per_tile / kTileK) + of.from + step) * 2 + of.half;
-      const uint32_t at = warp % 4 * kWarpBytes;
-      ptx::bulk_load_if(lane == 0 && step < of.steps, own + to * kHalfBytes + at, operand + tile * kHalfBytes + at,
-                        kWarpBytes, arrived + 8 * to);
-    };
-    const auto fetch_first = [&](const Work& of) {
-#pragma unroll
-      for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
-    };
-    RingOf<kRowStages> ring;
-    Work next = work_of(0);
-    int passing = 0;  // stages that this consumer does not need, behind those that it did
-    if (unit_in(0).column >= 0) fetch_first(next);
-    for (uint32_t round = 0; unit_in(round).column >= 0; leave(round++)) {
+  }
+
+  // Every CTA draws once in vain. The last of these draws is the last of all, and sets the counter back: with 10 units
+  // and 3 CTAs the counter goes from 0 to 12, and the 13th draw makes it 0.
+  __device__ __forceinline__ void draw() {
+    unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
+    if (threadIdx.x == kDrawingThread) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
+  }
+
+  // The drawing thread tells all warps what it has drawn for a round. All threads wait for the place: with a loop for
+  // one thread alone, the compiler no longer has the stage in a uniform register.
+  __device__ __forceinline__ void publish(uint32_t round) {
+    ptx::mbarrier_wait(ptx::smem_address(memory.shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
+    if (threadIdx.x != kDrawingThread) return;
+    Unit& unit = memory.unit_in(round);
+    const uint32_t drawn = ptx::smem_address(memory.shared.drawn + round % kPlaces);
+    const bool exists = ticket < count;  // what does not repeats the first piece
+    ptx::cp_async_16(ptx::smem_address(&unit.code), a.plan.order + (exists ? ticket / of_piece : 0));
+    ptx::cp_async_mbarrier_arrive(drawn);
+    unit.column = exists ? ticket % columns_of(a) : -1;
+    unit.half = ticket / columns_of(a) % 2;
+    ptx::mbarrier_arrive(drawn);
+  }
+
+  __device__ __forceinline__ Range range_in(uint32_t round) {
+    memory.wait_for(round);
+    const Unit unit = memory.unit_in(round);
+    memory.leave(round, lane);
+    const Piece piece = piece_of(unit.code);
+    Range range = {unit.column, piece.tile.index, piece.first, piece.last, 0};
+    int from;
+    const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
+    if constexpr (kPaired) range.first = from, range.last = from + steps;
+    // Where the first consumer ends, it wants the next unit, and lets no block pass before.
+    range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
+    return range;
+  }
+
+  // Asks for this thread's slots of a block, one block ahead.
+  __device__ __forceinline__ void load(const Range& of, int block) {
+    if (of.first == of.last) return;  // nothing is there, not even to look at
+    next =
+        *reinterpret_cast<const uint4*>(a.plan.slots + of.tile * slots_per_tile(a) + block * kTileK + gather.first_row);
+  }
+  __device__ __forceinline__ void look_ahead(uint32_t round) {
+    next_range = range_in(round);
+    load(next_range, next_range.first);
+  }
+};
+
+// Multiplies. kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows, each with
+// an operand and a dW of its own. Else consumer c has half c of the tile.
+template <bool kPaired, class Out>
+struct Consumer {
+  using Accumulators = float[128];
+  // The products of a unit that this consumer needs: of blocks [from, from + steps) of the tile.
+  struct Work {
+    Piece piece;
+    int half, from, steps;
+  };
+  const Memory& memory;
+  const WeightGradient& a;
+  int warp;
+  uint32_t lane;
+  int consumer;
+  uint32_t thread;  // of the warpgroup
+  Out* dw;
+  // Operand tiles are used in turn, and that of a step is fetched to where the tile of kOperands steps before has been.
+  uint32_t own, arrived;
+  const uint8_t* operand;
+  RingOf<kOperands> used;
+  RingOf<kRowStages> ring;
+  Work next;
+  int passing = 0;  // stages that this consumer does not need, behind those that it did
+
+  __device__ __forceinline__ Consumer(const Memory& memory, const WeightGradient& a, int warp, uint32_t lane)
+      : memory(memory),
+        a(a),
+        warp(warp),
+        lane(lane),
+        consumer(warp / 4 - 1),
+        thread(threadIdx.x % 128),
+        dw(static_cast<Out*>(kPaired && consumer != 0 ? a.dw[1] : a.dw[0])),
+        own(memory.operands + consumer * (kOperands * kHalfBytes)),
+        arrived(ptx::smem_address(memory.shared.arrived[warp - kGatherWarps])),
+        operand(static_cast<const uint8_t*>(kPaired && consumer != 0 ? a.operands[1] : a.operands[0])) {}
+
+  __device__ __forceinline__ void run() {
+    next = work_of(0);
+    if (memory.unit_in(0).column >= 0) fetch_first(next);
+    for (uint32_t round = 0; memory.unit_in(round).column >= 0; memory.leave(round++, lane)) {
       const Work work = next;
-      const Piece& of = work.piece;
-      const int half = work.half;
-      int out[2];  // this lane's two neurons
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t position =
-            static_cast<int64_t>(of.tile.index) * kTileM + half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
-        out[i] = position >= a.n ? -1 : plan.neurons[position];
-      }
-      float d[128];
-      if constexpr (!kPaired) pass_by(ring, passing + work.from - of.first, full, release);
+      int neurons[2];
+      look_up(work, neurons);
+      Accumulators d;
+      if constexpr (!kPaired) pass(passing + work.from - work.piece.first);
       if (work.steps != 0) {
-        const auto multiply_block = [&](bool first) {
-          ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-          ptx::mbarrier_wait(arrived + 8 * used.stage, used.phase);
-          ptx::fence_proxy_async();  // cp.async wrote B
-          const uint32_t h = own + used.stage * kHalfBytes, b = stages + ring.stage * kBBytes;
-          ptx::wgmma_fence();
-#pragma unroll
-          for (int step = 0; step < kTileK / 16; ++step) {
-            ptx::wgmma<4, 1>(d, ptx::wgmma_descriptor(h + step * 32, 16, 1024),
-                             ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
-          }
-          ptx::wgmma_commit_group();
-        };
-        multiply_block(true);
-#pragma unroll 1
-        for (int step = 1; step < work.steps; ++step) {
-          const uint32_t stage = ring.stage, operand = used.stage;
-          ring.advance();
-          used.advance();
-          multiply_block(false);
-          ptx::wgmma_wait_group<1>();
-          release(stage);
-          fetch(work, step - 1 + kOperands, operand);
-        }
-        ptx::wgmma_wait_group<0>();
-        release(ring.stage);
-        ring.advance();
-        used.advance();
+        multiply_work(work, d);
       } else {  // nothing is there for this half
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      // Once dW is stored: until then the other consumer has stages to multiply.
-      const Unit& unit = unit_in(round);
+      const Unit& unit = memory.unit_in(round);
       const Piece piece = piece_of(unit.code);
-      passing = piece.last - work.from - work.steps;
+      passing = piece.last - work.from - work.steps;  // once dW is stored
       next = work_of(round + 1);
-      if (unit_in(round + 1).column >= 0) fetch_first(next);
-      if (piece.parts > 1) {
-        const int place = unit.column + piece.base * columns();
-        // The sums of a piece, as its threads hold them: [register / 4][thread][4].
-        const auto partials_of = [&](int part) {
-          const int64_t sums = static_cast<int64_t>(place + part * columns()) * 4 + half * 2 + kPaired * consumer;
-          const int64_t at = sums * (kHalf * kTileN);
-          return reinterpret_cast<float4*>(a.partials + at) + thread;
-        };
-        float4* partials = partials_of(piece.part);
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-          partials[j * 128] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
-        }
-        __threadfence();
-        ptx::bar_sync(1 + consumer, 128);
-        if (thread == 0) {
-          int32_t* ticket = a.tickets + place * 4 + half * 2 + kPaired * consumer;
-          const bool last = atomicAdd(ticket, 1) == piece.parts - 1;
-          if (last) *ticket = 0;
-          __threadfence();
-          shared.last[consumer] = last;
-        }
-        ptx::bar_sync(1 + consumer, 128);
-        if (!shared.last[consumer]) continue;
-#pragma unroll
-        for (int i = 0; i < 128; ++i) d[i] = 0.0f;
-        for (int part = 0; part < piece.parts; ++part) {
-          partials = partials_of(part);
-#pragma unroll
-          for (int j = 0; j < 32; ++j) {
-            const float4 v = __ldcg(partials + j * 128);
-            d[4 * j] += v.x;
-            d[4 * j + 1] += v.y;
-            d[4 * j + 2] += v.z;
-            d[4 * j + 3] += v.w;
-          }
-        }
+      if (memory.unit_in(round + 1).column >= 0) fetch_first(next);
+      if (piece.parts > 1 && !add_pieces(piece, work.half, unit.column, d)) continue;
+      if constexpr (sizeof(Out) == 4) {
+        store_floats(neurons, unit.column, d);
+      } else {
+        store_halves(neurons, unit.column, d);
       }
-      if constexpr (sizeof(Out) == 4) {  // four lanes store the 32 bytes of 8 columns
-        const int64_t column = static_cast<int64_t>(unit.column) * kTileN;
+    }
+    if constexpr (!kPaired) pass(passing);
+  }
+
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
+  }
+  __device__ __forceinline__ void pass(int count) {
+    pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
+  }
+
+  __device__ __forceinline__ Work work_of(uint32_t round) const {
+    memory.wait_for(round);
+    const Unit& unit = memory.unit_in(round);
+    Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
+    work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
+    if (work.steps == 0) work.from = work.piece.last;  // it lets all pass, then stores
+    return work;
+  }
+
+  // This warp's 16 rows of a step's operand tile, which no other warp reads.
+  __device__ __forceinline__ void fetch(const Work& of, int step, uint32_t to) const {
+    const int64_t tile = (of.piece.tile.index * (slots_per_tile(a) / kTileK) + of.from + step) * 2 + of.half;
+    const uint32_t at = warp % 4 * kWarpBytes;
+    ptx::bulk_load_if(lane == 0 && step < of.steps, own + to * kHalfBytes + at, operand + tile * kHalfBytes + at,
+                      kWarpBytes, arrived + 8 * to);
+  }
+  __device__ __forceinline__ void fetch_first(const Work& of) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Out* to = dw + out[i] * a.k + column + lane % 4 * 2;
+    for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
+  }
+
+  // The neurons whose sums this lane has, by the accumulators of WGMMA: rows lane / 4 and lane / 4 + 8 of the warp's
+  // 16; -1 where there is none.
+  __device__ __forceinline__ void look_up(const Work& work, int (&neurons)[2]) const {
 #pragma unroll
-          for (int g = 0; g < kTileN / 8; ++g) {
-            if (out[i] >= 0 && column + 8 * g < a.k) {
-              *reinterpret_cast<float2*>(to + 8 * g) = make_float2(d[4 * g + 2 * i], d[4 * g + 2 * i + 1]);
-            }
-          }
-        }
-        continue;
+    for (int i = 0; i < 2; ++i) {
+      const int64_t position =
+          static_cast<int64_t>(work.piece.tile.index) * kTileM + work.half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
+      neurons[i] = position >= a.n ? -1 : a.plan.neurons[position];
+    }
+  }
+
+  __device__ __forceinline__ void multiply_work(const Work& work, Accumulators& d) {
+    multiply_block(d, true);
+#pragma unroll 1
+    for (int step = 1; step < work.steps; ++step) {
+      const uint32_t stage = ring.stage, operand = used.stage;
+      ring.advance();
+      used.advance();
+      multiply_block(d, false);
+      ptx::wgmma_wait_group<1>();
+      release(stage);
+      fetch(work, step - 1 + kOperands, operand);
+    }
+    ptx::wgmma_wait_group<0>();
+    release(ring.stage);
+    ring.advance();
+    used.advance();
+  }
+
+  __device__ __forceinline__ void multiply_block(Accumulators& d, bool first) const {
+    ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
+    ptx::mbarrier_wait(arrived + 8 * used.stage, used.phase);
+    ptx::fence_proxy_async();  // cp.async wrote B
+    const uint32_t h = own + used.stage * kHalfBytes, b = memory.stages + ring.stage * kBBytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      ptx::wgmma<4, 1>(d, ptx::wgmma_descriptor(h + step * 32, 16, 1024),
+                       ptx::wgmma_descriptor(b + step * 16 * 128, kPanelBytes, 1024), !first || step != 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Whether this consumer
+  // is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
+  __device__ __forceinline__ bool add_pieces(const Piece& piece, int half, int column, Accumulators& d) const {
+    const int place = column + piece.base * columns_of(a);
+    const auto partials_of = [&](int part) {
+      const int64_t sums = static_cast<int64_t>(place + part * columns_of(a)) * 4 + half * 2 + kPaired * consumer;
+      const int64_t at = sums * (kHalf * kTileN);
+      return reinterpret_cast<float4*>(a.partials + at) + thread;
+    };
+    float4* partials = partials_of(piece.part);
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      partials[j * 128] = make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]);
+    }
+    __threadfence();
+    ptx::bar_sync(kConsumerBarrier + consumer, 128);
+    if (thread == 0) {
+      int32_t* ticket = a.tickets + place * 4 + half * 2 + kPaired * consumer;
+      const bool last = atomicAdd(ticket, 1) == piece.parts - 1;
+      if (last) *ticket = 0;
+      __threadfence();
+      memory.shared.last[consumer] = last;
+    }
+    ptx::bar_sync(kConsumerBarrier + consumer, 128);
+    if (!memory.shared.last[consumer]) return false;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    for (int part = 0; part < piece.parts; ++part) {
+      partials = partials_of(part);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        const float4 v = __ldcg(partials + j * 128);
+        d[4 * j] += v.x;
+        d[4 * j + 1] += v.y;
+        d[4 * j + 2] += v.z;
+        d[4 * j + 3] += v.w;
       }
-      // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
-      const int64_t column = static_cast<int64_t>(unit.column) * kTileN + lane % 4 * 8;
+    }
+    return true;
+  }
+
+  // Four lanes store the 32 bytes of 8 columns.
+  __device__ __forceinline__ void store_floats(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
+    const int64_t column = static_cast<int64_t>(unit_column) * kTileN;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Out* to = dw + out[i] * a.k + column;
+    for (int i = 0; i < 2; ++i) {
+      Out* to = dw + neurons[i] * a.k + column + lane % 4 * 2;
 #pragma unroll
-        for (int c = 0; c < kTileN / 32; ++c) {
-          uint32_t v[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float* pair = d + 4 * (4 * c + j) + 2 * i;
-            v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
-          }
-          transpose_quad(v, lane);
-          if (out[i] >= 0 && column + 32 * c < a.k) {
-            ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
-          }
+      for (int g = 0; g < kTileN / 8; ++g) {
+        if (neurons[i] >= 0 && column + 8 * g < a.k) {
+          *reinterpret_cast<float2*>(to + 8 * g) = make_float2(d[4 * g + 2 * i], d[4 * g + 2 * i + 1]);
         }
       }
     }
-    if constexpr (!kPaired) pass_by(ring, passing, full, release);
+  }
+
+  // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
+  __device__ __forceinline__ void store_halves(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
+    const int64_t column = static_cast<int64_t>(unit_column) * kTileN + lane % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Out* to = dw + neurons[i] * a.k + column;
+#pragma unroll
+      for (int c = 0; c < kTileN / 32; ++c) {
+        uint32_t v[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* pair = d + 4 * (4 * c + j) + 2 * i;
+          v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
+        }
+        transpose_quad(v, lane);
+        if (neurons[i] >= 0 && column + 32 * c < a.k) {
+          ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
+        }
+      }
+    }
+  }
+};
+
+template <bool kPaired, class Out>
+__global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightGradient a) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const Memory memory(raw);
+  const int warp = ptx::warp_index();
+  const uint32_t lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) memory.init_barriers();
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  if (warp < kGatherWarps) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    const Gather gather(warp, lane);
+    Producer<kPaired>(memory, a, gather, lane).run();
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    Consumer<kPaired, Out>(memory, a, warp, lane).run();
   }
 }
 
