@@ -93,7 +93,7 @@ sparsellm::Layer layer_of(const Call& call, const Tensor& x, const OptionalTenso
   return {call.data(x), call.data(w_gate), call.data(w_up), call.data(w_down_t), x.size(0), x.size(1), w_up.size(0)};
 }
 
-// What an operator counts: l1 float32 [], fired bool [N], counts int64 [3] (nonzeros, overflow, union).
+// What an operator counts: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
 class Statistics {
  public:
   Statistics(const Call& call, int64_t n)
@@ -105,7 +105,7 @@ class Statistics {
     return {y, static_cast<float*>(l1.data_ptr()), static_cast<uint8_t*>(fired.data_ptr()),
             static_cast<int64_t*>(all_counts_.data_ptr())};
   }
-  Tensor counts() const { return part_of(all_counts_, 0, 3); }
+  Tensor counts() const { return part_of(all_counts_, 0, 4); }
   const Tensor& all_counts() const { return all_counts_; }
 
   const Tensor l1, fired;

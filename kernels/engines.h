@@ -28,9 +28,10 @@ struct Layer {
   const void* multiplier() const { return gated() ? w_up : nullptr; }  // the weight whose product g is multiplied by
 };
 
-// What a forward pass returns. counts: the nonzeros of h's gate; where the packed form was too small and a slower exact
-// path ran; the neurons that fire in each token tile, summed over the tiles. Behind these three, counts has room for what
-// the kernels count for themselves: kCounts integers in all.
+// What a forward pass returns. counts: the nonzeros of the gate; the segments of its packed form that did not fit their
+// words; 1 where the tile engine's lists had no room, so that slower kernels computed the call, else 0; and the neurons
+// that fire in each token tile, summed over the tiles. Behind these four, counts has room for what the kernels count for
+// themselves: counts_length() integers in all.
 struct Result {
   void* y;         // bf16 [M, K]
   float* l1;       // float32 [1]: sum of |h|

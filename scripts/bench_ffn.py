@@ -130,7 +130,7 @@ class Bench:
         """The engine that a caller would be given, by the counts of an engine that ran; by ours, if none did."""
         for name in ("tile", "row"):
             if not isinstance(times[name], Exception):
-                nnz, _, union = calls[name](0)[3].tolist()
+                nnz, *_, union = calls[name](0)[3].tolist()
                 break
         width, neurons = patterns.K, patterns.N
         return choose_engine(tokens, width, neurons, nnz, union).name

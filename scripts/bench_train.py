@@ -80,14 +80,14 @@ def measure(
         "wait": sum(clock.data_wait for clock in clocks) / sum(seconds),
         "parameters": sum(p.numel() for p in trainer.decoder.parameters()),
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
-        "nonzeros": None, "union": None, "overflow": None,
+        "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines(trainer), "settled": settled == engines(trainer),
     }  # fmt: skip
     if sums.nnz is not None:
-        counted = torch.stack([sums.nnz, sums.union, sums.overflow]).double()
+        counted = torch.stack([sums.nnz, sums.union, sums.rest_calls]).double()
         dist.all_reduce(counted)
-        nonzeros, union, overflow = counted.tolist()
-        result["nonzeros"], result["overflow"] = [count / tokens for count in nonzeros], int(sum(overflow))
+        nonzeros, union, rest_calls = counted.tolist()
+        result["nonzeros"], result["rest_calls"] = [count / tokens for count in nonzeros], int(sum(rest_calls))
         if min(union) >= 0:  # measured in all layers
             result["union"] = [count * patterns.TOKEN_TILE / tokens for count in union]
     return result
@@ -204,7 +204,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
             "peak_bytes": max(r["peak"] for r in rounds),
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
-            **{key: last[key] for key in ("nonzeros", "union", "overflow", "engines")},
+            **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines")},
             "settled": all(r["settled"] for r in rounds),
         }  # fmt: skip
         for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
@@ -243,7 +243,7 @@ def show(found: list[dict]) -> None:
     for row in found:
         if row.get("engines"):
             notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"
-            notes += f", {row['overflow']:,} overflows in the last step" if row["overflow"] else ""
+            notes += f", {row['rest_calls']:,} calls without room in the last step" if row["rest_calls"] else ""
             print(f"engines of {row['variant']}, micro-batch {row['micro_batch']}{notes}: {' '.join(row['engines'])}")
     for key, title in (("nonzeros", "nonzeros per token"), ("union", "union of 128 tokens")):
         values = next((row[key] for row in found if row.get(key)), None)

@@ -27,8 +27,10 @@ constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, 
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
-// counters: int64 [kCounters]. kDrawn: units of work that a kernel has given out, for no one else.
-enum Counter { kNonzeros = 0, kOverflow = 1, kUnion = 2, kDrawn = 3, kCounters = 4 };
+// What a pass counts, int64 [kCounters]. kWideSegments: segments of the packed gate whose nonzeros did not fit their
+// words. kRestCalls: 1 where the lists had no room for the nonzeros, so that the rest's kernels computed the call. kUnion:
+// the neurons that fire in each token tile, summed. kDrawn: units of work that a kernel has given out, of no use to others.
+enum Counter { kNonzeros = 0, kWideSegments = 1, kRestCalls = 2, kUnion = 3, kDrawn = 4, kCounters = 6 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
 struct Packed {
@@ -79,7 +81,7 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
                       const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream);
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
-// tiles; where the lists have no room, adds M to counters[kOverflow].
+// tiles; where the lists have no room, adds 1 to counters[kRestCalls].
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream);
 
 // h = g * (x w_up^T) for the nonzeros of the plan's lists, which hold g: h to `hidden`, words as there (they may be the

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsellm.model.acceptance import OWN, feedforward_blocks, kind
 from sparsellm.model.engine_choice import EngineChoice, register, sparse_engines_take
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, build, feedforward
-from sparsellm.ops.feedforward import check, in_autocast
+from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -105,8 +105,7 @@ class SparseFeedForward(nn.Module):
             y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle)
         else:
             y, l1, fired, counts = self.choice.run(rows, *weights)
-        nnz, overflow, union = counts.unbind()
-        return FeedForwardOutput(y.view(x.shape), l1, nnz, fired, overflow, union)
+        return output_of(y.view(x.shape), l1, fired, counts)
 
     def _plan(self) -> Plan | Tensor | None:
         """The plan of a call with gradients; None: the traced reference."""

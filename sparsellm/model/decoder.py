@@ -28,7 +28,8 @@ class DecoderOutput:
     l1: Tensor | None  # [L] float32: each layer's sum of |h|; None without a ReLU
     nnz: Tensor | None  # [L] int64: each layer's count of nonzero activations
     fired: Tensor | None  # [L, N] bool: the neurons that fired for some token
-    overflow: Tensor | None  # [L] int64
+    wide_segments: Tensor | None  # [L] int64: this and the next as FeedForwardOutput counts them
+    rest_calls: Tensor | None  # [L] int64
     union: Tensor | None  # [L] int64: the neurons active in each 128-token tile, summed; -1: not measured
 
 
@@ -182,5 +183,5 @@ class Decoder(nn.Module):
         ce = linear_cross_entropy(
             x.flatten(0, 1), self.embed_tokens.weight, targets.flatten(), self.softmax_cross_entropy
         )
-        stacked = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 5
+        stacked = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
         return DecoderOutput(ce, *stacked)

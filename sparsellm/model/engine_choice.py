@@ -71,7 +71,7 @@ class EngineChoice:
         self.calls = [0, 0]
         self.w_down_t: NeuronMajor | None = None
         self.counted = 0  # tokens of the call whose counts are on their way; 0: none are
-        self.counts: Tensor | None = None  # int64 [3] on the host, pinned where the layer is on a GPU
+        self.counts: Tensor | None = None  # int64 [4] on the host, pinned where the layer is on a GPU
         self.arrival: torch.cuda.Event | None = None
         self.deciding = threading.Lock()  # of several threads that call the layer at once, one counts
 
@@ -150,7 +150,7 @@ class EngineChoice:
             if self.counted:
                 return
             if self.counts is None:
-                self.counts = torch.empty(3, dtype=torch.int64, pin_memory=counts.is_cuda)
+                self.counts = torch.empty(4, dtype=torch.int64, pin_memory=counts.is_cuda)
             self.counts.copy_(counts.detach(), non_blocking=True)
             self.arrival = (self.arrival or torch.cuda.Event()) if counts.is_cuda else None
             if self.arrival is not None:
@@ -166,7 +166,7 @@ class EngineChoice:
             return
         try:
             if self.counted and (self.arrival is None or self.arrival.query()):
-                nnz, _, union = self.counts.tolist()
+                nnz, *_, union = self.counts.tolist()
                 m, self.counted = self.counted, 0
                 neurons, width = self.size
                 kind = int(m >= MANY_TOKENS)

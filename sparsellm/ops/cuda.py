@@ -118,7 +118,8 @@ def _dense_backward(
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
     *packed, counts = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
-    return PackedGate(*packed, *counts)
+    nnz, wide_segments, _, union = counts
+    return PackedGate(*packed, nnz, wide_segments, union)
 
 
 def capacity_of(m: int, n: int, room: int) -> int:
@@ -141,7 +142,7 @@ def limit(name: str) -> int:
 
 def nothing(x: Tensor, n: int) -> Forward:
     """What a call without tokens gives."""
-    l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(3, dtype=torch.int64)
+    l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(4, dtype=torch.int64)
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts, x.new_empty(0, dtype=torch.uint8)
 
 

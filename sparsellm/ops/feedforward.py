@@ -35,7 +35,8 @@ class FeedForwardOutput(NamedTuple):
     l1: Tensor  # 0-d float32 (float64 for float64 inputs): the sum of |h|
     nnz: Tensor  # 0-d int64: how many of the M x N activations are not zero
     fired: Tensor  # bool [N]: the neurons that are not zero for some token
-    overflow: Tensor  # 0-d int64: how often the packed format was too small and a slower exact path ran
+    wide_segments: Tensor  # 0-d int64: segments of the packed gate that did not fit their words (sparsellm.ops.twell)
+    rest_calls: Tensor  # 0-d int64: 1 where the tile engine had no room, so that slower kernels computed all, else 0
     union: Tensor  # 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured
 
 
@@ -59,16 +60,23 @@ def feedforward(
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
     if plan is None:
-        return _unmeasured_union(*_traced(x, *_in(x.dtype, w_gate, w_up, w_down)))
+        return _uncounted(*_traced(x, *_in(x.dtype, w_gate, w_up, w_down)))
     saving = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down) if t is not None)
     plan = plan.tensor() if isinstance(plan, Plan) else plan
     y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving)
-    nnz, overflow, union = counts.unbind()
-    return FeedForwardOutput(y, l1, nnz, fired, overflow, union)
+    return output_of(y, l1, fired, counts)
 
 
-def _unmeasured_union(*outputs: Tensor) -> FeedForwardOutput:
-    return FeedForwardOutput(*outputs, union=torch.full_like(outputs[2], -1))
+def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:
+    """counts: int64 [4], nnz, wide_segments, rest_calls and union."""
+    nnz, *others = counts.unbind()
+    return FeedForwardOutput(y, l1, nnz, fired, *others)
+
+
+def _uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForwardOutput:
+    """Of the traced reference: nothing is packed, and the union is not measured."""
+    zero = torch.zeros_like(nnz)
+    return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1)
 
 
 def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
@@ -119,14 +127,14 @@ def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: 
 
 
 def _traced(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y, l1, nnz, fired, overflow)"""
+    """(y, l1, nnz, fired)"""
     if w_gate is None:
-        return _Nongated.apply(x, w_up, w_down)[:5]
-    return _Gated.apply(x, w_gate, w_up, w_down)[:5]
+        return _Nongated.apply(x, w_up, w_down)[:4]
+    return _Gated.apply(x, w_gate, w_up, w_down)[:4]
 
 
 def _gated_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4], *output[5:])
+    ctx.save_for_backward(*inputs[:4], *output[4:])
 
 
 def _gated_gradients(ctx, dy, dl1, *_unused):
@@ -134,7 +142,7 @@ def _gated_gradients(ctx, dy, dl1, *_unused):
 
 
 def _nongated_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output[5:])
+    ctx.save_for_backward(*inputs[:3], *output[4:])
 
 
 def _nongated_gradients(ctx, dy, dl1, *_unused):
@@ -155,8 +163,8 @@ class _Nongated(torch.autograd.Function):
 
 # The registered operator. Its backward is an operator too: autograd of a registered operator must not look inside. It
 # returns (y, l1, fired, counts) and what backward needs: one uint8 buffer (sparsellm.ops.cuda) whose length depends on
-# the plan, and so is known only when it runs. An operator's results may not share memory, and counts, int64 [3] of
-# nonzeros, overflow and union, is one result. Weights of another dtype than x are cast to it, forward and backward, and
+# the plan, and so is known only when it runs. An operator's results may not share memory, and counts, int64 [4] of
+# nnz, wide_segments, rest_calls and union, is one result. Weights of another dtype than x are cast to it, forward and backward, and
 # have gradients of their own dtype. Autocast, which the callers have heeded, is off inside of both.
 
 
@@ -183,10 +191,10 @@ def forward(
         return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
     w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_gate is None:
-        y, l1, nnz, fired, overflow, *planes = reference.nongated_forward(x, w_up, w_down)
+        y, l1, nnz, fired, *planes = reference.nongated_forward(x, w_up, w_down)
     else:
-        y, l1, nnz, fired, overflow, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
-    counts = torch.stack([nnz, overflow, reference.union(planes[0] != 0)])
+        y, l1, nnz, fired, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
+    counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
 
@@ -218,7 +226,7 @@ def fake_results(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         l1,
-        *(x.new_empty(shape, dtype=dtype) for shape, dtype in (((n,), torch.bool), ((3,), torch.int64))),
+        *(x.new_empty(shape, dtype=dtype) for shape, dtype in (((n,), torch.bool), ((4,), torch.int64))),
     )
 
 

@@ -24,7 +24,7 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 class Plan(NamedTuple):
     """engine: who computes. room: nonzeros per token, on average over a call, that the tile engine's lists hold; of a
-    call with more, a slower exact path computes everything, and `overflow` counts it."""
+    call with more, a slower exact path computes everything, and `rest_calls` counts it."""
 
     engine: Engine = Engine.dense
     room: int = ROOM

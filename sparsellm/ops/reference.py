@@ -24,15 +24,15 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(l1, nnz, fired, overflow) of hidden values h [M, N] whose active entries are marked by bool [M, N].
+def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(l1, nnz, fired) of hidden values h [M, N] whose active entries are marked by bool [M, N].
 
-    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64. fired: bool [N]. overflow: 0-d int64, always zero here:
-    nothing is packed, so nothing can be too full. All come from sums over M alone, so that one pass yields them.
+    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64. fired: bool [N]. All come from sums over M alone, so that
+    one pass yields them.
     """
     per_neuron = active.sum(0)
     l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()
-    return l1, per_neuron.sum(), per_neuron > 0, per_neuron.new_zeros(())
+    return l1, per_neuron.sum(), per_neuron > 0
 
 
 def union(active: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def union(active: Tensor) -> Tensor:
 
 
 def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, overflow, g [M, N], u [M, N]); the last two are what backward needs beside inputs."""
+    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]); the last two are what backward needs beside inputs."""
     g = torch.relu(x @ w_gate.T)
     u = x @ w_up.T
     h = g * u
@@ -70,7 +70,7 @@ def gated_recomputed_backward(
 
 
 def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, overflow, h [M, N]); the last one is what backward needs beside inputs."""
+    """(y [M, K], l1, nnz, fired, h [M, N]); the last one is what backward needs beside inputs."""
     h = torch.relu(x @ w_up.T)
     return (h @ w_down.T, *statistics(h, h != 0), h)
 

@@ -34,7 +34,7 @@ class PackedGate(NamedTuple):
     row_counts: Tensor  # int32 [M]: nonzeros of each token
     fired: Tensor  # bool [N]: the neurons that fire for some token
     nnz: Tensor  # 0-d int64: all nonzeros
-    overflow: Tensor  # 0-d int64: segments with more than W - 1 nonzeros
+    wide_segments: Tensor  # 0-d int64: segments with more than W - 1 nonzeros
     union: Tensor  # 0-d int64: the set bits of mask
 
 

@@ -40,7 +40,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self.ce: Tensor | None = None
-        self.l1 = self.nnz = self.fired = self.overflow = self.union = None
+        self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
         self.fullest: Tensor | None = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
     def add(self, out: DecoderOutput, tokens: int) -> None:
@@ -50,7 +50,8 @@ class StepSums:
             self.ce = out.ce.detach().double()
             if out.l1 is not None:
                 self.l1, self.nnz = out.l1.detach().double(), out.nnz
-                self.fired, self.overflow, self.union = out.fired, out.overflow, out.union
+                self.fired, self.union = out.fired, out.union
+                self.wide_segments, self.rest_calls = out.wide_segments, out.rest_calls
                 self.fullest = fullest
             return
         self.ce += out.ce.detach()
@@ -58,7 +59,8 @@ class StepSums:
             self.l1 += out.l1.detach()
             self.nnz += out.nnz
             self.fired |= out.fired
-            self.overflow += out.overflow
+            self.wide_segments += out.wide_segments
+            self.rest_calls += out.rest_calls
             self.union += out.union
             self.fullest = torch.maximum(self.fullest, fullest)
 
@@ -99,7 +101,8 @@ class StepReport:
 
     known: dict[str, Any]  # what the host knows already, by the name that it has in the row
     layers: int
-    # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then l1, nnz, overflow, dead, reinitialized [L]
+    # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then of each layer l1, nnz, wide_segments,
+    # rest_calls, dead, reinitialized
     sums: Tensor
     copied: torch.cuda.Event | None
     clock: StepClock
@@ -108,7 +111,7 @@ class StepReport:
         if self.copied is not None:
             self.copied.synchronize()
         ce, stop, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
-        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(5)]
+        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
         return StepValues(
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
@@ -127,7 +130,8 @@ class StepValues:
     skipped_in_row: int
     l1: list[float] | None  # per layer: sum of |h|
     nnz: list[float] | None  # per layer
-    overflow: list[float] | None
+    wide_segments: list[float] | None  # this and the next per layer, as FeedForwardOutput counts them
+    rest_calls: list[float] | None
     dead: list[float] | None
     reinitialized: list[float] | None  # so far
     seconds: float
@@ -153,7 +157,7 @@ def reduce_step(
     ce = sums.ce
     summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1)]
     if sums.l1 is not None:
-        summed += [sums.l1, sums.nnz.double(), sums.overflow.double()]
+        summed += [sums.l1, *(each.double() for each in (sums.nnz, sums.wide_segments, sums.rest_calls))]
     summed = torch.cat(summed)
     dist.all_reduce(summed)
     same = torch.stack([value.double() for value in optimizer_state])
@@ -222,7 +226,8 @@ class Rows:
             "mfu": utilisation,
             "peak_memory_bytes": values.peak_memory,
             "data_wait_fraction": values.data_wait / values.seconds,
-            "overflow": None if values.overflow is None else int(sum(values.overflow)),
+            "wide_segments": None if values.wide_segments is None else int(sum(values.wide_segments)),
+            "rest_calls": None if values.rest_calls is None else int(sum(values.rest_calls)),
             "plan_per_layer": values.known["plan_per_layer"],
             "ffn_saved_bytes": values.known["ffn_saved_bytes"],
         }
@@ -279,7 +284,7 @@ def _scores(value: Any) -> bool:
 
 # What the value of each key is where it is not null; a key may be missing, but for those of ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "tokens", "val_tokens", "skipped_steps", "overflow"), _count),
+    **dict.fromkeys(("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls"), _count),
     **dict.fromkeys(("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s"), _number),
     **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
     "evaluation": _scores,

@@ -6,7 +6,7 @@ step s + 1 to do. So all ranks decide alike, always before the same steps, and a
 as if it had not been: `state` holds what is under way.
 
 A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
-result is exact all the same, `overflow` counts it, and the next decision makes the room larger.
+result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
 """
 
 import math

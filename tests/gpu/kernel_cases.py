@@ -23,6 +23,7 @@ from torch import Tensor
 from scripts import ffn_patterns
 from sparsellm.model.engine_choice import EngineChoice
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, cuda, dispatch, feedforward, reference, twell
+from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE
 
 DEVICE = "cuda"
@@ -216,8 +217,7 @@ def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = 
     if choice is None:
         return feedforward(x, *layer(ws), Plan.of(engine))
     y, l1, fired, counts = choice.run(x, *layer(ws))
-    nnz, overflow, union = counts
-    return FeedForwardOutput(y, l1, nnz, fired, overflow, union)
+    return output_of(y, l1, fired, counts)
 
 
 def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractContextManager]]:
@@ -247,8 +247,8 @@ def check_exact(x: Tensor, ws: list[Tensor], what: str, engines: tuple[str, ...]
         else:
             assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24, f"{name}: l1")
         check_statistics(out, g, engine, name)
-        segments = (twell.pack(g).overflow if engine != "dense" else 0) if len(x) else 0
-        assert out.overflow >= segments, f"{name}: overflow {out.overflow}, but {segments} segments do not fit"
+        segments = twell.pack(g).wide_segments if engine != "dense" and len(x) else 0
+        assert out.wide_segments == segments, f"{name}: {out.wide_segments} wide segments, and {segments} do not fit"
 
 
 def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) -> None:
@@ -266,7 +266,7 @@ def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
     """All of the packed form is that of `gate` [M, N]; NaN may be any NaN."""
     expected = twell.pack(gate)
     words, expected_words = (twell.segments(p.words) for p in (packed, expected))
-    for field in ("row_counts", "fired", "mask", "nnz", "overflow", "union"):
+    for field in ("row_counts", "fired", "mask", "nnz", "wide_segments", "union"):
         assert_equal(getattr(packed, field), getattr(expected, field), f"{what}: {field}")
     counts = expected_words[..., :1]
     assert_equal(words[..., :1], counts, f"{what}: counts")

@@ -215,7 +215,7 @@ def test_no_tokens(engine, gated):
     x, ws = cases.integers(3, 264, 1000, gated)
     out = cases.run(engine, x[:0], ws)
     assert out.y.shape == (0, 264)
-    assert [t.item() for t in (out.l1, out.nnz, out.overflow, out.union)] == [0, 0, 0, 0]
+    assert [t.item() for t in (out.l1, out.nnz, out.wide_segments, out.rest_calls, out.union)] == [0] * 5
     assert out.fired.shape == (1000,)
     assert not out.fired.any()
 
@@ -267,7 +267,7 @@ def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated
     order, second = (saved_field(out[-1], x, ws, "tokens", torch.int32) for out in (ordered, again))
     assert_equal(order, second, f"{pattern}, M {m}: the order, twice")
     assert_equal(order.sort().values, torch.arange(m, device=DEVICE), f"{pattern}, M {m}: a permutation")
-    union = ordered[3][2]
+    union = ordered[3][3]
     assert_equal(union, reference.union(fires[order.long()]), f"{pattern}, M {m}: the union of tiles so ordered")
     slots = saved_field(ordered[-1], x, ws, "slots", torch.uint16).view(-1, 1024)
     tiles = saved_field(ordered[-1], x, ws, "tiles", torch.int32).view(-1, 4)
@@ -292,7 +292,7 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
     ):  # fmt: skip
         y, _, _, counts, _ = tile_engine(x, ws, capacity=room[0], long_capacity=room[1])
         assert_equal(y, expected, f"M {m}, room for {room}: y")
-        assert counts.tolist() == [nnz, int(packed.overflow) + (0 if enough else m), int(packed.union)]
+        assert counts.tolist() == [nnz, int(packed.wide_segments), int(not enough), int(packed.union)]
 
 
 @GATED

@@ -183,7 +183,7 @@ def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
                 of_layer.copy_(plan.tensor())
             batches = trainer.data.batches(None)
             sums[name], norms[name], _ = trainer.advance(batches)
-            assert sums[name].overflow.tolist() == [8 * 512 if name == "small room" else 0] * 2
+            assert sums[name].rest_calls.tolist() == [int(name == "small room")] * 2
             for _ in range(2):
                 trainer.advance(batches)
             assert all(plan.room == ROOM for plan in trainer.plans.plans)  # for 50 on each

@@ -25,7 +25,7 @@ class Hollow:
             assert plan.engine == Engine.dense or torch.equal(w_down_t, w_down.T)
             y, l1, fired, counts, saved = forward(x, w_gate, w_up, w_down, Plan(), None, saving)
             if self.nnz is not None:
-                counts = torch.tensor([self.nnz, 0, self.union])
+                counts = torch.tensor([self.nnz, 0, 0, self.union])
             return y, l1, fired, counts, saved
 
         return run

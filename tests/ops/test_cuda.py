@@ -6,7 +6,8 @@ import torch
 from kernel_stand_ins import ASKED
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import Engine, FeedForwardOutput, Plan, build, cuda, dispatch, reference, saved_bytes, twell
+from sparsellm.ops import Engine, Plan, build, cuda, dispatch, reference, saved_bytes, twell
+from sparsellm.ops.feedforward import output_of
 
 SIZES = pytest.mark.parametrize(
     ("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)]
@@ -31,8 +32,7 @@ def layer(ws):
 def forward(x, ws, plan, w_down_t=None, saving=False):
     """FeedForwardOutput's fields, and what is saved."""
     y, l1, fired, counts, saved = cuda.forward(x, *layer(ws), plan, w_down_t, saving)
-    nnz, overflow, union = counts
-    return FeedForwardOutput(y, l1, nnz, fired, overflow, union), saved
+    return output_of(y, l1, fired, counts), saved
 
 
 def recomputed_backward(ws):

@@ -53,7 +53,7 @@ def check(h):
     assert torch.equal(packed.row_counts, active.sum(1))
     assert torch.equal(packed.fired, active.any(0))
     assert packed.nnz == active.sum()
-    assert packed.overflow == (counts > slots).sum()
+    assert packed.wide_segments == (counts > slots).sum()
     union = [t.any(0) for t in active.split(TOKEN_TILE)]
     assert packed.union == sum(t.sum() for t in union)
     for tile, of_tile in enumerate(union[:m]):
@@ -81,9 +81,9 @@ def test_any_shape_and_density(m, n):
 
 def test_all_zero_and_all_one():
     zero = check(torch.zeros(129, 1000, dtype=torch.bfloat16))
-    assert (zero.nnz, zero.overflow, zero.union) == (0, 0, 0)
+    assert (zero.nnz, zero.wide_segments, zero.union) == (0, 0, 0)
     one = check(torch.ones(129, 1000, dtype=torch.bfloat16))
-    assert (one.nnz, one.overflow, one.union) == (129_000, 129 * 4, 2000)
+    assert (one.nnz, one.wide_segments, one.union) == (129_000, 129 * 4, 2000)
 
 
 @pytest.mark.parametrize("distance", [-1, 0, 1, "255", "256"])
@@ -94,7 +94,7 @@ def test_a_tile_as_full_as_its_slots_and_one_fuller(distance):
     for row in h:
         row[COLUMN_TILE + torch.randperm(COLUMN_TILE, generator=generator)[:count]] = 1.5
     packed = check(h)
-    assert packed.overflow == (5 if count > WORDS - 1 else 0)
+    assert packed.wide_segments == (5 if count > WORDS - 1 else 0)
 
 
 def test_an_overfull_tile_is_kept_and_counted():
@@ -102,7 +102,7 @@ def test_an_overfull_tile_is_kept_and_counted():
     h[0, 256:288] = torch.arange(1, 33)  # one more than its 31 slots
     h[1, 256:287] = 1
     packed = check(h)
-    assert packed.overflow == 1
+    assert packed.wide_segments == 1
     assert segments(packed.words)[:, 1, 0].tolist() == [32, 31]
     assert torch.equal(packed.wide[0, 256:288], h[0, 256:288])
 

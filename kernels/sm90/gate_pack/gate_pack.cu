@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t lane = threadIdx.x % 32;
   const int column_tiles = product.column_tiles;
   auto counters = reinterpret_cast<unsigned long long*>(out.counters);
-  unsigned long long nonzeros = 0, overflow = 0;
+  unsigned long long nonzeros = 0, wide_segments = 0;
   const auto fetch = [&](int column_tile, uint32_t rank, int kb, uint32_t b, uint32_t full) {
     ptx::tma_load_2d_multicast(b + rank * (kBBytes / 2), &w_map, kb * kTileK,
                                column_tile * kTileN + static_cast<int>(rank) * (kTileN / 2), full, 3);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         words[static_cast<int64_t>(row) * row_words] = count;
         if (count != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(count));
         nonzeros += count;
-        overflow += count >= static_cast<uint32_t>(words_per_tile);
+        wide_segments += count >= static_cast<uint32_t>(words_per_tile);
       }
     }
     add_fired(fired, seen, lane);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto end = [&](int) {
     if (nonzeros != 0) atomicAdd(counters + kNonzeros, nonzeros);
-    if (overflow != 0) atomicAdd(counters + kOverflow, overflow);
+    if (wide_segments != 0) atomicAdd(counters + kWideSegments, wide_segments);
   };
   const auto bf16 = [](int, float low, float high) { return ptx::cvt_relu_bf16x2(low, high); };
   multiply_pairs<8, 0>(memory, product, x_map, w_map, counters, out.fired, fetch, bf16, take, tell, end);

@@ -36,10 +36,10 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   }
   if (counts) {
     const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-    const uint32_t overflow = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+    const uint32_t wide_segments = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
     if (lane == 0) {
       atomicAdd(sums.counts + kNonzeros, nonzeros);
-      atomicAdd(sums.counts + kOverflow, overflow);
+      atomicAdd(sums.counts + kWideSegments, wide_segments);
     }
   }
   return seen;

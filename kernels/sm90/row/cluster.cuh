@@ -116,7 +116,7 @@ __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t 
 __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t words_per_tile,
                                           uint32_t lane) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  uint32_t nonzeros = 0, overflow = 0, in_union = 0;
+  uint32_t nonzeros = 0, wide_segments = 0, in_union = 0;
   const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane, 2 lane + 1
   const int rows = m - 2 * static_cast<int>(lane);
 #pragma unroll 8
@@ -124,18 +124,18 @@ __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n
     const uint32_t pair = rows > 0 ? pairs[tile * (kCountedTokens / 2)] : 0;
     const uint32_t even = pair & 0xffff, odd = rows > 1 ? pair >> 16 : 0;
     nonzeros += even + odd;
-    overflow += (even >= words_per_tile) + (odd >= words_per_tile);
+    wide_segments += (even >= words_per_tile) + (odd >= words_per_tile);
   }
   for (int i = lane; i < 2 * tiles; i += 32) {
     const uint4 mask = reinterpret_cast<const uint4*>(packed.mask)[i];
     in_union += __popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w);
   }
   nonzeros = __reduce_add_sync(~0u, nonzeros);
-  overflow = __reduce_add_sync(~0u, overflow);
+  wide_segments = __reduce_add_sync(~0u, wide_segments);
   in_union = __reduce_add_sync(~0u, in_union);
   if (lane == 0) {
     packed.counters[kNonzeros] = nonzeros;
-    packed.counters[kOverflow] = overflow;
+    packed.counters[kWideSegments] = wide_segments;
     packed.counters[kUnion] = in_union;
   }
 }

@@ -117,7 +117,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
     if (fits) packed.counters[kUnion] = in_union;  // else that of the tiles of 128 tokens in a row stays
-    if (!fits) packed.counters[kOverflow] += m;
+    if (!fits) packed.counters[kRestCalls] += 1;
   }
   uint32_t tiles_so_far = 0, items_so_far = 0;
 #pragma unroll 1
