@@ -21,6 +21,7 @@ namespace {
 
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 [[noreturn]] void refuse(const char* op, const std::string& why) {
   throw std::runtime_error(std::string("sparsellm_cuda::") + op + ": " + why);
@@ -69,7 +70,6 @@ class Call {
   void check(cudaError_t error) const {
     if (error != cudaSuccess) refuse(op_, cudaGetErrorString(error));
   }
-  [[noreturn]] void refuse_because(const std::string& why) const { refuse(op_, why); }
 
  private:
   const char* op_;
@@ -78,7 +78,7 @@ class Call {
   cudaStream_t stream_ = nullptr;
 };
 
-// `count` elements of `whole` from `first` on, as a tensor of one dimension that shares its memory. dtype: that of whole.
+// `count` elements of `whole` from `first` on, of its dtype, as a tensor of one dimension that shares its memory.
 Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
   const int64_t sizes[] = {count}, strides[] = {1};
   AtenTensorHandle made = nullptr;
@@ -94,39 +94,37 @@ sparsellm::Layer layer_of(const Call& call, const Tensor& x, const OptionalTenso
 }
 
 // What an operator counts: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
-class Statistics {
- public:
+struct Statistics {
   Statistics(const Call& call, int64_t n)
       : l1(call.empty({}, aoti_torch_dtype_float32())),
         fired(call.empty({n}, aoti_torch_dtype_bool())),
-        all_counts_(call.empty({sparsellm::counts_length()}, aoti_torch_dtype_int64())) {}
+        all_counts(call.empty({sparsellm::counts_length()}, aoti_torch_dtype_int64())) {}
 
   sparsellm::Result result(void* y) const {
     return {y, static_cast<float*>(l1.data_ptr()), static_cast<uint8_t*>(fired.data_ptr()),
-            static_cast<int64_t*>(all_counts_.data_ptr())};
+            static_cast<int64_t*>(all_counts.data_ptr())};
   }
-  Tensor counts() const { return part_of(all_counts_, 0, 4); }
-  const Tensor& all_counts() const { return all_counts_; }
+  Tensor counts() const { return part_of(all_counts, 0, 4); }
 
-  const Tensor l1, fired;
-
- private:
-  Tensor all_counts_;
+  const Tensor l1, fired, all_counts;
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, Tensor w) {
   const Call call("gate_pack", x);
-  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + 255) / 256;
+  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + sparsellm::kColumnTile - 1) / sparsellm::kColumnTile;
   const int32_t int32 = aoti_torch_dtype_int32();
   const Statistics counted(call, n);
-  const Tensor words = call.empty({m, 4, column_tiles, 8}, int32), wide = call.bf16({m, n});
-  const Tensor mask = call.empty({(m + 127) / 128, column_tiles * 8}, int32);
+  const Tensor words = call.empty(
+                   {m, sparsellm::kTileWords / sparsellm::kSectorWords, column_tiles, sparsellm::kSectorWords}, int32),
+               wide = call.bf16({m, n});
+  const Tensor mask = call.empty(
+      {(m + sparsellm::kTokenTile - 1) / sparsellm::kTokenTile, column_tiles * sparsellm::kColumnTile / 32}, int32);
   const Tensor row_counts = call.empty({sparsellm::row_counts_length(m, n)}, int32);
-  call.check(sparsellm::pack(call.data(x), call.data(w), m, x.size(1), n,
-                             {call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask),
-                              call.data<int32_t>(row_counts), call.data<uint8_t>(counted.fired),
-                              call.data<int64_t>(counted.all_counts())},
-                             call.stream()));
+  call.check(sparsellm::pack(
+      call.data(x), call.data(w), m, x.size(1), n,
+      {call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask), call.data<int32_t>(row_counts),
+       call.data<uint8_t>(counted.fired), call.data<int64_t>(counted.all_counts)},
+      call.stream()));
   return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
 }
 
@@ -140,33 +138,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor 
   return {y, counted.l1, counted.fired, counted.counts()};
 }
 
-// The length of a saved buffer says which engine filled it: a multiple of 16 bytes, and beyond it the engine's number
-// and, where its tokens are ordered, 4.
-constexpr int64_t kTag = 16, kTileEngine = 2, kOrdered = 4;
-
-int64_t tagged(int64_t bytes, bool ordered) { return bytes + kTileEngine + (ordered ? kOrdered : 0); }
-
-int64_t in_units(int64_t capacity) {
-  return (capacity + sparsellm::kTileCapacityUnit - 1) / sparsellm::kTileCapacityUnit * sparsellm::kTileCapacityUnit;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up,
-                                                                Tensor w_down_t, int64_t capacity,
-                                                                std::optional<int64_t> long_capacity, bool ordered,
-                                                                bool saving) {
+Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, int64_t capacity,
+                     std::optional<int64_t> long_capacity, bool ordered, bool saving) {
   const Call call("tile_forward", x);
   const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
   if (capacity < 1 || capacity > sparsellm::tile_max_capacity()) {
-    call.refuse_because("capacity is " + std::to_string(capacity) + ": it should be between 1 and " +
-                        std::to_string(sparsellm::tile_max_capacity()));
+    refuse("tile_forward", "capacity is " + std::to_string(capacity) + ": it should be between 1 and " +
+                               std::to_string(sparsellm::tile_max_capacity()));
   }
-  capacity = in_units(capacity);
-  const sparsellm::TileShape shape = {
-      layer.m, layer.k, layer.n, layer.gated(), capacity,
-      long_capacity ? *long_capacity : sparsellm::tile_long_capacity(layer.m, capacity), ordered};
+  const auto shape =
+      sparsellm::tile_shape(layer.m, layer.k, layer.n, layer.gated(), capacity, long_capacity.value_or(-1), ordered);
   const Tensor y = call.bf16({layer.m, layer.k});
   const Statistics counted(call, layer.n);
-  const Tensor saved = call.bytes(saving ? tagged(sparsellm::tile_saved_bytes(shape), ordered) : 0);
+  const Tensor saved = call.bytes(saving ? sparsellm::tile_saved_bytes(shape) : 0);
   const Tensor workspace = call.bytes(sparsellm::tile_workspace_bytes(shape, saving));
   call.check(sparsellm::tile_forward(layer, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
                                      counted.result(y.data_ptr()), call.stream()));
@@ -174,12 +158,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tile_forward(Tensor x, Option
 }
 
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
-  const int64_t tag = saved.numel() % kTag, bytes = saved.numel() - tag;
-  const auto shape = sparsellm::tile_shape_of_saved(bytes, m, k, n, gated, tag == kTileEngine + kOrdered);
-  if (shape.capacity < 0) {
-    refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes, which tile_forward saves for no layer of this shape");
-  }
-  return shape;
+  const auto shape = sparsellm::tile_shape_of_saved(saved.numel(), m, k, n, gated);
+  if (shape.capacity > 0) return shape;
+  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: tile_forward saves so many for no such layer");
 }
 
 std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1,
@@ -194,11 +175,11 @@ std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, 
   }
   const Tensor by_neuron = call.empty({layer.n, layer.k}, dtype);
   const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape));
-  call.check(sparsellm::tile_backward(
-      layer, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(), workspace.data_ptr(),
-      {gradients[0].data_ptr(), layer.gated() ? gradients[1].data_ptr() : nullptr, gradients.back().data_ptr(),
-       by_neuron.data_ptr(), float_weights},
-      call.stream()));
+  call.check(sparsellm::tile_backward(layer, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(),
+                                      workspace.data_ptr(),
+                                      {gradients[0].data_ptr(), layer.gated() ? gradients[1].data_ptr() : nullptr,
+                                       gradients.back().data_ptr(), by_neuron.data_ptr(), float_weights},
+                                      call.stream()));
   gradients.push_back(call.empty({layer.k, layer.n}, dtype));
   call.check(sparsellm::transpose(by_neuron.data_ptr(), float_weights, layer.n, layer.k, gradients.back().data_ptr(),
                                   float_weights, call.stream()));
@@ -206,11 +187,12 @@ std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, 
 }
 
 int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, bool ordered) {
-  return tagged(sparsellm::tile_saved_bytes({m, 8, n, gated, in_units(capacity), 0, ordered}), ordered);
+  return sparsellm::tile_saved_bytes(sparsellm::tile_shape(m, 8, n, gated, capacity, -1, ordered));
 }
 
 Tensor tile_saved_field(Tensor saved, int64_t m, int64_t n, bool gated, std::string name) {
-  const auto field = sparsellm::tile_saved_field(shape_of_saved("tile_saved_field", saved, m, 8, n, gated), name.c_str());
+  const auto field =
+      sparsellm::tile_saved_field(shape_of_saved("tile_saved_field", saved, m, 8, n, gated), name.c_str());
   if (field.element_bytes == 0) refuse("tile_saved_field", "there is no field " + name);
   return part_of(saved, field.offset, field.count * field.element_bytes);
 }
@@ -222,8 +204,7 @@ int64_t limit(std::string name) {
   refuse("limit", "there is no limit of the name " + name);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up,
-                                                                 bool saving) {
+Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, bool saving) {
   const Call call("dense_forward", x);
   const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, std::nullopt);
   const int64_t plane = layer.m * layer.n * 2, planes = layer.gated() ? 2 : 1;
@@ -239,13 +220,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dense_forward(Tensor x, Optio
 std::vector<Tensor> dense_backward(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1) {
   const Call call("dense_backward", dy);
   const int64_t m = g.size(0), n = g.size(1);
-  const Tensor dz = call.bf16({m, n}), h = call.bf16({m, n});
-  const OptionalTensor du = u ? OptionalTensor(call.bf16({m, n})) : std::nullopt;
+  const Tensor dz = call.bf16({m, n}), h = call.bf16({m, n}), du = call.bf16({u ? m : 0, n});
   const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(m, n));
   call.check(sparsellm::dense_backward(call.data(dy), call.data(w_down), m, dy.size(1), n, call.data(g), call.data(u),
-                                       call.data<float>(dl1), workspace.data_ptr(), dz.data_ptr(), call.data(du),
-                                       h.data_ptr(), call.stream()));
-  return du ? std::vector<Tensor>{h, dz, *du} : std::vector<Tensor>{h, dz};
+                                       call.data<float>(dl1), workspace.data_ptr(), dz.data_ptr(),
+                                       u ? du.data_ptr() : nullptr, h.data_ptr(), call.stream()));
+  return u ? std::vector<Tensor>{h, dz, du} : std::vector<Tensor>{h, dz};
 }
 
 std::tuple<Tensor, Tensor, Tensor> pointwise_forward(Tensor z, OptionalTensor u, Tensor h) {
@@ -261,11 +241,10 @@ std::tuple<Tensor, Tensor, Tensor> pointwise_forward(Tensor z, OptionalTensor u,
 std::vector<Tensor> pointwise_backward(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1) {
   const Call call("pointwise_backward", z);
   const int64_t m = z.size(0), n = z.size(1);
-  const Tensor h = call.bf16({m, n});
-  const OptionalTensor du = u ? OptionalTensor(call.bf16({m, n})) : std::nullopt;
+  const Tensor h = call.bf16({m, n}), du = call.bf16({u ? m : 0, n});
   call.check(sparsellm::pointwise_backward(call.data(z), call.data(u), call.data(dh), call.data<float>(dl1), m, n,
-                                           call.data(dh), call.data(du), h.data_ptr(), call.stream()));
-  return du ? std::vector<Tensor>{h, *du} : std::vector<Tensor>{h};
+                                           call.data(dh), u ? du.data_ptr() : nullptr, h.data_ptr(), call.stream()));
+  return u ? std::vector<Tensor>{h, du} : std::vector<Tensor>{h};
 }
 
 void transpose(Tensor from, Tensor to) {

@@ -1,11 +1,11 @@
 // The feedforward engines, one forward and one backward function each, free of torch. This header is the seam: what
-// stands above it (bindings.cpp, and through it Python) knows tensors and policy; what stands below it (sm90/) knows how
-// a pass is cut into kernels, in which order they are launched, and how every buffer between them is laid out.
+// stands above it (bindings.cpp, and through it Python) knows tensors and policy; what stands below it (sm90/) knows
+// how a pass is cut into kernels, in which order they are launched, and how every buffer between them is laid out.
 //
-// A caller provides memory: the results, a workspace of `..._workspace(...)` bytes, and for the backward pass one buffer
-// of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned and undefined at first. Every function
-// launches on `stream` of the current device, waits for nothing, allocates nothing, and returns cudaSuccess or the first
-// error. Tensors are contiguous and 16-byte aligned; bf16 pointers are void*.
+// A caller provides memory: the results, a workspace of `..._workspace(...)` bytes, and for the backward pass one
+// buffer of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned and undefined at first.
+// Every function launches on `stream` of the current device, waits for nothing, allocates nothing, and returns
+// cudaSuccess or the first error. Tensors are contiguous and 16-byte aligned; bf16 pointers are void*.
 //
 // Letters: M tokens, K model width, N neurons; K and N are multiples of 8 up to 65,536.
 #pragma once
@@ -14,6 +14,13 @@
 #include <cuda_runtime_api.h>
 
 namespace sparsellm {
+
+// The packed format (README.md).
+constexpr int kTokenTile = 128;                         // tokens of a token tile
+constexpr int kColumnTile = 256;                        // columns of a TwELL tile, the gate product's own N tile
+constexpr int kCompression = 8;                         // columns for each word of a packed segment
+constexpr int kTileWords = kColumnTile / kCompression;  // W
+constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, what memory is read in
 
 // One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T); not gated (w_gate null): h = relu(x w_up^T).
 struct Layer {
@@ -30,8 +37,8 @@ struct Layer {
 
 // What a forward pass returns. counts: the nonzeros of the gate; the segments of its packed form that did not fit their
 // words; 1 where the tile engine's lists had no room, so that slower kernels computed the call, else 0; and the neurons
-// that fire in each token tile, summed over the tiles. Behind these four, counts has room for what the kernels count for
-// themselves: counts_length() integers in all.
+// that fire in each token tile, summed over the tiles. Behind these four, counts has room for what the kernels count
+// for themselves: counts_length() integers in all.
 struct Result {
   void* y;         // bf16 [M, K]
   float* l1;       // float32 [1]: sum of |h|
@@ -45,33 +52,34 @@ int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
 cudaError_t row_forward(const Layer& layer, void* workspace, const Result& result, cudaStream_t stream);
 
 // Tile: for each tile of 128 tokens, products over the neurons that fire in it (README.md).
-// So every array of `capacity` words or halfwords fills whole 256 bytes, and the capacity follows from their sum.
-constexpr int64_t kTileCapacityUnit = 128;
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold, a multiple of kTileCapacityUnit; of a batch with more, slower
-                          // kernels compute all
+  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, slower kernels compute all
   int64_t long_capacity;  // of those, how many may be in rows of more than 512 nonzeros
   bool ordered;           // whether tokens that fire the same neurons share a tile, or 128 tokens in a row do
 };
-// The long_capacity of a shape that has none yet: all that can be counted.
-int64_t tile_long_capacity(int64_t m, int64_t capacity);
+// A shape with lists for `capacity` nonzeros, 1 to tile_max_capacity(), or a few more. long_capacity: -1 for all of
+// them.
+TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
+                     bool ordered);
 int64_t tile_max_tokens(bool saving);
 int64_t tile_max_capacity();
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving);
+// The length of a saved buffer says which engine filled it and how: a multiple of 16 bytes, and beyond it the engine's
+// number, for the tile engine 2, and 4 if its tokens are ordered. So the shape is found again from the length alone;
+// its capacity is -1 if no shape has that length.
 int64_t tile_saved_bytes(const TileShape& shape);
-// The shape that saved so many bytes, found again from their number; capacity is -1 if no shape did.
-TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated, bool ordered);
+TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated);
 // saved: null, or what tile_backward needs is written there.
 cudaError_t tile_forward(const Layer& layer, const TileShape& shape, void* workspace, void* saved, const Result& result,
                          cudaStream_t stream);
 
 // The gradients of a layer from dy, bf16 [M, K], and dl1, float32 [1].
 struct Gradients {
-  void* dx;                                   // bf16 [M, K]
-  void *dw_gate, *dw_up, *dw_down_t;          // [N, K]; dw_gate: null if the layer is not gated
-  bool float_weights;                         // the gradients of the weights are float32 rather than bf16
+  void* dx;                           // bf16 [M, K]
+  void *dw_gate, *dw_up, *dw_down_t;  // [N, K]; dw_gate: null if the layer is not gated
+  bool float_weights;                 // the gradients of the weights are float32 rather than bf16
 };
 int64_t tile_backward_workspace_bytes(const TileShape& shape);
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
@@ -95,8 +103,8 @@ cudaError_t dense_forward(const Layer& layer, void* workspace, void* g, void* u,
 cudaError_t dense_backward(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
                            const void* u, const float* dl1, void* workspace, void* dz, void* du, void* h,
                            cudaStream_t stream);
-// For few tokens, the elementwise kernels between cuBLAS's products z, u and dh: forward h = relu(z) * u, backward h, du
-// and dz, all bf16 [M, N]. Not gated: u and du are null. h may be z, dz may be dh.
+// For few tokens, the elementwise kernels between cuBLAS's products z, u and dh: forward h = relu(z) * u, backward h,
+// du and dz, all bf16 [M, N]. Not gated: u and du are null. h may be z, dz may be dh.
 cudaError_t pointwise_forward(const void* z, const void* u, int64_t m, int64_t n, void* workspace, void* h,
                               const Result& result, cudaStream_t stream);
 cudaError_t pointwise_backward(const void* z, const void* u, const void* dh, const float* dl1, int64_t m, int64_t n,

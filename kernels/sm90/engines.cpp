@@ -8,8 +8,8 @@
 #include "launch.h"
 
 // The first error of a pass ends it: what would be launched behind it has no input.
-#define SPARSELLM_TRY(call)                                             \
-  do {                                                                  \
+#define SPARSELLM_TRY(call)                                                   \
+  do {                                                                        \
     if (const cudaError_t error = (call); error != cudaSuccess) return error; \
   } while (false)
 
@@ -17,7 +17,9 @@ namespace sparsellm {
 namespace {
 
 constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);  // words are counted in uint32, in strides of up to 4,096
-constexpr int kScratch = (kTotals + kRowTickets) / 2;           // int64: zero before and after every engine
+constexpr int64_t kCapacityUnit = 128;
+constexpr int64_t kTileEngine = 2, kOrdered = 4;       // of the length of a saved buffer
+constexpr int kScratch = (kTotals + kRowTickets) / 2;  // int64: zero before and after every engine
 constexpr int kCountsLength = kCounters + kScratch;
 
 int64_t tiles_of(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
@@ -39,8 +41,8 @@ Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) 
   return packed;
 }
 
-// What the forward pass of the tile engine leaves to its backward pass. A forward pass that saves nothing has the plan in
-// its own workspace, and no `ups`.
+// What the forward pass of the tile engine leaves to its backward pass. A forward pass that saves nothing has the plan
+// in its own workspace, and no `ups`.
 struct Kept {
   TilePlan plan;  // but for its rows
   void* ups;      // bf16 [capacity]: u of the lists' words, or null
@@ -135,8 +137,8 @@ int64_t row_counts_length(int64_t m, int64_t n) {
 
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream) {
-  return gate_pack(x, w, m, k, n, kTileWords, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts},
-                   kCountsLength, false, stream);
+  return gate_pack(x, w, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts}, kCountsLength,
+                   false, stream);
 }
 
 // ---- row
@@ -152,9 +154,9 @@ cudaError_t row_forward(const Layer& a, void* workspace, const Result& result, c
   Arena arena(workspace);
   const Packed packed = lay_out_packed(arena, a.m, a.n, result);
   void* own = arena.take_bytes(row_workspace(a.m, a.k, a.n));
-  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, kTileWords, packed, kCountsLength, true, stream));
-  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, kTileWords, packed, own, tickets_of(result.counts),
-                 result.l1, result.y, stream);
+  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, packed, kCountsLength, true, stream));
+  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, packed, own, tickets_of(result.counts), result.l1,
+                 result.y, stream);
 }
 
 // ---- tile
@@ -162,8 +164,12 @@ cudaError_t row_forward(const Layer& a, void* workspace, const Result& result, c
 int64_t tile_max_capacity() { return kMaxWords; }
 int64_t tile_max_tokens(bool saving) { return saving ? kMaxSplitTokens : kMaxWords / kRowCapacity; }
 
-int64_t tile_long_capacity(int64_t m, int64_t capacity) {
-  return std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
+TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
+                     bool ordered) {
+  // Arrays of `capacity` words or halfwords then fill whole 256 bytes, and the capacity follows from their sum.
+  capacity = (capacity + kCapacityUnit - 1) / kCapacityUnit * kCapacityUnit;
+  if (long_capacity < 0) long_capacity = std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
+  return {m, k, n, gated, capacity, long_capacity, ordered};
 }
 
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving) {
@@ -176,16 +182,15 @@ int64_t tile_workspace_bytes(const TileShape& shape, bool saving) {
 int64_t tile_saved_bytes(const TileShape& shape) {
   Arena arena(nullptr);
   Kept(arena, shape, true);
-  return arena.bytes();
+  return arena.bytes() + kTileEngine + (shape.ordered ? kOrdered : 0);
 }
 
-TileShape tile_shape_of_saved(int64_t bytes, int64_t m, int64_t k, int64_t n, bool gated, bool ordered) {
-  TileShape shape = {m, k, n, gated, 0, 0, ordered};
-  shape.capacity = (bytes - tile_saved_bytes(shape)) / (gated ? 6 : 4);
-  shape.long_capacity = tile_long_capacity(m, shape.capacity);
-  const bool exists = shape.capacity > 0 && shape.capacity % kTileCapacityUnit == 0 && tile_saved_bytes(shape) == bytes;
-  if (!exists) shape.capacity = -1;
-  return shape;
+TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated) {
+  const bool ordered = length % 16 == kTileEngine + kOrdered;
+  const int64_t lists = length - tile_saved_bytes({m, k, n, gated, 0, 0, ordered});
+  const TileShape shape = tile_shape(m, k, n, gated, std::max<int64_t>(0, lists) / (gated ? 6 : 4), -1, ordered);
+  if (shape.capacity > 0 && tile_saved_bytes(shape) == length) return shape;
+  return {m, k, n, gated, -1, 0, ordered};
 }
 
 cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, void* saved, const Result& result,
@@ -201,21 +206,30 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   } else {
     plan.totals = totals_of(result.counts);  // which gate_pack zeroes
   }
-  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, kTileWords, w.packed, kCountsLength, false, stream));
-  SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, kTileWords, plan, stream));
+  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
+  SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));
   if (s.ordered) {
     SPARSELLM_TRY(token_order(plan.rows, w.packed.row_counts, a.m, a.n, w.temporaries,
                               const_cast<int32_t*>(plan.tokens), stream));
   }
   SPARSELLM_TRY(tile_plan(w.packed, a.m, a.n, plan, stream));
   uint32_t* hidden = w.hidden != nullptr ? w.hidden : plan.lists;
-  SPARSELLM_TRY(tile_up(a.gated() ? a.x : nullptr, a.multiplier(), a.m, a.gated() ? a.k : 0, a.n, plan, hidden, kept.ups,
-                        w.l1_partials, result.l1, stream));
-  const Spmm product = {{hidden, nullptr}, {a.w_down_t, nullptr}, plan.slots, column_tiles_of(a.n) * kColumnTile,
-                        plan.starts, column_tiles_of(a.n) * 4 + 1, plan.order, plan.tokens, a.m, a.k, result.y};
+  SPARSELLM_TRY(tile_up(a.gated() ? a.x : nullptr, a.multiplier(), a.m, a.gated() ? a.k : 0, a.n, plan, hidden,
+                        kept.ups, w.l1_partials, result.l1, stream));
+  const Spmm product = {{hidden, nullptr},
+                        {a.w_down_t, nullptr},
+                        plan.slots,
+                        column_tiles_of(a.n) * kColumnTile,
+                        plan.starts,
+                        column_tiles_of(a.n) * 4 + 1,
+                        plan.order,
+                        plan.tokens,
+                        a.m,
+                        a.k,
+                        result.y};
   SPARSELLM_TRY(tile_spmm(product, stream));
   if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // nothing can be left to the rest
-  return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, kTileWords, w.packed, plan.totals, w.temporaries,
+  return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, w.packed, plan.totals, w.temporaries,
                   tickets_of(result.counts), result.l1, result.y, stream);
 }
 
@@ -233,11 +247,15 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   const TilePlan& plan = kept.plan;
   SPARSELLM_TRY(cudaMemsetAsync(workspace, 0, w.zeroed, stream));
   SPARSELLM_TRY(neuron_plan(plan, a.m, a.k, a.n, w.plan, stream));
-  const Gradient nonzeros = {kept.ups, dl1, w.dz, w.du, w.plan.at, w.plan.places,
-                             w.dz_by_neuron, w.du_by_neuron, w.h_by_neuron, w.drawn};
+  const Gradient nonzeros = {kept.ups,       dl1,           w.dz,   w.du, w.plan.at, w.plan.places, w.dz_by_neuron,
+                             w.du_by_neuron, w.h_by_neuron, w.drawn};
   SPARSELLM_TRY(tile_gradient(dy, a.w_down_t, a.m, a.k, a.n, plan, nonzeros, stream));
-  const Spmm dx = {{w.dz, w.du}, {a.thresholded(), a.multiplier()}, plan.slots, column_tiles_of(a.n) * kColumnTile,
-                   plan.starts, column_tiles_of(a.n) * 4 + 1, plan.order, plan.tokens, a.m, a.k, d.dx};
+  const Spmm dx = {{w.dz, w.du}, {a.thresholded(), a.multiplier()},
+                   plan.slots,   column_tiles_of(a.n) * kColumnTile,
+                   plan.starts,  column_tiles_of(a.n) * 4 + 1,
+                   plan.order,   plan.tokens,
+                   a.m,          a.k,
+                   d.dx};
   SPARSELLM_TRY(tile_spmm(dx, stream));
   void* dw_first = a.gated() ? d.dw_gate : d.dw_up;
   void* dw_second = a.gated() ? d.dw_up : nullptr;
@@ -245,9 +263,9 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
                            void* second_dw) -> cudaError_t {
     void* second = second_list != nullptr ? w.second_operand : nullptr;
     SPARSELLM_TRY(tile_operands({{list, second_list}, {w.operand, second}, w.plan, a.m, a.n}, stream));
-    return tile_weights({{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, w.partials,
-                         w.tickets},
-                        stream);
+    return tile_weights(
+        {{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, w.partials, w.tickets},
+        stream);
   };
   SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second));
   SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, d.dw_down_t, nullptr));
@@ -313,8 +331,8 @@ int64_t dense_workspace_bytes(int64_t m, int64_t n) {
 cudaError_t dense_forward(const Layer& a, void* workspace, void* g, void* u, void* h, const Result& result,
                           cudaStream_t stream) {
   float* l1_partials = Arena(workspace).take<float>(dense_partials(a.m, a.n));
-  return dense_hidden(a.x, a.thresholded(), a.multiplier(), a.m, a.k, a.n, g, u, h, l1_partials, result.l1, result.fired,
-                      result.counts, stream);
+  return dense_hidden(a.x, a.thresholded(), a.multiplier(), a.m, a.k, a.n, g, u, h, l1_partials, result.l1,
+                      result.fired, result.counts, stream);
 }
 
 cudaError_t dense_backward(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,

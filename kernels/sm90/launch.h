@@ -1,10 +1,10 @@
 // Launchers: plain C++ functions over device pointers, free of torch. Each enqueues on `stream`, waits for nothing,
 // allocates nothing and returns cudaSuccess or the first error. What is launched may start while the kernel before it
 // ends, but touches no memory of the caller's before that one is done (within gate_pack, the dense engine's and
-// token_order, which know what that one writes: common/clear.cuh, order/order.cu); the first kernel of gate_pack for more
-// than 64 tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel does.
-// Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted where it
-// is used.
+// token_order, which know what that one writes: common/clear.cuh, order/order.cu); the first kernel of gate_pack for
+// more than 64 tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient and transpose starts as any kernel
+// does. Callers have checked shapes and layouts (sparsellm/ops/cuda.py); what a kernel assumes beyond them is asserted
+// where it is used.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
@@ -14,22 +14,18 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
+#include "engines.h"
+
 namespace sparsellm {
 
-constexpr int kTokenTile = 128;   // tokens of a token tile
-constexpr int kColumnTile = 256;  // columns of a TwELL tile, the gate product's own N tile
-
 constexpr int kCountedTokens = 64;  // up to so many, row_ffn may count the nonzeros itself
-
-constexpr int kCompression = 8;                          // columns for each word of a packed segment
-constexpr int kTileWords = kColumnTile / kCompression;  // W
-constexpr int kSectorWords = 8;  // of the packed gate, side by side: 32 bytes, what memory is read in
 
 constexpr int kRowCapacity = 512;  // nonzeros of a row that have a place of their own; a row with more is a long row
 
 // What a pass counts, int64 [kCounters]. kWideSegments: segments of the packed gate whose nonzeros did not fit their
-// words. kRestCalls: 1 where the lists had no room for the nonzeros, so that the rest's kernels computed the call. kUnion:
-// the neurons that fire in each token tile, summed. kDrawn: units of work that a kernel has given out, of no use to others.
+// words. kRestCalls: 1 where the lists had no room for the nonzeros, so that the rest's kernels computed the call.
+// kUnion: the neurons that fire in each token tile, summed. kDrawn: units of work that a kernel has given out, of no
+// use to others.
 enum Counter { kNonzeros = 0, kWideSegments = 1, kRestCalls = 2, kUnion = 3, kDrawn = 4, kCounters = 6 };
 
 // The packed gate of M tokens, TwELL: see kernels/README.md.
@@ -43,14 +39,23 @@ struct Packed {
   int64_t* counters;    // [kCounters] kUnion: sum over token tiles of neurons in the mask
 };
 
-// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel of the forward
-// pass counts there while it runs.
-enum Total { kItems = 0, kRest = 1, kListWords = 2, kLongWords = 3, kPlanTickets = 4, kUpTickets = 5, kNextItem = 6, kTotals = 8 };
+// totals of the tile plan, int32 [8]: zero at first, and again after use but for the first two. Each kernel of the
+// forward pass counts there while it runs.
+enum Total {
+  kItems = 0,
+  kRest = 1,
+  kListWords = 2,
+  kLongWords = 3,
+  kPlanTickets = 4,
+  kUpTickets = 5,
+  kNextItem = 6,
+  kTotals = 8
+};
 
 // The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {
-  uint32_t* rows;         // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows
-                          // and room for three more: they are read by four
+  uint32_t* rows;  // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows
+                   // and room for three more: they are read by four
   int64_t long_capacity;
   const int32_t* tokens;  // [M] the token at each tile position, or null: natural order
   uint16_t* slots;        // [MT, NT * 256] the neurons of each tile
@@ -64,8 +69,7 @@ struct TilePlan {
 };
 
 // The nonzeros of each row side by side, from the packed form: to plan.rows, words as there, columns ascending.
-cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
-                      cudaStream_t stream);
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream);
 
 // An order of the tokens that brings together those that fire the same neurons: tokens [M], a permutation.
 // workspace: order_workspace(m, n) bytes, contents undefined.
@@ -77,8 +81,8 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
 // too, up to `zeroed` int64 in all: the scratch of the engines to come. for_row: row_ffn comes next, with the same M
 // and K; where row_ffn_counts, row_counts is undefined then, and the counters are left to it.
 constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens && k <= 4096; }
-cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream);
+cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
+                      bool for_row, cudaStream_t stream);
 
 // The neurons of each token tile, its nonzeros, and the units of work. Sets counters[kUnion] to the union of these
 // tiles; where the lists have no room, adds 1 to counters[kRestCalls].
@@ -112,12 +116,12 @@ struct Spmm {
   const void* weights[2];    // bf16 [N, K]; [1]: null if there is one list
   const uint16_t* slots;     // [MT, slots_per_tile], and the next three, as of TilePlan
   int64_t slots_per_tile;
-  const uint32_t* starts;    // [MT, 2, starts_per_half]
+  const uint32_t* starts;  // [MT, 2, starts_per_half]
   int64_t starts_per_half;
-  const int4* order;         // [MT]
-  const int32_t* tokens;     // [m], or null
+  const int4* order;      // [MT]
+  const int32_t* tokens;  // [m], or null
   int64_t m, k;
-  void* y;                   // bf16 [m, K]
+  void* y;  // bf16 [m, K]
 };
 cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 
@@ -157,16 +161,17 @@ struct Operands {
 };
 cudaError_t tile_operands(const Operands& a, cudaStream_t stream);
 
-// dw[neuron] = sum over the slots of its tile of operand[neuron, slot] rows[slots[slot]]; of two operands, each its own.
+// dw[neuron] = sum over the slots of its tile of operand[neuron, slot] rows[slots[slot]]; of two operands, each its
+// own.
 struct WeightGradient {
   const void* operands[2];  // as of tile_operands; [1]: the second, or null
   const void* rows;         // bf16 [m, K]: x or dy
   NeuronPlan plan;
   int64_t m, k, n;
-  void* dw[2];              // [n, K] bf16, or float32 if float_dw; [1]: the second, or null
+  void* dw[2];  // [n, K] bf16, or float32 if float_dw; [1]: the second, or null
   bool float_dw;
-  float* partials;          // [kSplitUnits, 2, 128, 256]
-  int32_t* tickets;         // [kSplitUnits, 4] of pieces, and [1] units drawn; zero on entry and on exit
+  float* partials;   // [kSplitUnits, 2, 128, 256]
+  int32_t* tickets;  // [kSplitUnits, 4] of pieces, and [1] units drawn; zero on entry and on exit
 };
 cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 
@@ -176,35 +181,34 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 constexpr int kRowTickets = 320;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                    int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
-                    cudaStream_t stream);
+                    const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
 // The same if totals of the plan tell that there is a rest, which is all, else nothing. workspace:
 // row_rest_workspace(m, k) bytes.
 int64_t row_rest_workspace(int64_t m, int64_t k);
 cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                     int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
-                     int32_t* tickets, float* l1, void* y, cudaStream_t stream);
+                     const Packed& packed, const int32_t* totals, void* workspace, int32_t* tickets, float* l1, void* y,
+                     cudaStream_t stream);
 
 // All gradients, densely, if `rest` points to other than zero, else nothing: what the tile engine leaves undone
 // backward. Non-gated: w_gate is W_u, w_up and dw_up are null.
 struct RestBackward {
   const int32_t* rest;
-  const void *x, *dy;                          // bf16 [M, K]
-  const void *w_gate, *w_up, *w_down_t;        // bf16 [N, K]
-  const float* dl1;                            // [1]
-  void *dx, *dw_gate, *dw_up, *dw_down_t;      // bf16, as x and the weights; the latter float32
-  bool float_gradients;                        // if so
-  void* planes;                                // rest_backward_workspace(m, n) bytes
-  int32_t* arrivals;                           // [2] zero before and after
+  const void *x, *dy;                      // bf16 [M, K]
+  const void *w_gate, *w_up, *w_down_t;    // bf16 [N, K]
+  const float* dl1;                        // [1]
+  void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, as x and the weights; the latter float32
+  bool float_gradients;                    // if so
+  void* planes;                            // rest_backward_workspace(m, n) bytes
+  int32_t* arrivals;                       // [2] zero before and after
   int m, k, n;
 };
 int64_t rest_backward_workspace(int64_t m, int64_t n);
 cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
 
 // The dense engine's products but for the last, and the statistics: h = relu(x w_gate^T) * (x w_up^T), without w_up
-// relu(x w_gate^T); the two factors to g and u, bf16 [M, N], where these are not null. l1, fired [N] (8-byte aligned) and
-// counters, int64 [kDenseCounters], of which the last is not for others. l1_partials: float32 [MT * 2 NT], 16-byte
+// relu(x w_gate^T); the two factors to g and u, bf16 [M, N], where these are not null. l1, fired [N] (8-byte aligned)
+// and counters, int64 [kDenseCounters], of which the last is not for others. l1_partials: float32 [MT * 2 NT], 16-byte
 // aligned.
 constexpr int kDenseCounters = kCounters + 1;
 cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, int64_t m, int64_t k, int64_t n, void* g,

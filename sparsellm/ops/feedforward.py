@@ -164,8 +164,8 @@ class _Nongated(torch.autograd.Function):
 # The registered operator. Its backward is an operator too: autograd of a registered operator must not look inside. It
 # returns (y, l1, fired, counts) and what backward needs: one uint8 buffer (sparsellm.ops.cuda) whose length depends on
 # the plan, and so is known only when it runs. An operator's results may not share memory, and counts, int64 [4] of
-# nnz, wide_segments, rest_calls and union, is one result. Weights of another dtype than x are cast to it, forward and backward, and
-# have gradients of their own dtype. Autocast, which the callers have heeded, is off inside of both.
+# nnz, wide_segments, rest_calls and union, is one result. Weights of another dtype than x are cast to it, forward and
+# backward, and have gradients of their own dtype. Autocast, which the callers have heeded, is off inside of both.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())

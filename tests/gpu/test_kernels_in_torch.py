@@ -1,6 +1,7 @@
 """The operators on CUDA kernels as torch runs them: same bits, graphs, streams, compiling, autograd, models."""
 
 import copy
+import threading
 
 import kernel_cases as cases
 import pytest
@@ -255,3 +256,50 @@ def test_our_decoder_under_autocast(engine, gated):
         assert out.fired.shape == plain.fired.shape
         assert out.ce.isfinite()
         torch.cuda.synchronize()
+
+
+@GATED
+def test_threads_with_layers_of_other_sizes_do_not_disturb_each_other(gated):
+    """How much shared memory a kernel may use is its own attribute: one thread must not lower it for another."""
+    layers = [cases.integers(300, 264, n, gated) for n in (1000, 16_384)]
+    expected = [cases.run("tile", x, ws) for x, ws in layers]
+    problems = []
+
+    def work(i):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(200):
+                    assert_same(cases.run("tile", *layers[i]), expected[i], f"layer {i}")
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+def test_a_compiled_model_replays_cuda_graphs_of_the_engines_it_was_captured_with():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = sparsellm.accelerate(hugging_face("llama"), "cuda")
+    for block in model.model.layers:
+        block.mlp.choice.calls[0] = 1  # or the first call would be counted, and another engine be chosen
+    ids = token_ids(4, 1)
+    with torch.no_grad():
+        run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        outputs = [run(ids, use_cache=False).logits.clone() for _ in range(4)]
+        expected = model(ids, use_cache=False).logits
+    counters = torch._dynamo.utils.counters
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert counters["stats"]["unique_graphs"] == 1
+    assert [block.mlp.choice.plans[0].engine.name for block in model.model.layers] == ["row", "row"]
+    calls = [block.mlp.choice.calls[0] for block in model.model.layers]
+    for output in outputs:
+        assert_equal(output, outputs[0], "a replay")
+    assert (outputs[0] - expected).norm() <= 2**-6 * expected.norm()  # inductor rounds at other places
+    with torch.no_grad():
+        run(ids, use_cache=False)
+    assert [block.mlp.choice.calls[0] for block in model.model.layers] == calls  # a replay runs no Python

@@ -9,7 +9,7 @@ import torch
 from sparsellm.ops import twell
 from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORDS, pack, segments, tiles, unpack
 
-LAUNCH_H = Path(__file__).parents[2] / "kernels" / "sm90" / "launch.h"
+ENGINES_H = Path(__file__).parents[2] / "kernels" / "engines.h"
 HEIGHTS = (0, 1, 127, 129)
 WIDTHS = (8, 264, 1000)
 
@@ -145,7 +145,7 @@ def test_nan_counts_and_negative_zero_does_not():
 
 
 def test_the_constants_are_those_of_the_kernels():
-    header = LAUNCH_H.read_text()
+    header = ENGINES_H.read_text()
     names = {"kTokenTile": TOKEN_TILE, "kColumnTile": COLUMN_TILE, "kSectorWords": SECTOR_WORDS,
              "kCompression": twell.COMPRESSION}  # fmt: skip
     for name, value in names.items():

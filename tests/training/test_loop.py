@@ -26,7 +26,8 @@ from sparsellm.training.optimizer import learning_rate
 SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
-    "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "wide_segments", "rest_calls", "plan_per_layer",
+    "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "wide_segments", "rest_calls",
+    "plan_per_layer",
     "ffn_saved_bytes", "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
@@ -179,7 +180,8 @@ def test_values_that_do_not_exist_are_null(tmp_path):
     text = (tmp_path / "run" / METRICS).read_text()
     assert "NaN" not in text
     for row in map(json.loads, text.splitlines()):
-        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "wide_segments", "rest_calls", "mfu", "peak_memory_bytes",
+        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "wide_segments", "rest_calls", "mfu",
+                   "peak_memory_bytes",
                    "reinitialized_per_layer", "ffn_saved_bytes", "evaluation")  # fmt: skip
         assert all(row[key] is None for key in nothing)
         assert row["loss"] == row["ce"]

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace sparsellm {
 
@@ -36,11 +39,28 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   const cuuint64_t pitch[1] = {static_cast<cuuint64_t>(columns) * 2};
   const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t strides[2] = {1, 1};
-  CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), extents, pitch, box, strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), extents, pitch, box,
+                           strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Lets `kernel` be launched on the current device with so much dynamic shared memory. What was allowed once stays
+// allowed: the attribute belongs to the kernel, not to a launch, so a thread that lowered it for a narrow layer could
+// make another thread's launch for a wide layer fail.
+inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, uint32_t> allowed;  // by kernel and device
+  int device = 0;
+  const cudaError_t known = cudaGetDevice(&device);
+  if (known != cudaSuccess) return known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  uint32_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (error == cudaSuccess) most = bytes;
+  return error;
 }
 
 // Launches `kernel`. cluster: CTAs that form a cluster. early: the kernel may start while the one before it in the
@@ -50,8 +70,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
   if (shared_bytes > 0) {  // with static memory, less than 48 KB may need it too
-    cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};

@@ -15,9 +15,8 @@ __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
 
 // Where a segment begins, a token's words of a column tile, and how far from there its word `index` is: 8 words are
 // side by side, and the next 8 come behind those of all column tiles. With 10 column tiles, word 9 is at 80 + 1.
-__device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles,
-                                                int words_per_tile) {
-  return packed.words + token * (column_tiles * words_per_tile) + tile * kSectorWords;
+__device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles) {
+  return packed.words + token * (column_tiles * kTileWords) + tile * kSectorWords;
 }
 __device__ __forceinline__ uint32_t word_offset(uint32_t index, int column_tiles) {
   return index / kSectorWords * (column_tiles * kSectorWords) + index % kSectorWords;
@@ -78,8 +77,8 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 // where the lane's column i of j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
-                                                   int column_tiles, uint32_t words_per_tile, uint32_t* words,
-                                                   __nv_bfloat16* wide, uint32_t& seen) {
+                                                   int column_tiles, uint32_t* words, __nv_bfloat16* wide,
+                                                   uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
   uint32_t there = 0;  // Behind the last column stand zeros of w, but zero times infinity is no zero.
@@ -100,7 +99,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   }
   const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 a byte
   const uint32_t count = __dp4a(totals, 0x01010101u, 0u);
-  if (count < words_per_tile) {
+  if (count < kTileWords) {
     uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many of the row lie before those of j
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;

@@ -123,8 +123,8 @@ cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, in
                       fired,
                       reinterpret_cast<unsigned long long*>(counters)};
   const PairProduct pairs = pair_product_of(m, k, ceil_div(n, neurons));
-  return launch_pairs(gated ? dense_hidden_kernel<true> : dense_hidden_kernel<false>, pairs, neurons, stream,
-                      x_map, gate_map, up_map, pairs, n, out);
+  return launch_pairs(gated ? dense_hidden_kernel<true> : dense_hidden_kernel<false>, pairs, neurons, stream, x_map,
+                      gate_map, up_map, pairs, n, out);
 }
 
 }  // namespace sparsellm

@@ -61,7 +61,6 @@ struct FewestCta {
   int m;
   int64_t n;
   int k, slots;
-  int words_per_tile;
   const Packed& out;
   uint32_t tokens, full, empty, finished;
   int warp;
@@ -74,7 +73,7 @@ struct FewestCta {
   uint32_t parity = 0;
 
   __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
-                                       int k, int slots, int words_per_tile, const Packed& out)
+                                       int k, int slots, const Packed& out)
       : shared(shared),
         x(x),
         w(w),
@@ -82,7 +81,6 @@ struct FewestCta {
         n(n),
         k(k),
         slots(slots),
-        words_per_tile(words_per_tile),
         out(out),
         tokens(ptx::smem_address(shared.tokens)),
         full(ptx::smem_address(shared.full)),
@@ -236,7 +234,7 @@ struct FewestCta {
     if (const int first = 4 * warp; first < m) {
       const int token = first + lane / 8;
       const uint32_t seen = pack_tokens<128>(tile + token * kPitch + lane % 8 * 16, token, token < m, lane, n,
-                                             column_tile, column_tiles, words_per_tile, out, shared.totals, counts);
+                                             column_tile, column_tiles, out, shared.totals, counts);
       add_fired(shared.fired, seen, lane);
     }
     __syncthreads();
@@ -258,9 +256,9 @@ struct FewestCta {
 
 __global__ void __launch_bounds__(kThreads, 1)
     gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
-                            int words_per_tile, const Packed out, int zeroed) {
+                            const Packed out, int zeroed) {
   extern __shared__ uint4 raw[];
-  FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, words_per_tile, out);
+  FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
   float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // [tokens, kSumPitch] of each warp, at last
   if (cta.warp == kFeedingWarp) cta.init();
   ptx::cluster_arrive_relaxed();
@@ -281,8 +279,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace fewest
 
 // zeroed: as of gate_pack_small.
-inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                    const Packed& out, int64_t zeroed, cudaStream_t stream) {
+inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
+                                    int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
   const cudaError_t error =  // it has room without, but was timed so
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
@@ -291,8 +289,8 @@ inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int
   const int slots = m * kSlots < kTokenRows ? kSlots : kTokenRows / static_cast<int>(m);
   return launch_early(gate_pack_fewest_kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads,
                       sizeof(fewest::Shared), kCluster, stream, static_cast<const __nv_bfloat16*>(x),
-                      static_cast<const __nv_bfloat16*>(w), static_cast<int>(m), n, static_cast<int>(k), slots,
-                      words_per_tile, out, static_cast<int>(zeroed));
+                      static_cast<const __nv_bfloat16*>(w), static_cast<int>(m), n, static_cast<int>(k), slots, out,
+                      static_cast<int>(zeroed));
 }
 
 }  // namespace sparsellm

@@ -16,7 +16,7 @@ static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "whoever counts nothing is o
 
 __global__ void __launch_bounds__(kThreads, 1)
     gate_pack_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-                     const PairProduct product, int64_t n, int words_per_tile, const Packed out) {
+                     const PairProduct product, int64_t n, const Packed out) {
   extern __shared__ uint8_t raw[];
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32;
@@ -31,20 +31,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t row0 = of.row0();
     const uint32_t column = of.column_tile * kColumnTile;
     uint32_t seen = 0;
-    uint32_t* words = segment_of(out, row0, of.column_tile, column_tiles, words_per_tile);
+    uint32_t* words = segment_of(out, row0, of.column_tile, column_tiles);
     __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
-    const int row_words = column_tiles * words_per_tile;
+    const int row_words = column_tiles * kTileWords;
 #pragma unroll 1
     for (int step = 4 * warp; step < of.rows; step += 4 * kFinishWarps) {
       const int row = step + lane / 8;
       const uint32_t count =
           pack_four_rows(memory.tile + tile_offset(row, lane % 8), row < of.rows, lane, column, n, column_tiles,
-                         words_per_tile, words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
+                         words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
       if (lane % 8 == 0 && row < of.rows) {
         words[static_cast<int64_t>(row) * row_words] = count;
         if (count != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(count));
         nonzeros += count;
-        wide_segments += count >= static_cast<uint32_t>(words_per_tile);
+        wide_segments += count >= kTileWords;
       }
     }
     add_fired(fired, seen, lane);
@@ -62,25 +62,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream) {
+cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
+                      bool for_row, cudaStream_t stream) {
   const bool are_few = m <= kSmallTokens, counts = !(for_row && row_ffn_counts(m, k));
   if (counts) {
     const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
-    const cudaError_t error =
-        clear(out.row_counts, m, out.fired, fired_octets, out.counters, zeroed, are_few, stream);
+    const cudaError_t error = clear(out.row_counts, m, out.fired, fired_octets, out.counters, zeroed, are_few, stream);
     if (error != cudaSuccess) return error;
   }
   if (are_few) {
     const auto product = m <= kFewestTokens ? gate_pack_fewest : gate_pack_small;
-    return product(x, w, m, k, n, words_per_tile, out, counts ? 0 : zeroed, stream);
+    return product(x, w, m, k, n, out, counts ? 0 : zeroed, stream);
   }
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kTileN / 2);
   if (error != cudaSuccess) return error;
   const PairProduct product = pair_product_of(m, k, ceil_div(n, kTileN));
-  return launch_pairs(gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, words_per_tile, out);
+  return launch_pairs(gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, out);
 }
 
 }  // namespace sparsellm

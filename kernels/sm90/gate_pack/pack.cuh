@@ -20,14 +20,13 @@ struct Sums {
 // sums.
 template <uint32_t kApart>
 __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
-                                                int column_tile, int column_tiles, int words_per_tile,
-                                                const Packed& out, Sums& sums, bool counts) {
+                                                int column_tile, int column_tiles, const Packed& out, Sums& sums,
+                                                bool counts) {
   uint32_t seen = 0;
   const uint32_t column = column_tile * kColumnTile;
-  uint32_t* words = segment_of(out, token, column_tile, column_tiles, words_per_tile);
+  uint32_t* words = segment_of(out, token, column_tile, column_tiles);
   __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-  const uint32_t count =
-      pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words_per_tile, words, wide, seen);
+  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words, wide, seen);
   const bool tells = some && lane % 8 == 0;
   if (tells) {
     words[0] = count;
@@ -36,7 +35,7 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   }
   if (counts) {
     const uint32_t nonzeros = __reduce_add_sync(~0u, tells ? count : 0);
-    const uint32_t wide_segments = __popc(__ballot_sync(~0u, tells && count >= static_cast<uint32_t>(words_per_tile)));
+    const uint32_t wide_segments = __popc(__ballot_sync(~0u, tells && count >= kTileWords));
     if (lane == 0) {
       atomicAdd(sums.counts + kNonzeros, nonzeros);
       atomicAdd(sums.counts + kWideSegments, wide_segments);

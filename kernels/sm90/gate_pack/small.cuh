@@ -61,7 +61,7 @@ struct SmallCta {
   uint32_t full, empty, finished;
   int m;
   int64_t n;
-  int k_blocks, words_per_tile;
+  int k_blocks;
   const Packed& out;
   bool counts;  // it adds to the counters
   int warp;
@@ -74,8 +74,7 @@ struct SmallCta {
   // stages: [kDepth]; then own, [CTAs, their tokens] of this CTA's neurons, for the others to pack; then the tile,
   // [CTAs, this one's tokens] of their neurons.
   __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
-                                      int m, int64_t n, int k_blocks, int words_per_tile, const Packed& out,
-                                      bool counts)
+                                      int m, int64_t n, int k_blocks, const Packed& out, bool counts)
       : x_map(x_map),
         w_map(w_map),
         shared(*reinterpret_cast<Shared*>(raw +
@@ -89,7 +88,6 @@ struct SmallCta {
         m(m),
         n(n),
         k_blocks(k_blocks),
-        words_per_tile(words_per_tile),
         out(out),
         counts(counts),
         warp(ptx::warp_index()),
@@ -223,7 +221,7 @@ struct SmallCta {
     ptx::cluster_arrive_relaxed();  // this CTA has what it wants of the others
     const int token = 4 * warp + lane / 8;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
-                       column_tile, column_tiles, words_per_tile, out, shared.sums, counts);
+                       column_tile, column_tiles, out, shared.sums, counts);
     if (counts) {
       ptx::bar_sync(kPackBarrier, 32 * kWarps);
       if (warp == 0) add_counts(out, shared.sums, lane);
@@ -233,10 +231,9 @@ struct SmallCta {
 
 __global__ void __launch_bounds__(small::kThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
-                           int64_t n, int k_blocks, int words_per_tile, const Packed out, int zeroed) {
+                           int64_t n, int k_blocks, const Packed out, int zeroed) {
   extern __shared__ uint8_t raw[];
-  SmallCta cta(raw, (ptx::smem_address(raw) + 1023) & ~1023u, x_map, w_map, m, n, k_blocks, words_per_tile, out,
-               zeroed == 0);
+  SmallCta cta(raw, (ptx::smem_address(raw) + 1023) & ~1023u, x_map, w_map, m, n, k_blocks, out, zeroed == 0);
   const bool feeds = cta.warp == kFeedingWarp;
   if (feeds) {
     cta.init();
@@ -276,16 +273,16 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 }  // namespace small
 
 // zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
-inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, int words_per_tile,
-                                   const Packed& out, int64_t zeroed, cudaStream_t stream) {
+inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
+                                   int64_t zeroed, cudaStream_t stream) {
   using namespace small;
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
   if (error != cudaSuccess) return error;
   return launch_early(gate_pack_small_kernel, ceil_div(n, kColumnTile) * kCluster, small::kThreads, kBytes, kCluster,
-                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(k, kTileK)),
-                      words_per_tile, out, static_cast<int>(zeroed));
+                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(k, kTileK)), out,
+                      static_cast<int>(zeroed));
 }
 
 }  // namespace sparsellm

@@ -41,13 +41,13 @@ struct ClusterArguments : RowArguments {
 
 // Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp
 // does that alone, this takes less time: each lane has a column tile of its own, and one scan serves 32 of them.
-__device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
-                                             uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
+__device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, uint32_t first,
+                                             uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t size = last - first;
   uint32_t seen = 0;  // nonzeros in the column tiles before
   for (int start = 0; start < tiles && seen < last; start += 32) {
-    const uint32_t* words = segment_of(packed, row, start + lane, tiles, words_per_tile);
+    const uint32_t* words = segment_of(packed, row, start + lane, tiles);
     uint4 v[4];  // 16 words: no format has less of a column tile
     v[0].x = 0;
     if (start + static_cast<int>(lane) < tiles) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
     const uint32_t base = seen + exclusive_scan(count, lane);  // rank of the column tile's first nonzero
     seen = __shfl_sync(~0u, base + count, 31);
     const bool wanted = count != 0 && base < last && base + count > first;
-    const bool fits = count < static_cast<uint32_t>(words_per_tile);
+    const bool fits = count < kTileWords;
     if (wanted && fits) {
       const auto put = [&](uint32_t index, const uint4& four) {  // word 0 is the count: its `at` wraps around
         const uint32_t of_four[4] = {four.x, four.y, four.z, four.w};
@@ -113,8 +113,7 @@ __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t 
 }
 
 // Sets the counters, from the column tiles' counts and masks; a warp together.
-__device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t words_per_tile,
-                                          uint32_t lane) {
+__device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t lane) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   uint32_t nonzeros = 0, wide_segments = 0, in_union = 0;
   const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane, 2 lane + 1
@@ -124,7 +123,7 @@ __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n
     const uint32_t pair = rows > 0 ? pairs[tile * (kCountedTokens / 2)] : 0;
     const uint32_t even = pair & 0xffff, odd = rows > 1 ? pair >> 16 : 0;
     nonzeros += even + odd;
-    wide_segments += (even >= words_per_tile) + (odd >= words_per_tile);
+    wide_segments += (even >= kTileWords) + (odd >= kTileWords);
   }
   for (int i = lane; i < 2 * tiles; i += 32) {
     const uint4 mask = reinterpret_cast<const uint4*>(packed.mask)[i];
@@ -237,7 +236,7 @@ struct ClusterCta {
       copy_x(cluster, 0);
       list_part(cluster, 0, 0);
     }
-    if (warp == kCounting && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, a.words_per_tile, lane);
+    if (warp == kCounting && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, lane);
     if (warp == kPlanning) deal_rows();
     __syncthreads();
     units = a.m + shared.cuts[kClusterTokens];
@@ -274,7 +273,7 @@ struct ClusterCta {
 
   __device__ __forceinline__ void list_part(int row, uint32_t first, uint32_t place) const {
     if (warp != kListing) return;
-    list_at_once(a.packed, row, a.n, a.words_per_tile, first, first + kClusterListed, lane, shared.list[place]);
+    list_at_once(a.packed, row, a.n, first, first + kClusterListed, lane, shared.list[place]);
   }
 
   __device__ __forceinline__ void copy_x(int row, uint32_t place) const {

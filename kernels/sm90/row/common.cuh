@@ -13,7 +13,7 @@ struct RowArguments {
   const __nv_bfloat16* w_down_t;
   Packed packed;
   int64_t n;
-  int m, k, words_per_tile;
+  int m, k;
   int32_t* tickets;  // as many as each kernel says; zero between calls
   float* l1;
   __nv_bfloat16* y;
@@ -43,8 +43,8 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
 // Nonzeros first..last - 1 of the row, columns ascending, to list[0..] as packed words. One warp together; its lanes
 // may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which mostly hold all its
 // nonzeros.
-__device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, int words_per_tile,
-                                              uint32_t first, uint32_t last, uint32_t lane, uint32_t* list) {
+__device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, uint32_t first,
+                                              uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight in each lane
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t size = last - first;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       const int tile = start + 16 * b + lane / 2;
       v[b] = make_uint4(0, 0, 0, 0);
       if (tile < tiles) {
-        v[b] = reinterpret_cast<const uint4*>(segment_of(packed, row, tile, tiles, words_per_tile))[lane % 2];
+        v[b] = reinterpret_cast<const uint4*>(segment_of(packed, row, tile, tiles))[lane % 2];
       }
     }
 #pragma unroll
@@ -69,10 +69,10 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // rank of the column tile's first nonzero
       seen += __shfl_sync(~0u, before + mine, 31);
       const bool wanted = count != 0 && base < last && base + count > first;
-      const bool fits = count < static_cast<uint32_t>(words_per_tile);
+      const bool fits = count < kTileWords;
       if (wanted && fits) {
         uint4 four = v[b];
-        const uint32_t* sector = segment_of(packed, row, tile, tiles, words_per_tile);
+        const uint32_t* sector = segment_of(packed, row, tile, tiles);
         for (uint32_t index = 4 * (lane % 2); index <= count; index += 8) {
           if (index >= 8) {
             sector += word_offset(kSectorWords, tiles);

@@ -184,8 +184,7 @@ struct FewCta {
       const uint32_t row_begin = shared.starts[row];
       const uint32_t first = max(from, row_begin), stop = min(to, shared.starts[row + 1]);
       if (first >= stop) continue;
-      list_nonzeros(a.packed, row, a.n, a.words_per_tile, first - row_begin, stop - row_begin, lane,
-                    shared.list + (first - from));
+      list_nonzeros(a.packed, row, a.n, first - row_begin, stop - row_begin, lane, shared.list + (first - from));
       for (uint32_t i = first + lane; i < stop; i += 32) shared.row_of[i - from] = static_cast<uint8_t>(row);
     }
   }

@@ -124,7 +124,7 @@ struct ManyWarp {
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
       const int size = min(count - c * chunk, chunk);
       __syncwarp();  // the chunk before has been read
-      if (size > 0) list_nonzeros(a.packed, row, a.n, a.words_per_tile, c * chunk, c * chunk + size, lane, list);
+      if (size > 0) list_nonzeros(a.packed, row, a.n, c * chunk, c * chunk + size, lane, list);
       __syncwarp();
       const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
       row_l1 += l1;

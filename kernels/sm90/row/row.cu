@@ -76,9 +76,9 @@ cudaError_t grid_of(int* grid) {
 
 template <int kVectors, bool kFull>
 cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
-  return launch_early(a.w_up == nullptr ? row_many_kernel<kVectors, kFull, false>
-                                        : row_many_kernel<kVectors, kFull, true>,
-                      grid, 32 * many_warps(a.k), 0, 1, stream, a);
+  return launch_early(
+      a.w_up == nullptr ? row_many_kernel<kVectors, kFull, false> : row_many_kernel<kVectors, kFull, true>, grid,
+      32 * many_warps(a.k), 0, 1, stream, a);
 }
 
 template <int kCluster, int kVectors, bool kFull>
@@ -89,10 +89,18 @@ cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t
 }
 
 RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                       int words_per_tile, const Packed& packed, int32_t* tickets, float* l1, void* y) {
+                       const Packed& packed, int32_t* tickets, float* l1, void* y) {
   const auto bf16 = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
-  return {bf16(x), bf16(w_up), bf16(w_down_t), packed, n, static_cast<int>(m), static_cast<int>(k),
-          words_per_tile, tickets, l1, static_cast<__nv_bfloat16*>(y)};
+  return {bf16(x),
+          bf16(w_up),
+          bf16(w_down_t),
+          packed,
+          n,
+          static_cast<int>(m),
+          static_cast<int>(k),
+          tickets,
+          l1,
+          static_cast<__nv_bfloat16*>(y)};
 }
 
 cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream_t stream) {
@@ -172,18 +180,16 @@ int64_t row_workspace(int64_t m, int64_t k, int64_t n) { return Layout(m, k, n, 
 int64_t row_rest_workspace(int64_t m, int64_t k) { return Layout(m, k, 8, false).bytes; }
 
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                    int words_per_tile, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
-                    cudaStream_t stream) {
-  const auto common = arguments(x, w_up, w_down_t, m, k, n, words_per_tile, packed, tickets, l1, y);
+                    const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream) {
+  const auto common = arguments(x, w_up, w_down_t, m, k, n, packed, tickets, l1, y);
   if (for_clusters(m, k)) return run_clusters(common, workspace, stream);
   return is_few(m, k) ? run_few(common, workspace, stream) : run_many(common, nullptr, workspace, stream);
 }
 
 cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                     int words_per_tile, const Packed& packed, const int32_t* totals, void* workspace,
-                     int32_t* tickets, float* l1, void* y, cudaStream_t stream) {
-  return run_many(arguments(x, w_up, w_down_t, m, k, n, words_per_tile, packed, tickets, l1, y), totals + kRest,
-                  workspace, stream);
+                     const Packed& packed, const int32_t* totals, void* workspace, int32_t* tickets, float* l1, void* y,
+                     cudaStream_t stream) {
+  return run_many(arguments(x, w_up, w_down_t, m, k, n, packed, tickets, l1, y), totals + kRest, workspace, stream);
 }
 
 }  // namespace sparsellm

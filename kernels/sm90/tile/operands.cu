@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
 
 cudaError_t tile_operands(const Operands& a, cudaStream_t stream) {
   const int chunks = static_cast<int>(ceil_div(ceil_div(a.m, kTileM) * 2, kBlocks));
-  return launch_early(tile_operands_kernel, ceil_div(a.n, kTileM) * 2 * chunks, kOperandThreads, 0, 1, stream, a, chunks);
+  return launch_early(tile_operands_kernel, ceil_div(a.n, kTileM) * 2 * chunks, kOperandThreads, 0, 1, stream, a,
+                      chunks);
 }
 
 }  // namespace sparsellm

@@ -19,11 +19,11 @@ struct Sector {
 
 // Sector `index` of the row's segment in tile `tile`; all zeros, and so a count of none, behind the last tile.
 __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t token, int column_tiles, int tile,
-                                              int words_per_tile, uint32_t index) {
+                                              uint32_t index) {
   Sector sector = {};
   if (tile < column_tiles) {
     const uint32_t* words =
-        segment_of(packed, token, tile, column_tiles, words_per_tile) + word_offset(index * kSectorWords, column_tiles);
+        segment_of(packed, token, tile, column_tiles) + word_offset(index * kSectorWords, column_tiles);
     sector.low = reinterpret_cast<const uint4*>(words)[0];
     sector.high = reinterpret_cast<const uint4*>(words)[1];
   }
@@ -34,14 +34,14 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
 // tile `lane`.
 template <class Put>
 __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int64_t n, int column_tiles,
-                                                int words_per_tile, uint32_t lane, Sector sector, Put put) {
+                                                uint32_t lane, Sector sector, Put put) {
   uint32_t done = 0;  // nonzeros in the tiles before
   for (int first = 0;;) {
     const int tile = first + lane;
     const uint32_t count = sector.low.x;
     const uint32_t before = exclusive_scan(count, lane);
     uint32_t at = done + before;
-    const bool fits = count < static_cast<uint32_t>(words_per_tile);
+    const bool fits = count < kTileWords;
     if (fits) {
       for (uint32_t from = 0;;) {
         const uint32_t words[8] = {sector.low.x,  sector.low.y,  sector.low.z,  sector.low.w,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
         }
         from += 8;
         if (from > count) break;
-        sector = load_sector(packed, token, column_tiles, tile, words_per_tile, from / 8);
+        sector = load_sector(packed, token, column_tiles, tile, from / 8);
       }
     }
     __syncwarp();
@@ -88,12 +88,12 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
     first += 32;
     if (first >= column_tiles) return;
     done += __shfl_sync(~0u, before + count, 31);
-    sector = load_sector(packed, token, column_tiles, first + lane, words_per_tile, 0);
+    sector = load_sector(packed, token, column_tiles, first + lane, 0);
   }
 }
 
 __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
-    pack_rows_kernel(const Packed packed, int64_t m, int64_t n, int words_per_tile, const TilePlan plan) {
+    pack_rows_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   __shared__ uint4 staged[kRowsThreads / 32][kRowCapacity / 4];
   ptx::griddepcontrol_launch_dependents();
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -102,12 +102,11 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   ptx::griddepcontrol_wait();
   if (token >= m) return;
   const uint32_t count = packed.row_counts[token];
-  const Sector sector = load_sector(packed, token, column_tiles, lane, words_per_tile, 0);  // before count is known
+  const Sector sector = load_sector(packed, token, column_tiles, lane, 0);  // before count is known
   uint32_t* own = plan.rows + token * kRowCapacity;
   if (count <= kRowCapacity) {
     uint32_t* row = reinterpret_cast<uint32_t*>(staged[warp]);
-    for_each_of_row(packed, token, n, column_tiles, words_per_tile, lane, sector,
-                    [&](uint32_t i, uint32_t word) { row[i] = word; });
+    for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) { row[i] = word; });
     __syncwarp();
     // Whole sectors: what is behind the last nonzero is undefined.
     for (uint32_t i = lane; i / 2 * 8 < count; i += 32) reinterpret_cast<uint4*>(own)[i] = staged[warp][i];
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   const int64_t start = m * kRowCapacity + before;
   if (lane == 0) own[kRowCapacity - 1] = start;
   const bool fits = static_cast<int64_t>(before) + count <= plan.long_capacity;
-  for_each_of_row(packed, token, n, column_tiles, words_per_tile, lane, sector, [&](uint32_t i, uint32_t word) {
+  for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) {
     if (i < kRowCapacity - 1) own[i] = word;
     if (fits) plan.rows[start + i] = word;
   });
@@ -127,11 +126,9 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
 
 }  // namespace
 
-cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, int words_per_tile, const TilePlan& plan,
-                      cudaStream_t stream) {
+cudaError_t pack_rows(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
   if (m * kRowCapacity + plan.long_capacity > UINT32_MAX) return cudaErrorInvalidValue;  // words are counted in uint32
-  return launch_early(pack_rows_kernel, ceil_div(m, kRowsThreads / 32), kRowsThreads, 0, 1, stream, packed, m, n,
-                      words_per_tile, plan);
+  return launch_early(pack_rows_kernel, ceil_div(m, kRowsThreads / 32), kRowsThreads, 0, 1, stream, packed, m, n, plan);
 }
 
 }  // namespace sparsellm

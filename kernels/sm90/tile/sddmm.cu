@@ -568,9 +568,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   sum_l1(memory.shared, problem, warp, lane);
 }
 
-cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64_t, int64_t, int64_t, TilePlan, Outputs),
-                const void* a, const void* w, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
-                const Outputs& out, cudaStream_t stream) {
+cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64_t, int64_t, int64_t, TilePlan,
+                               Outputs),
+                const void* a, const void* w, int64_t m, int64_t k, int64_t n, const TilePlan& plan, const Outputs& out,
+                cudaStream_t stream) {
   int count = 0;
   const cudaError_t error = multiprocessors(&count);
   if (error != cudaSuccess) return error;

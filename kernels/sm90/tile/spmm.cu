@@ -410,8 +410,8 @@ cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream) {
   int count = 0;
   const cudaError_t error = multiprocessors(&count);
   if (error != cudaSuccess) return error;
-  return launch_early(a.lists[1] != nullptr ? tile_spmm_kernel<2> : tile_spmm_kernel<1>, count, kThreads, kSharedBytes, 1,
-                      stream, a);
+  return launch_early(a.lists[1] != nullptr ? tile_spmm_kernel<2> : tile_spmm_kernel<1>, count, kThreads, kSharedBytes,
+                      1, stream, a);
 }
 
 }  // namespace sparsellm
