@@ -111,16 +111,18 @@ def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: 
     for name, width in (("K, the width of x,", k), ("N, the columns of w_down,", n)):
         if width % MULTIPLE or not 0 < width <= MAX_COLUMNS:
             refuse(name, width, f"a multiple of {MULTIPLE} up to {MAX_COLUMNS}")
-    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+    dtype, device, shape = x.dtype, x.device, (n, k)
+    for name, weight in (("w_down", w_down), ("w_up", w_up), ("w_gate", w_gate)):
         if weight is None:
             continue
-        if name != "w_down" and tuple(weight.shape) != (n, k):
+        if name != "w_down" and weight.shape != shape:
             refuse(name, list(weight.shape), f"[N, K] = [{n}, {k}]")
-        castable = cast and weight.is_floating_point() and torch.float64 not in (weight.dtype, x.dtype)
-        if weight.dtype != x.dtype and not castable:
-            refuse(f"{name}.dtype", weight.dtype, f"{x.dtype}, the dtype of x")
-        if weight.device != x.device:
-            refuse(f"{name}.device", weight.device, f"{x.device}, the device of x")
+        if weight.dtype != dtype and not (
+            cast and weight.is_floating_point() and torch.float64 not in (weight.dtype, dtype)
+        ):
+            refuse(f"{name}.dtype", weight.dtype, f"{dtype}, the dtype of x")
+        if weight.device != device:
+            refuse(f"{name}.device", weight.device, f"{device}, the device of x")
 
 
 # The traced reference.
