@@ -6,7 +6,8 @@
     capacity, orders, fuses  what a call of so many tokens is given: room in lists, an order of tokens, fused kernels
 
 The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
-costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py (docs/LOG.md, "Policy").
+costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py; docs/LOG.md, "Constants now in
+force", names the measurement behind each.
 Letters: M tokens, K model width, N neurons.
 """
 
@@ -35,10 +36,14 @@ FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
 MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
 TILE_MAX_NONZEROS = 320  # per token of LARGE_BATCH tokens or more: it was measured with up to 300
 LARGE_BATCH = 16_384  # tokens
-MIN_ORDERED_TOKENS = 16_384  # fewer are left in their order: ordering them would take longer than it saves (LOG.md)
+# Fewer are left in their order: ordering would take longer than it saves (LOG.md, "Ordering tokens by the neurons they
+# fire").
+MIN_ORDERED_TOKENS = 16_384
 SMALL_BATCH_MAX_NONZEROS = 256  # of fewer: measured with up to 116, and few full tiles leave multiprocessors idle
 ALL_FIT = 1 << 22  # activations of a call, M N, up to which the tile engine's lists hold them all, whatever the room
-MIN_FUSED_TOKENS = 1344  # of fewer, cuBLAS and elementwise kernels mostly take less time, of more mostly not (LOG.md)
+# Of fewer, cuBLAS and elementwise kernels mostly take less time, of more mostly not (LOG.md, "From how many tokens on
+# the fused dense kernels pay").
+MIN_FUSED_TOKENS = 1344
 # Real batches differ by several times, and one without room takes ten times as long or more.
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
