@@ -8,7 +8,7 @@
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a packed tile row
-//   (C, the compression factor: 2, 4, 8 or 16). bf16 pointers are void*.
+//   (C, the compression: 8 columns for each word). bf16 pointers are void*.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ enum Total {
   kTotals = 8
 };
 
-// The work list of the tile engine: kernels/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
+// The work list of the tile engine: sm90/tile/plan.cuh says what slots, blocks, items and places are. int4 as there.
 struct TilePlan {
   uint32_t* rows;  // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows
                    // and room for three more: they are read by four
