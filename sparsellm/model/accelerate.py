@@ -114,13 +114,13 @@ class SparseFeedForward(nn.Module):
         return Plan.of(self.choice.engine or "dense")  # not every engine that may be chosen has a backward
 
     def _weight(self, name: str) -> Tensor:
-        linear = getattr(self, name)
+        linear = self._modules[name]  # this and the next without nn.Module's slow __getattr__, as a block is called often
         if type(linear) is not nn.Linear:
             raise ValueError(
                 f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
                 " sparsellm.restore(model) before changing its modules"
             )
-        return linear.weight
+        return linear._parameters["weight"]
 
     def _apply(self, fn, recurse: bool = True) -> nn.Module:
         """`to`, `cuda` and the like move the handle, too."""
