@@ -3,8 +3,8 @@
 Each accelerated block has an `EngineChoice`. Now and then a call's counts are copied to the host without waiting; a
 later call finds them there and chooses for the calls after it, separately for calls of few tokens (decoding) and of
 many; between the two a call stays dense (sparsellm.ops.dispatch). So the host never waits, and the choice, and with it
-the last bits, may differ from run to run. While a CUDA graph is captured nothing is chosen, counted or copied: the
-graph keeps the engines it was captured with.
+the last bits, may differ from run to run. While a CUDA graph is captured nothing is counted, and W_d is not copied: the
+graph keeps the engines it was captured with, chosen by what the calls before it counted.
 
 Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, which is told the layer by a
 `handle`, a small tensor on the layer's device whose address says whose call it is. All of the above happens inside of
@@ -28,6 +28,7 @@ from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
 COUNT_EVERY = 64  # calls of few tokens, and of many: one is counted, which takes twice the host's time
+UNDER_WAY = -1  # in place of counts that have not arrived
 DENSE = Plan()
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -72,7 +73,6 @@ class EngineChoice:
         self.w_down_t: NeuronMajor | None = None
         self.counted = 0  # tokens of the call whose counts are on their way; 0: none are
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned where the layer is on a GPU
-        self.arrival: torch.cuda.Event | None = None
         self.deciding = threading.Lock()  # of several threads that call the layer at once, one counts
 
     def __getstate__(self) -> dict:
@@ -151,22 +151,24 @@ class EngineChoice:
                 return
             if self.counts is None:
                 self.counts = torch.empty(4, dtype=torch.int64, pin_memory=counts.is_cuda)
+            self.counts.fill_(UNDER_WAY)
             self.counts.copy_(counts.detach(), non_blocking=True)
-            self.arrival = (self.arrival or torch.cuda.Event()) if counts.is_cuda else None
-            if self.arrival is not None:
-                self.arrival.record(torch.cuda.current_stream(counts.device))
             self.size = weight.shape
             self.counted = m
         finally:
             self.deciding.release()
 
     def _read(self) -> None:
-        """Choose by the counts that were sent, if they are there."""
-        if is_capturing() or not self.deciding.acquire(blocking=False):
+        """Choose by the counts that were sent, if they are there: the copy has then written over every UNDER_WAY.
+
+        No event is asked, for that is forbidden while a graph is captured; and what is captured should be chosen by
+        what the call before it, torch's warm-up, has counted.
+        """
+        if not self.deciding.acquire(blocking=False):
             return
         try:
-            if self.counted and (self.arrival is None or self.arrival.query()):
-                nnz, *_, union = self.counts.tolist()
+            nnz, *others, union = self.counts.tolist()
+            if self.counted and UNDER_WAY not in (nnz, *others, union):
                 m, self.counted = self.counted, 0
                 neurons, width = self.size
                 kind = int(m >= MANY_TOKENS)

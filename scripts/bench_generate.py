@@ -1,0 +1,119 @@
+"""`generate()` of a whole 1.5B model, stock Hugging Face Llama with ReLU, before and after `sparsellm.accelerate`.
+
+    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes eager static] [--json OUT]
+
+Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
+if --mean says what they should average to. Modes: `eager`, transformers' default; `static`, cache_implementation="static",
+where transformers compiles the decoding step and replays it as a CUDA graph.
+
+Per mode and batch: seconds to the first token (a call for one token), milliseconds per further token, tokens per second of
+the whole call, greedy, of --prompt tokens of prompt and --new of new ones. Wall-clock medians of calls that alternate
+between the two models, which share one set of weights; the first calls, which compile and let engines be chosen, are not
+timed.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import sparsellm
+from scripts import ffn_patterns as patterns
+from scripts.bench_model import CONFIG, random_model, sharing_copy
+from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, random_text, shape_to_rates
+
+WARMUP = 3  # calls that are not timed
+
+
+def generation(model: nn.Module, mode: str, prompt: Tensor) -> Callable[[int], Tensor]:
+    """call(new): prompt [B, T] and `new` greedy tokens, [B, T + new]."""
+    settings = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
+    if mode == "static":
+        settings["cache_implementation"] = "static"
+    mask = torch.ones_like(prompt)
+    return lambda new: model.generate(prompt, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **settings)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(calls: dict[str, Callable[[int], Tensor]], new: int, rounds: int) -> dict[str, dict[str, float]]:
+    """By name of a model: seconds of the first token and of the whole call, medians of alternating rounds."""
+    for call in calls.values():
+        for _ in range(WARMUP):
+            call(new)
+        call(1)
+    times = {name: {"first": [], "whole": []} for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name]["first"].append(seconds(lambda call=call: call(1)))
+            times[name]["whole"].append(seconds(lambda call=call: call(new)))
+    return {name: {of: statistics.median(found) for of, found in each.items()} for name, each in times.items()}
+
+
+def agreement(calls: dict[str, Callable[[int], Tensor]], new: int) -> float:
+    """The share of new tokens before the first at which a sequence of the two models differs."""
+    dense, sparse = (call(new)[:, -new:] for call in calls.values())
+    return ((dense == sparse).int().cumprod(1).sum() / dense.numel()).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    patterns.add_activations(parser)
+    parser.add_argument("--mean", type=float, default=36.0, help="nonzeros per token, averaged over layers")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--modes", nargs="+", default=["eager", "static"], choices=["eager", "static"])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("a CUDA GPU is needed")
+
+    model = random_model(CONFIG | {"num_hidden_layers": args.layers}, "cuda", locality=0.5, seed=0)
+
+    def text(sequences: int, length: int, seed: int) -> Tensor:
+        return random_text(sequences, length, CONFIG["vocab_size"], "cuda", 0.5, seed)
+
+    calibration = text(CALIBRATION // 2048, 2048, seed=1)
+    shape_to_rates(model, calibration, layer_rates(args.layers, patterns.N, args.activations, args.mean))
+    nonzeros, _ = firing_statistics(model, calibration[:2])
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B"
+        f" parameters, bfloat16, {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token, {args.prompt} tokens of prompt,"
+        f" {args.new} new"
+    )
+    models = {"dense": model, "accelerated": sparsellm.accelerate(sharing_copy(model), "cuda")}
+    results = []
+    for mode in args.modes:
+        for batch in args.batches:
+            prompt = text(batch, args.prompt, seed=2)
+            torch._dynamo.reset()
+            calls = {name: generation(each, mode, prompt) for name, each in models.items()}
+            times = measure(calls, args.new, args.rounds)
+            line = f"{mode:<7} batch {batch:<4}"
+            for name, found in times.items():
+                further = 1e3 * (found["whole"] - found["first"]) / (args.new - 1)
+                rate = batch * args.new / found["whole"]
+                line += f"{name} {found['first'] * 1e3:8.1f} ms to the first, {further:6.2f} ms each, {rate:8,.0f} tokens/s; "
+                results.append({"mode": mode, "batch": batch, "model": name, **found, "tokens_per_s": rate})
+            ratio = times["dense"]["whole"] / times["accelerated"]["whole"]
+            print(f"{line}{ratio:.3f}x, the same tokens up to {agreement(calls, args.new):.0%}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
