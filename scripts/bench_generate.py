@@ -3,13 +3,13 @@
     python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes eager static] [--json OUT]
 
 Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
-if --mean says what they should average to. Modes: `eager`, transformers' default; `static`, cache_implementation="static",
-where transformers compiles the decoding step and replays it as a CUDA graph.
+so that they average to --mean. Modes: `eager`, transformers' default; `static`, cache_implementation="static", for
+which transformers compiles the decoding step and replays it as a CUDA graph.
 
-Per mode and batch: seconds to the first token (a call for one token), milliseconds per further token, tokens per second of
-the whole call, greedy, of --prompt tokens of prompt and --new of new ones. Wall-clock medians of calls that alternate
-between the two models, which share one set of weights; the first calls, which compile and let engines be chosen, are not
-timed.
+Per mode and batch: time to the first token (a call for one token), milliseconds per further token, tokens per second
+of the whole call, greedy, of --prompt tokens of prompt and --new of new ones. Wall-clock medians of calls that
+alternate between the two models, which share one set of weights; the first calls, which compile and let engines be
+chosen, are not timed.
 """
 
 import argparse
@@ -90,10 +90,10 @@ def main() -> None:
     calibration = text(CALIBRATION // 2048, 2048, seed=1)
     shape_to_rates(model, calibration, layer_rates(args.layers, patterns.N, args.activations, args.mean))
     nonzeros, _ = firing_statistics(model, calibration[:2])
+    parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B"
-        f" parameters, bfloat16, {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token, {args.prompt} tokens of prompt,"
-        f" {args.new} new"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16,"
+        f" {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token, {args.prompt} tokens of prompt, {args.new} new"
     )
     models = {"dense": model, "accelerated": sparsellm.accelerate(sharing_copy(model), "cuda")}
     results = []
@@ -107,7 +107,8 @@ def main() -> None:
             for name, found in times.items():
                 further = 1e3 * (found["whole"] - found["first"]) / (args.new - 1)
                 rate = batch * args.new / found["whole"]
-                line += f"{name} {found['first'] * 1e3:8.1f} ms to the first, {further:6.2f} ms each, {rate:8,.0f} tokens/s; "
+                first = 1e3 * found["first"]
+                line += f"{name} {first:8.1f} ms to the first, {further:6.2f} ms each, {rate:8,.0f} tokens/s; "
                 results.append({"mode": mode, "batch": batch, "model": name, **found, "tokens_per_s": rate})
             ratio = times["dense"]["whole"] / times["accelerated"]["whole"]
             print(f"{line}{ratio:.3f}x, the same tokens up to {agreement(calls, args.new):.0%}", flush=True)

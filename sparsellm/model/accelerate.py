@@ -114,9 +114,7 @@ class SparseFeedForward(nn.Module):
         return Plan.of(self.choice.engine or "dense")  # not every engine that may be chosen has a backward
 
     def _weight(self, name: str) -> Tensor:
-        linear = self._modules[
-            name
-        ]  # this and the next without nn.Module's slow __getattr__, as a block is called often
+        linear = self._modules[name]  # not by nn.Module's __getattr__, which takes a microsecond for each
         if type(linear) is not nn.Linear:
             raise ValueError(
                 f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
