@@ -55,6 +55,7 @@ attack: $(TOOLS)
 check: $(TOOLS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 kernels: $(READY)
 	$(RUN) -m sparsellm.ops.build

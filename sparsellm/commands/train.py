@@ -7,6 +7,7 @@ that cannot go on (damaged data or checkpoint, divergence).
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def set_determinism(deterministic: bool) -> None:
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
+        deterministic_module: Any = torch.utils.deterministic  # whose properties torch adds as it is imported
+        deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
 
 
 def values(config: Config) -> list[str]:
@@ -54,12 +56,12 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
 
 
-@entry_point(check, values)
+@entry_point(check, values, Config)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         if main_rank_from_environment():
-            run_folder.tidy(run_folder.path_of(config))
-            print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
+            run_folder.tidy(config.run.folder)
+            print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
     from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
 

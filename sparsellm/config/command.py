@@ -30,7 +30,7 @@ CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 def entry_point(
     check: Callable[[AnyConfig, list[str]], list[str]],
     values: Callable[[AnyConfig], list[str]],
-    schema: type[AnyConfig] = Config,
+    schema: type[AnyConfig],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` a command line: compose a `schema`, check, call.
 

@@ -138,7 +138,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
             " exact zeros: add sparsity.l1_coefficient=0, or use relu",
         )
         require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
-    step_tokens = training.batch_size * training.sequence_length
+    step_tokens = training.tokens_per_step
     run_tokens = training.steps * step_tokens
     require(
         run_tokens < 2**63,

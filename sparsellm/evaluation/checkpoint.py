@@ -7,11 +7,11 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from sparsellm import hub
 from sparsellm.config import (
@@ -22,7 +22,7 @@ from sparsellm.config import (
     obstacles_to_kernels,
 )
 from sparsellm.data import DataError
-from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
+from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import locate, unreadable
 from sparsellm.evaluation.perplexity import cross_entropy
@@ -72,6 +72,7 @@ def evaluate_checkpoint(
     """
     if found := mistakes(config):
         raise ConfigError(found)
+    assert config.checkpoint is not None
     request = Request(config, locate(config.checkpoint))
     with process_group(device_type(config.device.name)) as ranks:
         evaluation = Evaluation(request, ranks)
@@ -84,7 +85,7 @@ def is_complete(config: EvaluateConfig) -> bool:
 
     For one process. Loads the rows, not the model. What cannot be read is not complete: the evaluation says why.
     """
-    if mistakes(config):
+    if config.checkpoint is None or mistakes(config):
         return False
     request = Request(config, locate(config.checkpoint))
     try:
@@ -99,9 +100,8 @@ def is_complete(config: EvaluateConfig) -> bool:
         for folder in request.sides:
             finished = request.finished(folder, identity)
             parts = {name: finished.find(name, of) for name, of in rows.items()}
-            if None in parts.values() or any(
-                parts[name]["measured"]["data"] != request.source for name in request.tasks
-            ):
+            measured = [part["measured"]["data"] for name, part in parts.items() if part and name != VALIDATION]
+            if None in parts.values() or any(source != request.source for source in measured):
                 return False
         return written == as_json(request.results(identity, failed={}))
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +115,7 @@ class Evaluation:
         self.request, self.ranks = request, ranks
         self.config, self.checkpoint, self.output = request.config, request.checkpoint, request.output
         self.failed: dict[str, str] = {}
-        self.lm = None  # loaded once something needs it; then also
+        self.lm: Any = None  # loaded once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
 
     def run(
@@ -169,13 +169,13 @@ class Evaluation:
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
         for name, task in loaded.items():
-            part, before = self._on_main(lambda task=task: self._found(finished, task)), "  (finished before)"
+            part, before = self._on_main(partial(self._found, finished, task)), "  (finished before)"
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:
                     continue
-                add, before = (name, task.identity, part, samples), ""
-                self._on_main(lambda add=add: finished.add(*add))
+                before = ""
+                self._on_main(partial(finished.add, name, task.identity, part, samples))
             self._say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
@@ -216,7 +216,8 @@ class Evaluation:
         from sparsellm.evaluation import downstream
 
         lm = self._model(kernels)
-        error, result, samples = None, None, []
+        error, result = None, None
+        samples: list[dict[str, Any]] = []
         try:
             result, samples = downstream.score(lm, task, self.config.limit)
         except Exception as exception:  # of a row that the task cannot read, or of the model; the others may go well
@@ -306,13 +307,7 @@ class Evaluation:
     # Ranks.
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """The main rank's `work()`, on all ranks. Its exception is MainRankFailed on the others."""
-        result: list[Any] = [None]
-        with main_first(self.ranks):
-            if self.ranks.is_main:
-                result = [work()]
-        dist.broadcast_object_list(result, src=0)
-        return result[0]
+        return on_main(self.ranks, work)
 
     def _agreed(self, name: str, error: str | None) -> bool:
         """Whether no rank has an error; the first one is kept in `failed`, and said."""

@@ -6,15 +6,15 @@ feedforward blocks of its own, so that neither the compiled layers nor the engin
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from sparsellm import hub
 from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error
+from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.progress import say
 from sparsellm.model import Decoder, huggingface, pretrained
@@ -68,9 +68,7 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
 
 def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
     """Whether the main rank has an answer of the hub, on which the rows of the tasks `names` are. Collective."""
-    found = [ranks.is_main and hub.answers(f"the rows of {', '.join(names)}")]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
 
 
 def _without(name: str, error: tasks.TaskUnavailable) -> str:
@@ -92,12 +90,12 @@ class LiveEvaluation:
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
         with hub.offline(self.config.evaluation.data_dir is not None):
-            lm = self._attempt(step, "the model", lambda: self._lm(decoder, data))
+            lm: Any = self._attempt(step, "the model", lambda: self._lm(decoder, data))
             for task in [] if lm is None else self.loaded:
-                found[task.name] = self._attempt(
-                    step, task.name, lambda task=task: downstream.score(lm, task, limit)[0]["score"]
-                )
-        return {**found, "mean": None if None in found.values() else sum(found.values()) / len(found)}
+                scored = self._attempt(step, task.name, partial(downstream.score, lm, task, limit))
+                found[task.name] = None if scored is None else scored[0]["score"]
+        scores = [score for score in found.values() if score is not None]
+        return {**found, "mean": sum(scores) / len(scores) if len(scores) == len(found) else None}
 
     def _lm(self, decoder: Decoder, data: Data) -> Any:
         """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""

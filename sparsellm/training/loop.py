@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error, main_first
+from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
@@ -117,7 +117,7 @@ class Trainer:
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
-        self.model = self.decoder
+        self.model: Decoder | DistributedDataParallel = self.decoder
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
             self.model = DistributedDataParallel(
@@ -131,8 +131,9 @@ class Trainer:
         if config.sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
-        self.tokens_per_step = config.training.batch_size * config.training.sequence_length
-        self.step, self.data_state = 0, None
+        self.tokens_per_step = config.training.tokens_per_step
+        self.step = 0
+        self.data_state: dict[str, Any] | None = None
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
@@ -166,7 +167,7 @@ class Trainer:
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
-        self._open_logs()
+        on_main(self.ranks, self._open_logs)
         with StopRequest() as stop:
             try:
                 self._train(stop)
@@ -189,12 +190,12 @@ class Trainer:
                 sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
-                evaluating = self.evaluation is not None and self._due(config.evaluation.every)
-                if validating or evaluating or self.step == 1 or self._due(config.logging.every):
+                evaluation = self.evaluation if self._due(config.evaluation.every) else None
+                if validating or evaluation is not None or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
-                if validating or evaluating:
+                if validating or evaluation is not None:
                     held_out = self._validate() if validating else None
-                    scores = self.evaluation.scores(self.step, self.decoder, self.data) if evaluating else None
+                    scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
                     stopping |= self._read(held_out, scores)
                 save_due |= stopping or self._due(config.run.checkpoint_every)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
@@ -225,7 +226,7 @@ class Trainer:
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(self.config.runtime.micro_batch_size)
         for i, micro_batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            with nullcontext() if last or self.model is self.decoder else self.model.no_sync():
+            with nullcontext() if last or isinstance(self.model, Decoder) else self.model.no_sync():
                 with self.autocast:
                     out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
                 loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
@@ -388,12 +389,7 @@ class Trainer:
             say(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint")
 
     def _open_logs(self) -> None:
-        """On the main rank. Raises MetricsError there if rows are damaged, and MainRankFailed on the others."""
-        with main_first(self.ranks):
-            if self.ranks.is_main:
-                self._open_logs_on_main()
-
-    def _open_logs_on_main(self) -> None:
+        """Of the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
@@ -401,7 +397,7 @@ class Trainer:
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
         self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         self._say(report.aligned("Weights & Biases", self.wandb.place))
-        self.progress = Progress(config.run.name, self.step, config.training.steps, self.tokens_per_step)
+        self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 
     def _finish(self, exit_code: int) -> None:
         self.metrics.close()

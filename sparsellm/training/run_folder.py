@@ -8,15 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import torch.distributed as dist
-
 from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
-from sparsellm.distributed import Ranks, main_first
+from sparsellm.distributed import Ranks, on_main
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
@@ -36,13 +34,9 @@ class RunFolderError(RuntimeError):
     """The folder cannot be used: it cannot be written, or another process is using it."""
 
 
-def path_of(config: Config) -> Path:
-    return Path(config.run.root, config.run.name)
-
-
 def mistakes(config: Config) -> list[str]:
     """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed."""
-    path = path_of(config) / CONFIG
+    path = config.run.folder / CONFIG
     if config.run.restart or not path.is_file():
         return []
     try:
@@ -62,7 +56,7 @@ def is_finished(config: Config) -> bool:
     if config.run.restart:
         return False
     try:
-        committed = json.loads((checkpoint(path_of(config), config.training.steps) / COMMITTED).read_bytes())
+        committed = json.loads((checkpoint(config.run.folder, config.training.steps) / COMMITTED).read_bytes())
         return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -70,7 +64,7 @@ def is_finished(config: Config) -> bool:
 
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
-    run, training, folder = config.run, config.training, path_of(config)
+    run, training, folder = config.run, config.training, config.run.folder
     size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
     steps = [] if run.restart else _steps(folder)
     left = training.steps - max(steps, default=0)
@@ -109,14 +103,13 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
     where NAME is taken. Raises RunFolderError.
     """
-    held, name = None, [config.run.name]
-    with main_first(ranks):
-        if ranks.is_main:
-            folder, number = path_of(config), 2
+    with ExitStack() as held:
+
+        def claim_folder() -> str:
+            folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-            name = [folder.name]
-            held = claim(folder)
+            held.enter_context(claim(folder))
             if _steps(folder) and not (folder / CONFIG).is_file():
                 print(
                     f"sparsellm: {folder / CONFIG} is gone, and written anew: whether the run was begun with the same"
@@ -124,17 +117,17 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     file=sys.stderr,
                 )
             try:
-                save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
+                save(_named(config, folder.name), folder / CONFIG)
             except OSError as error:
-                held.close()
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
-    dist.broadcast_object_list(name, src=0)
-    config = replace(config, run=replace(config.run, name=name[0]))
-    try:
-        yield config, path_of(config)
-    finally:
-        if held is not None:
-            held.close()
+            return folder.name
+
+        config = _named(config, on_main(ranks, claim_folder))
+        yield config, config.run.folder
+
+
+def _named(config: Config, name: str) -> Config:
+    return replace(config, run=replace(config.run, name=name))
 
 
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:

@@ -47,8 +47,10 @@ class WandbRun:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
-        self._run, self._lacking = None, False  # whether it was said that rows are lacking
-        self._bytes, self._given = 0, None  # of the record as last seen; when it was given the first row since
+        self._run: Any = None  # wandb's own
+        self._lacking = False  # whether it was said that rows are lacking
+        self._bytes = 0  # of the record as last seen
+        self._given: float | None = None  # when it was given the first row since
         self.place = "disabled"
         if config.logging.wandb != WandbMode.disabled:
             self._attempt(lambda: self._start(config, folder))
@@ -62,7 +64,8 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self.place = mode = config.logging.wandb.name
+        mode: Any = config.logging.wandb.name
+        self.place = mode
         if mode == "online" and not wandb.api.api_key:
             mode = "offline"
             self.place = "offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)"
