@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sparsellm.console import say
+
 # Preparing the embedded corpus, loading 25 GB from a slow disk: rank 0 may work this long while the others wait.
 TIMEOUT = timedelta(minutes=60)
 
@@ -44,6 +46,11 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """On the main rank: a line on stderr."""
+        if self.is_main:
+            say(text)
+
 
 def device_type(choice: str) -> str:
     """ "cuda" or "cpu", for "auto", "cuda" or "cpu": auto is a GPU where there is one."""
@@ -53,11 +60,6 @@ def device_type(choice: str) -> str:
 def world_size_from_environment() -> int:
     """The number of ranks that torchrun announces; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def main_rank_from_environment() -> bool:
-    """Whether this is the rank that speaks, before there is a process group."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from sparsellm import hub
 from sparsellm.analysis import activity, numbers, recordings, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
+from sparsellm.console import progress
 from sparsellm.distributed import device_type
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
-from sparsellm.evaluation.progress import progress
 from sparsellm.model import pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
+from sparsellm.console import warn
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.locate import locate
@@ -33,7 +34,7 @@ def main(config: EvaluateConfig) -> int:
         print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
         return 128 + signal.SIGINT
     except EvaluationError as error:
-        print(f"sparsellm: {error}", file=sys.stderr)
+        warn(str(error))
         return 1
     return 1 if found["failed"] else 0
 

@@ -5,7 +5,6 @@ that cannot go on (damaged data or checkpoint, divergence).
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 
 from sparsellm import data, distributed
 from sparsellm.config import Config, RuntimeConfig, entry_point, memory_mistakes, mistakes
+from sparsellm.console import is_main_rank, warn
 from sparsellm.distributed import (
     MainRankFailed,
-    main_rank_from_environment,
     process_group,
     world_size_from_environment,
 )
@@ -59,7 +58,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
 @entry_point(check, values, Config)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
-        if main_rank_from_environment():
+        if is_main_rank():
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
@@ -76,8 +75,8 @@ def main(config: Config) -> int:
             return 1  # the main rank says why
         except (CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError) as error:  # the same on all ranks
             if ranks.is_main:
-                print(f"sparsellm: {error}", file=sys.stderr)
+                warn(str(error))
             return 1
         except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
-            print(f"sparsellm: rank {ranks.rank}: {error}", file=sys.stderr)
+            warn(f"rank {ranks.rank}: {error}")
             return 1

@@ -46,6 +46,11 @@ def obstacles_to_kernels(config: Config) -> list[str]:
     ]
 
 
+def takes_kernels(config: Config, kernels: Kernels, device_type: str) -> bool:
+    """Whether a run of `config`, with this choice of `kernels`, tries the CUDA kernels on a device of this type."""
+    return device_type == "cuda" and kernels != Kernels.torch and not obstacles_to_kernels(config)
+
+
 def mistakes(config: Config, world_size: int) -> list[str]:
     """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
 

@@ -11,7 +11,6 @@ manifest, and an extension. So whatever happened, the result is what one undistu
 """
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from sparsellm import locks
 from sparsellm.config import Config, Source
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
@@ -465,9 +465,5 @@ def _exclusive(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"data.path={folder} cannot be written: {error}; choose another data.path") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"sparsellm: another process is preparing {folder}; waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        locks.take(file, lambda: print(f"sparsellm: another process is preparing {folder}; waiting for it", flush=True))
         yield

@@ -19,7 +19,7 @@ from sparsellm.config import (
     EvaluateConfig,
     Kernels,
     Precision,
-    obstacles_to_kernels,
+    takes_kernels,
 )
 from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
@@ -154,7 +154,7 @@ class Evaluation:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:
             if self.checkpoint.unchecked:
-                self._say(self.checkpoint.unchecked)
+                self.ranks.say(self.checkpoint.unchecked)
             identity = self.checkpoint.identity()
             vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
             pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
@@ -176,7 +176,7 @@ class Evaluation:
                     continue
                 before = ""
                 self._on_main(partial(finished.add, name, task.identity, part, samples))
-            self._say(f"{name}  {part['result']['score']:.4f}{before}")
+            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
             if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
@@ -265,14 +265,14 @@ class Evaluation:
         if obstacle and kernels == Kernels.cuda:
             raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {obstacle}")
         if obstacle:
-            self._say(f"feedforward layers run in PyTorch, for {obstacle}")
+            self.ranks.say(f"feedforward layers run in PyTorch, for {obstacle}")
 
     # The held-out split.
 
     def _held_out(self) -> torch.Tensor | None:
         """`Request.held_out`, on all ranks; also None with the reason in `failed`."""
         if self.checkpoint.run is None:
-            self._say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
+            self.ranks.say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
 
         def read() -> tuple[torch.Tensor | None, str | None]:
             try:
@@ -294,7 +294,7 @@ class Evaluation:
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(device).eval()
-        if kernels != Kernels.torch and device.type == "cuda" and not obstacles_to_kernels(config):
+        if takes_kernels(config, kernels, device.type):
             accelerate(decoder, kernels.name)
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
@@ -317,11 +317,7 @@ class Evaluation:
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        self._say(f"{name}  failed: {reason}")
-
-    def _say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, file=sys.stderr, flush=True)
+        self.ranks.say(f"{name}  failed: {reason}")
 
 
 def _identity_in(path: Path) -> str | None:

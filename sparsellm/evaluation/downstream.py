@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparsellm.console import progress
 from sparsellm.distributed import Ranks, gather
-from sparsellm.evaluation.progress import progress
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from sparsellm import hub
-from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_to_kernels
+from sparsellm.config import Config, ConfigError, Precision, takes_kernels
+from sparsellm.console import warn
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.progress import say
 from sparsellm.model import Decoder, huggingface, pretrained
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
         raise ConfigError(found)
     for task in loaded if ranks.is_main else []:
         if task.note is not None:
-            say(f"sparsellm: evaluation of {task.name}: {task.note}")
+            warn(f"evaluation of {task.name}: {task.note}")
     return LiveEvaluation(config, ranks, loaded)
 
 
@@ -104,7 +104,7 @@ class LiveEvaluation:
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
-        if self.ranks.device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+        if takes_kernels(config, runtime.kernels, self.ranks.device.type):
             accelerate(model, runtime.kernels.name)
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
@@ -120,5 +120,5 @@ class LiveEvaluation:
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:
-            say(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}")
+            warn(f"step {step:,}: evaluating {what} failed, training goes on: {error}")
         return None

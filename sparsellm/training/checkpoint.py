@@ -31,7 +31,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +43,7 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
@@ -296,7 +296,7 @@ class Checkpoints:
         for step, what in damaged.items():
             kept = unused(self._path(step).with_name(self._path(step).name + ".damaged"))
             _rename(self._path(step), kept)
-            _say(f"{what}; kept as {kept.name}: the run {fallback}")
+            warn(f"{what}; kept as {kept.name}: the run {fallback}")
         return whole
 
     def _require_whole(self, step: int) -> None:
@@ -352,13 +352,13 @@ def clear_leftovers(folder: Path) -> None:
         name, suffix = path.name.rsplit(".", 1)
         final = folder / name
         if suffix == "replaced" and not final.exists():
-            _say(f"{final}: its replacement was interrupted, the former one is back")
+            warn(f"{final}: its replacement was interrupted, the former one is back")
             _rename(path, final)
         elif suffix == "deleting":
-            _say(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
+            warn(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
             shutil.rmtree(path)
         else:
-            _say(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
+            warn(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
             _delete(path)
 
 
@@ -493,7 +493,3 @@ def _failed(task: str, reasons: dict[int, BaseException]) -> str:
         f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause; started again, the same"
         " command resumes from the newest"
     )
-
-
-def _say(message: str) -> None:
-    print(f"sparsellm: {message}", file=sys.stderr)

@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -29,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
+from sparsellm.config import Activation, Config, Precision, takes_kernels
+from sparsellm.console import say, warn
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
@@ -55,7 +55,7 @@ from sparsellm.training.metrics import (
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
-from sparsellm.training.progress import Progress, say
+from sparsellm.training.progress import Progress
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
@@ -110,7 +110,7 @@ class Trainer:
         with device:
             self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
         self.plans: Plans | None = None  # None: the traced reference trains
-        if device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+        if takes_kernels(config, runtime.kernels, device.type):
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
             if build.loaded():
@@ -367,8 +367,8 @@ class Trainer:
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
-        if self.step < self.config.training.steps:
-            self._say(f"{self.config.run.name}: resuming after step {self.step:,}")
+        if self.ranks.is_main and self.step < self.config.training.steps:
+            print(f"{self.config.run.name}: resuming after step {self.step:,}", flush=True)
 
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
         huggingface.export(
@@ -378,15 +378,11 @@ class Trainer:
 
     # What people see.
 
-    def _say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, flush=True)
-
     def _warn_of_failed_save(self, failure: str | None) -> None:
         """Once for each failure, as soon as it is known."""
         if self.ranks.is_main and failure not in (None, self.warned_of):
             self.warned_of = failure
-            say(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint")
+            warn(f"{failure}\nTraining goes on, and saves again at the next checkpoint")
 
     def _open_logs(self) -> None:
         """Of the main rank. Raises MetricsError if rows are damaged."""
@@ -395,8 +391,8 @@ class Trainer:
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
-        self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
-        self._say(report.aligned("Weights & Biases", self.wandb.place))
+        print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
+        print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
         self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 
     def _finish(self, exit_code: int) -> None:
@@ -416,4 +412,4 @@ class Trainer:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
         except Exception as error:  # of transformers, mostly: the run is complete without it
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            print(f"sparsellm: {checkpoint} gives no sample of its text: {reason}", file=sys.stderr)
+            warn(f"{checkpoint} gives no sample of its text: {reason}")

@@ -8,7 +8,6 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.config import Config
+from sparsellm.console import warn
 from sparsellm.files import unused, write_whole
 from sparsellm.model import DecoderOutput
 
@@ -361,7 +361,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
     found = history(path)
     if found.problems:
-        print(f"sparsellm: {found.report(path)}; these lines are left out", file=sys.stderr)
+        warn(f"{found.report(path)}; these lines are left out")
     return found.rows
 
 
@@ -392,11 +392,11 @@ class MetricsFile:
             aside = unused(path.with_name(path.name + ".damaged"))
             if path.exists():
                 path.rename(aside)
-            print(f"sparsellm: {what}; {len(kept):,} rows are kept, and the file as {aside.name}", file=sys.stderr)
+            warn(f"{what}; {len(kept):,} rows are kept, and the file as {aside.name}")
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            print(f"sparsellm: {path}: rows of steps that are trained again are cut off: {cut:,}", file=sys.stderr)
+            warn(f"{path}: rows of steps that are trained again are cut off: {cut:,}")
         write_whole(path, content)
         self._file = path.open("r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written

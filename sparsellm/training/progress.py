@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparsellm.evaluation.progress import say
+from sparsellm.console import say
 from sparsellm.training.metrics import StepClock
 
 FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile

@@ -1,11 +1,9 @@
 """A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. One process group writes it."""
 
-import fcntl
 import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from sparsellm import locks
 from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
+from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
@@ -25,7 +25,6 @@ __all__ = [
 
 LOCK = "lock"
 PATIENCE = 1  # seconds for which a start waits for another process that is about to end, as after a kill
-POLL = 0.1  # seconds between looks at the lock
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
 HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
@@ -93,7 +92,7 @@ def tidy(folder: Path) -> None:
             with claim(folder, patience=0):
                 clear_leftovers(folder / CHECKPOINTS)
         except (RunFolderError, OSError) as error:
-            print(f"sparsellm: {folder}: what a kill has left stays there: {error}", file=sys.stderr)
+            warn(f"{folder}: what a kill has left stays there: {error}")
 
 
 @contextmanager
@@ -111,10 +110,9 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
             held.enter_context(claim(folder))
             if _steps(folder) and not (folder / CONFIG).is_file():
-                print(
-                    f"sparsellm: {folder / CONFIG} is gone, and written anew: whether the run was begun with the same"
-                    " values cannot be checked",
-                    file=sys.stderr,
+                warn(
+                    f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
+                    " cannot be checked"
                 )
             try:
                 save(_named(config, folder.name), folder / CONFIG)
@@ -142,19 +140,15 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)
-    deadline, waiting = time.monotonic() + patience, False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                file.close()
-                raise RunFolderError(
-                    f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that"
-                    " process (the run saves, and goes on from there), or choose another run.name"
-                ) from None
-        if not waiting:
-            print(f"sparsellm: {folder} is in use: waiting {patience:g} s for that to end", file=sys.stderr, flush=True)
-        waiting = True
-        time.sleep(POLL)
+    deadline = time.monotonic() + patience
+    if locks.take(
+        file,
+        lambda: warn(f"{folder} is in use: waiting {patience:g} s for that to end"),
+        lambda: time.monotonic() >= deadline,
+    ):
+        return file
+    file.close()
+    raise RunFolderError(
+        f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that process (the"
+        " run saves, and goes on from there), or choose another run.name"
+    )

@@ -28,10 +28,10 @@ from typing import Any
 import xxhash
 
 from sparsellm.config import Config, WandbMode, to_dict
+from sparsellm.console import say, warn
 from sparsellm.files import write_whole
 from sparsellm.training.checkpoint import spelled
 from sparsellm.training.metrics import METRICS
-from sparsellm.training.progress import say
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
@@ -186,7 +186,7 @@ def record_id(folder: Path) -> str:
         found = secrets.token_hex(8)
         remedy = f"the run goes on in a new record, {found}"
     if damaged:
-        print(f"sparsellm: {damaged}{remedy}", file=sys.stderr)
+        warn(f"{damaged}{remedy}")
     path.parent.mkdir(exist_ok=True)
     write_whole(path, f"{found} {_check(found)}\n")
     return found
