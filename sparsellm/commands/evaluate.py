@@ -16,6 +16,7 @@ from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.request import mistakes
+from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.run_layout import CONFIG
 from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
@@ -33,7 +34,7 @@ def main(config: EvaluateConfig) -> int:
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
         return 128 + signal.SIGINT
-    except EvaluationError as error:
+    except (EvaluationError, KernelsUnavailable) as error:
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0

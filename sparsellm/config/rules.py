@@ -332,7 +332,7 @@ def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[st
     from sparsellm.ops import build
 
     try:
-        build.load()
+        build.check()
     except build.KernelsUnavailable as error:
         return [f"{setting} does not run here ({remedy} goes without): {error}"]
     return []
