@@ -1,6 +1,8 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
 # make attack  attacks for ATTACK_MINUTES=30: kills, damaged files, full disks, bad configurations, broken models
+# make check   ruff and mypy
+# make nvcc    installs pip's nvcc into .venv, unless there is an nvcc: without one the tests that compile are skipped
 # make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch
 # make wheel   builds the kernels, and a wheel in dist/ that holds them: where it is installed, no nvcc is needed
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
@@ -9,6 +11,9 @@ PYTHON ?= python3
 SETUP ?= 1
 # The version is named in the same pip call as everything else: see constraints.txt for the rest.
 TORCH ?= torch==2.13.0
+# Pip's CUDA compiler, all of one release: nvidia-cuda-nvcc itself asks for no version of its parts.
+NVCC ?= nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+	nvidia-cuda-runtime==13.0.96
 
 ifeq ($(SETUP),0)
 RUN := $(PYTHON)
@@ -23,7 +28,7 @@ INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-gpu attack check kernels wheel
+.PHONY: setup train test test-gpu attack check nvcc kernels wheel
 
 setup: $(TOOLS)
 
@@ -55,6 +60,10 @@ attack: $(TOOLS)
 check: $(TOOLS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+nvcc: $(READY)
+	@$(RUN) -c 'from sparsellm.ops.compiler import nvcc; print(nvcc())' 2>/dev/null || $(INSTALL) $(NVCC)
 
 kernels: $(READY)
 	$(RUN) -m sparsellm.ops.build

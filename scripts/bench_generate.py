@@ -1,6 +1,6 @@
 """`generate()` of a whole 1.5B model, stock Hugging Face Llama with ReLU, before and after `sparsellm.accelerate`.
 
-    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes eager static] [--json OUT]
+    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes eager] [--json OUT]
 
 Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
 so that they average to --mean. Modes: `eager`, transformers' default; `static`, cache_implementation="static", for

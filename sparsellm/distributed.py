@@ -2,19 +2,32 @@
 
 A single process forms a group of one, so that no caller distinguishes the two cases. Checkpoints are written by a
 thread while training goes on, so they have a CPU group of their own: collectives of two threads must not share one.
+
+    gather(value)        every rank's value
+    first_error(error)   the error of the first rank that has one: all go on, or none
+    on_main(ranks, work) the main rank's result; where the main rank fails, no rank goes on
+
+So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
+more: whether a rank was asked to stop comes with the row of a logged step (training/metrics.py).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sparsellm.console import say
+
 # Preparing the embedded corpus, loading 25 GB from a slow disk: rank 0 may work this long while the others wait.
 TIMEOUT = timedelta(minutes=60)
+
+
+T = TypeVar("T")
 
 
 class MainRankFailed(RuntimeError):
@@ -33,6 +46,11 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """On the main rank: a line on stderr."""
+        if self.is_main:
+            say(text)
+
 
 def device_type(choice: str) -> str:
     """ "cuda" or "cpu", for "auto", "cuda" or "cpu": auto is a GPU where there is one."""
@@ -42,11 +60,6 @@ def device_type(choice: str) -> str:
 def world_size_from_environment() -> int:
     """The number of ranks that torchrun announces; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def main_rank_from_environment() -> bool:
-    """Whether this is the rank that speaks, before there is a process group."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
@@ -90,27 +103,32 @@ def _meeting_place() -> dist.Store | None:
     return dist.PrefixStore(f"start_{start}", store)
 
 
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's `value`, which must pickle, by rank. Collective on `group`, by default on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def first_error(error: str | None) -> str | None:
     """The error of the first rank that has one, the same on all ranks. Collective."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next(filter(None, errors), None)
+    return next(filter(None, gather(error)), None)
 
 
-@contextmanager
-def main_first(ranks: Ranks) -> Iterator[None]:
-    """The main rank runs the block before the others do, which raise MainRankFailed if it raises."""
-    error: list[str | None] = [None]
-    if ranks.is_main:
-        try:
-            yield
-        except BaseException as exception:
-            error = [f"{type(exception).__name__}: {exception}"]
-            dist.broadcast_object_list(error, src=0)
-            raise
-        dist.broadcast_object_list(error, src=0)
-    else:
-        dist.broadcast_object_list(error, src=0)
-        if error[0] is not None:
-            raise MainRankFailed(f"rank 0 failed: {error[0]}")
-        yield
+def on_main(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The main rank's `work()`, which must pickle, on all ranks. Collective.
+
+    What `work` raises is raised on the main rank, and MainRankFailed with its message on the others.
+    """
+    answer: list[Any] = [None, None]  # the result, and the error
+    try:
+        if ranks.is_main:
+            answer[0] = work()
+    except BaseException as exception:
+        answer[1] = f"{type(exception).__name__}: {exception}"
+        raise
+    finally:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise MainRankFailed(f"rank 0 failed: {answer[1]}")
+    return answer[0]

@@ -9,10 +9,11 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.container import Container
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-STYLE = {
+STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "figure.titlesize": 10, "legend.fontsize": 8,
     "legend.frameon": False, "lines.linewidth": 1.3, "lines.markersize": 4, "axes.linewidth": 0.7,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5,
@@ -65,7 +66,7 @@ def layer_colors(axes: Axes, layers: int) -> np.ndarray:
     return colors
 
 
-def legend_above(axes: Axes, handles: Iterable[Artist], labels: Iterable[str], **options: Any) -> None:
+def legend_above(axes: Axes, handles: Iterable[Artist | Container], labels: Iterable[str], **options: Any) -> None:
     """In lines above `axes`, where a legend hides nothing."""
     labels = list(labels)
     given = {"ncols": len(labels), "columnspacing": 1, "handlelength": 1.4, "handletextpad": 0.5} | options

@@ -1,6 +1,7 @@
 """Small files that nothing can go on without: written whole or not at all, and read as if they may be damaged.
 
     write_whole(path, content)                 any content; a stop at any instant leaves the old file or the new one
+    whole(path)                                the same for a file that is written piece by piece
     read_json(path, SomeError, remedy)         a JSON object; whatever is wrong with the file is one sentence
     write_sealed, read_sealed                  the same with a checksum of the file's own: every changed bit is found
     unused(path)                               a name beside it for what is set aside
@@ -10,8 +11,10 @@ A sealed file is a JSON object whose last key, "xxh3", is the checksum of all th
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
@@ -23,14 +26,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises OSError where that fails, as on a full disk, and leaves what was there before.
     """
+    with whole(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """The same for what is written piece by piece: an open file, which takes the place of `path` when the block ends.
+
+    An exception in the block leaves what was there before.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)  # which would keep a full disk full
         raise
     sync(path.parent)

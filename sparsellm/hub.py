@@ -5,18 +5,19 @@ before them, and where it does not answer, they go on offline, with the copies t
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from sparsellm.console import warn
 
 SECONDS = 5  # for the hub's answer
 
 
 def answers(what: str) -> bool:
     """Whether the hub answers. A line on stderr says before that `what` is looked for there; another one, if not."""
-    print(f"sparsellm: looking for {what} on the hub", file=sys.stderr, flush=True)
+    warn(f"looking for {what} on the hub")
     if (reason := _obstacle()) is not None:
-        print(f"sparsellm: {reason}: only copies of its files on this machine can be used", file=sys.stderr, flush=True)
+        warn(f"{reason}: only copies of its files on this machine can be used")
     return reason is None
 
 

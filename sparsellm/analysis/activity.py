@@ -6,10 +6,12 @@ the model's dtype, is not zero. No activation outlives its layer; what is kept i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops.reference import union
@@ -33,14 +35,14 @@ class Activity:
 
 @torch.inference_mode()
 def count(
-    model: nn.Module, blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
+    model: PreTrainedModel, blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
 ) -> Activity:
     """What fires while `model` reads `blocks` (int64 [S, T]), `batch_size` sequences per forward pass.
 
     Waits for the device once per forward pass, after which advance(its sequences) is called. Raises ValueError for a
     model whose blocks are not as sparsellm.model.acceptance describes them.
     """
-    layers = feedforward_blocks(model)
+    layers: list[Any] = [*feedforward_blocks(model)]
     device, neurons = model.device, layers[0].up_proj.out_features
     fired = torch.zeros(len(layers), neurons, dtype=torch.int64, device=device)
     unions = torch.zeros(len(layers), dtype=torch.int64, device=device)

@@ -117,7 +117,7 @@ def occurrences(activity: Activity, tokenizer: PreTrainedTokenizerBase) -> list[
 def spelled(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as text, or, if it is a part of a character, as the vocabulary spells it."""
     text = tokenizer.decode([token])
-    return str(tokenizer.convert_ids_to_tokens(token)) if "\N{REPLACEMENT CHARACTER}" in text else text
+    return str(tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text else text)
 
 
 def neurons(activity: Activity) -> list[Row]:

@@ -15,11 +15,14 @@ layer 4, and the last two files are left out.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from sparsellm.files import whole
 from sparsellm.model.acceptance import feedforward_blocks
 
 FIRING = "firing_patterns.npz"
@@ -35,13 +38,17 @@ def other_recordings(folder: Path) -> list[str]:
 
 @torch.no_grad()
 def write(
-    folder: Path, model: nn.Module, blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
+    folder: Path,
+    model: PreTrainedModel,
+    blocks: Tensor,
+    batch_size: int,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Let `model` read the first of `blocks` (int64 [S, T]), `batch_size` sequences at once, and write what fires.
 
     advance(sequences) is called after each forward pass. Raises OSError.
     """
-    layers = feedforward_blocks(model)
+    layers: list[Any] = [*feedforward_blocks(model)]
     neurons = layers[0].up_proj.out_features
     count_type = np.uint16 if neurons < 2**16 else np.uint32  # the columns, N - 1 at most, always fit in 16 bits
     row_counts: list[list[np.ndarray]] = [[] for _ in layers]
@@ -71,11 +78,12 @@ def write(
         for hook in hooks:
             hook.remove()
 
-    arrays = {"neurons": np.array(neurons)}
+    arrays: dict[str, Any] = {"neurons": np.array(neurons)}
     for layer in range(len(layers)):
         arrays[f"layer{layer}_row_counts"] = np.concatenate(row_counts[layer])
         arrays[f"layer{layer}_cols"] = np.concatenate(columns[layer])
-    _save(folder / FIRING, lambda file: np.savez_compressed(file, **arrays))
+    with whole(folder / FIRING) as file:
+        np.savez_compressed(file, **arrays)
     bits = {}
     if inputs:
         block = layers[LAYER]
@@ -83,7 +91,8 @@ def write(
         bits = {INPUT: torch.cat(inputs)[:INPUT_TOKENS], GATE_WEIGHT: weight.detach().bfloat16().cpu()}
     for name in (INPUT, GATE_WEIGHT):
         if name in bits:
-            _save(folder / name, lambda file, name=name: np.save(file, bits[name].view(torch.int16).numpy()))
+            with whole(folder / name) as file:
+                np.save(file, bits[name].view(torch.int16).numpy())
         else:
             (folder / name).unlink(missing_ok=True)  # of an earlier recording, of another model
 
@@ -91,10 +100,3 @@ def write(
 def recorded_sequences(blocks: Tensor) -> int:
     """How many of `blocks` are recorded, the first ones: as many whole sequences as TOKENS has, at least one."""
     return min(len(blocks), max(1, TOKENS // blocks.shape[1]))
-
-
-def _save(path: Path, save: Callable[[object], object]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        save(file)
-    partial.replace(path)

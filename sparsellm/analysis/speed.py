@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
 from sparsellm.model.engine_choice import NeuronMajor
@@ -24,7 +25,7 @@ Candidates = dict[str, Callable[[], object]]
 
 
 def layer_speeds(
-    model: nn.Module, blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
+    model: PreTrainedModel, blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
 ) -> list[dict[str, Any]]:
     """A row per layer, in bfloat16, on the first blocks (int64 [S, T]) of `TOKENS` tokens.
 
@@ -52,8 +53,9 @@ def layer_speeds(
 def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates], dict[str, float]]) -> dict[str, Any]:
     """The row of one layer on its inputs x [M, K]."""
     gated = hasattr(block, "gate_proj")
-    x, *weights = (t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :])))
-    dense, up = (_dense_gated, weights[:2]) if gated else (_dense_nongated, (None, weights[0]))
+    tensors = [t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :]))]
+    x, weights = tensors[0], tensors[1:]
+    dense, (w_gate, w_up) = (_dense_gated, (weights[0], weights[1])) if gated else (_dense_nongated, (None, weights[0]))
     active = torch.relu(x @ weights[0].T) != 0
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
@@ -64,7 +66,7 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
         {
             "eager": lambda: dense(x, *weights),
             "compiled": lambda: compiled(x, *weights),
-            "engine": lambda: forward(x, *up, weights[-1], plan, w_down_t, False),
+            "engine": lambda: forward(x, w_gate, w_up, weights[-1], plan, w_down_t, False),
         }
     )
     dense_ms = min(times["eager"], times["compiled"])

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from sparsellm import hub
 from sparsellm.analysis import activity, numbers, recordings, report, speed, text
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
+from sparsellm.console import progress
 from sparsellm.distributed import device_type
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
-from sparsellm.evaluation.progress import progress
 from sparsellm.model import pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build
@@ -49,6 +49,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     """
     if found := mistakes(config):
         raise ConfigError(found)
+    assert config.checkpoint is not None
     checkpoint = locate(config.checkpoint)
     with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
         opened = _open(config, checkpoint)
@@ -56,7 +57,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
         if opened.recordings is not None:
-            _record(opened, config.batch_size)
+            _record(opened, opened.recordings, config.batch_size)
     types = numbers.token_types(counted)
     most, least = numbers.extremes(types, config.min_count)
     for row in types:
@@ -103,7 +104,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
 
 @dataclass(frozen=True)
 class Opened:
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     blocks: Tensor  # int64 [S, T]
     identity: str
@@ -131,7 +132,9 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         recorded = _for_recordings(config)
         tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
         if config.text is None:
-            blocks = text.of_run(checkpoint, run, config.sequences)
+            assert checkpoint.run is not None
+            assert run is not None  # `mistakes` has asked for a text otherwise
+            blocks = text.of_run(checkpoint, checkpoint.run, run, config.sequences)
         else:
             length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
             blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
@@ -174,13 +177,13 @@ def _for_recordings(config: AnalyzeConfig) -> Path | None:
     return folder
 
 
-def _record(opened: Opened, batch_size: int) -> None:
+def _record(opened: Opened, folder: Path, batch_size: int) -> None:
     """Raises AnalysisError."""
     try:
         with progress("recording", recordings.recorded_sequences(opened.blocks), "sequence") as advance:
-            recordings.write(opened.recordings, opened.model, opened.blocks, batch_size, advance)
+            recordings.write(folder, opened.model, opened.blocks, batch_size, advance)
     except OSError as error:
-        raise AnalysisError(f"recordings={opened.recordings} cannot be written: {error}") from error
+        raise AnalysisError(f"recordings={folder} cannot be written: {error}") from error
 
 
 def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:

@@ -20,15 +20,13 @@ COLUMN = "text"  # of a parquet file
 DOCUMENTS_AT_ONCE = 64
 
 
-def of_run(checkpoint: Checkpoint, config: Config, sequences: int) -> Tensor:
-    """The first `sequences` held-out blocks of the checkpoint's run, or all, int64 [S, T]. Raises AnalysisError."""
+def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) -> Tensor:
+    """The first `sequences` held-out blocks of the checkpoint's `run`, or all, int64 [S, T]. Raises AnalysisError."""
     config = replace(config, logging=replace(config.logging, validation_samples=sequences))
     try:
-        blocks = data.open_validation(config, Path(checkpoint.model), checkpoint.run)
+        blocks = data.open_validation(config, Path(checkpoint.model), run)
     except (data.DataError, OSError) as error:
-        raise AnalysisError(
-            f"no held-out text of {checkpoint.run}: {error}; or give another text by text=FILE"
-        ) from error
+        raise AnalysisError(f"no held-out text of {run}: {error}; or give another text by text=FILE") from error
     return blocks[:, :-1]  # the last token is only a target
 
 
@@ -38,7 +36,8 @@ def of_file(path: Path, tokenizer: PreTrainedTokenizerBase, sequences: int, leng
     Every document ends with the tokenizer's end-of-text token. A text of fewer than `length` tokens is one sequence.
     Raises AnalysisError.
     """
-    texts, tokens = documents(path), []
+    texts = documents(path)
+    tokens: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while len(tokens) < sequences * length and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
         # A special token that is spelled out in a text is text, as in training.

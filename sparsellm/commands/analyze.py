@@ -5,11 +5,11 @@ One process, on a CPU or a GPU. Exit codes: 0 complete, 1 for a checkpoint that 
 configuration.
 """
 
-import sys
 from pathlib import Path
 
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, recordings, report
 from sparsellm.config import AnalyzeConfig, analyze_mistakes, entry_point
+from sparsellm.console import warn
 
 
 @entry_point(lambda config, _typed: mistakes(config), analyze_mistakes, AnalyzeConfig)
@@ -17,7 +17,7 @@ def main(config: AnalyzeConfig) -> int:
     try:
         results, folder = analyze_checkpoint(config)
     except AnalysisError as error:
-        print(f"sparsellm: {error}", file=sys.stderr)
+        warn(str(error))
         return 1
     print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}, beside it tables (.csv) and figures (.png)")
     if config.recordings is not None:

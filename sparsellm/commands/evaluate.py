@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
+from sparsellm.console import warn
 from sparsellm.distributed import MainRankFailed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.request import mistakes
+from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.run_layout import CONFIG
 from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
@@ -32,8 +34,8 @@ def main(config: EvaluateConfig) -> int:
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
         return 128 + signal.SIGINT
-    except EvaluationError as error:
-        print(f"sparsellm: {error}", file=sys.stderr)
+    except (EvaluationError, KernelsUnavailable) as error:
+        warn(str(error))
         return 1
     return 1 if found["failed"] else 0
 

@@ -6,8 +6,9 @@ does nothing when all is done, and adds what is missing when more is asked for.
 
 from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
 from sparsellm.data import DataError, Manifest, mistakes, prepare
-from sparsellm.data.manifest import blocks, token_limit
+from sparsellm.data.manifest import blocks
 from sparsellm.data.preparation import preparation_mistakes
+from sparsellm.data.request import Request
 
 
 def check(config: Config, _typed: list[str]) -> list[str]:
@@ -15,7 +16,7 @@ def check(config: Config, _typed: list[str]) -> list[str]:
     return prepare_mistakes(config) or preparation_mistakes(config)
 
 
-@entry_point(check, prepare_mistakes)
+@entry_point(check, prepare_mistakes, Config)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:
@@ -29,7 +30,7 @@ def main(config: Config) -> int:
 
 
 def _amount(config: Config) -> str:
-    limit, training = token_limit(config), config.training
+    limit, training = Request(config).token_limit, config.training
     if limit is None:
         return "the whole corpus"
     if config.data.max_tokens is not None:
@@ -64,7 +65,7 @@ def _summary(manifest: Manifest, config: Config) -> str:
         lines.append(f"  passed over: {_number(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:
         lines.append(f"  left out: {manifest.unparsable_modules:,} modules that cannot be parsed")
-    if (limit := token_limit(config)) is not None and manifest.train.tokens < limit:
+    if (limit := Request(config).token_limit) is not None and manifest.train.tokens < limit:
         lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
 

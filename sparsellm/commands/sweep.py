@@ -11,9 +11,8 @@ Exit codes: 0 complete, 1 if a run failed (the others are done all the same), 12
 configuration.
 """
 
-import sys
-
 from sparsellm.config import ConfigError, SweepMode
+from sparsellm.console import warn
 from sparsellm.files import write_whole
 from sparsellm.sweeps import commands, report
 from sparsellm.sweeps.launch import Launcher
@@ -29,7 +28,7 @@ def main(arguments: list[str], program: str) -> int:
             return 0
         sweep.folder.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
-        print(f"sparsellm: {error}", file=sys.stderr)
+        warn(str(error))
         return 2
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"
@@ -51,14 +50,14 @@ def run(sweep: Sweep) -> int:
             print(f"\n{title}  {point.describe()}", flush=True)
             if failure := do(sweep, point, launcher):
                 failures.append(f"{title}: {failure}")
-                print(f"sparsellm: {failures[-1]}", file=sys.stderr, flush=True)
+                warn(failures[-1])
             text = report.write_all(sweep)
             if launcher.signal is not None:
                 print(f"{sweep.name}: stopped; the same command goes on", flush=True)
                 return 128 + launcher.signal
     print(f"\n{text}")
     for failure in failures:
-        print(f"sparsellm: {failure}", file=sys.stderr)
+        warn(failure)
     return 1 if failures else 0
 
 

@@ -5,16 +5,16 @@ that cannot go on (damaged data or checkpoint, divergence).
 """
 
 import os
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from sparsellm import data, distributed
 from sparsellm.config import Config, RuntimeConfig, entry_point, memory_mistakes, mistakes
+from sparsellm.console import is_main_rank, warn
 from sparsellm.distributed import (
     MainRankFailed,
-    main_rank_from_environment,
     process_group,
     world_size_from_environment,
 )
@@ -34,7 +34,8 @@ def set_determinism(deterministic: bool) -> None:
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
+        deterministic_module: Any = torch.utils.deterministic  # whose properties torch adds as it is imported
+        deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
 
 
 def values(config: Config) -> list[str]:
@@ -54,12 +55,12 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
 
 
-@entry_point(check, values)
+@entry_point(check, values, Config)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
-        if main_rank_from_environment():
-            run_folder.tidy(run_folder.path_of(config))
-            print(f"{config.run.name} is complete.\n" + report.finish(config, run_folder.path_of(config)))
+        if is_main_rank():
+            run_folder.tidy(config.run.folder)
+            print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
     from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
 
@@ -74,8 +75,8 @@ def main(config: Config) -> int:
             return 1  # the main rank says why
         except (CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError) as error:  # the same on all ranks
             if ranks.is_main:
-                print(f"sparsellm: {error}", file=sys.stderr)
+                warn(str(error))
             return 1
         except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
-            print(f"sparsellm: rank {ranks.rank}: {error}", file=sys.stderr)
+            warn(f"rank {ranks.rank}: {error}")
             return 1

@@ -44,8 +44,8 @@ _LATER = {
         "evaluate_mistakes",
         "memory_mistakes",
         "mistakes",
-        "obstacles_to_kernels",
         "prepare_mistakes",
+        "takes_kernels",
     ),
 }
 
@@ -87,12 +87,12 @@ __all__ = [
     "load",
     "memory_mistakes",
     "mistakes",
-    "obstacles_to_kernels",
     "parameters",
     "prepare_mistakes",
     "quoted",
     "save",
     "sweep_request",
+    "takes_kernels",
     "to_dict",
 ]
 

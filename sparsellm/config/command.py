@@ -7,7 +7,6 @@ main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # 
 """
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import sweep_request
 from sparsellm.config.rules import analyze_mistakes, evaluate_mistakes, prepare_mistakes, value_mistakes
 from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig
+from sparsellm.console import is_main_rank, warn
 
 # Of each command but `sweep`: its schema, and the rules for values that need no torch.
 RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
@@ -30,7 +30,7 @@ CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 def entry_point(
     check: Callable[[AnyConfig, list[str]], list[str]],
     values: Callable[[AnyConfig], list[str]],
-    schema: type[AnyConfig] = Config,
+    schema: type[AnyConfig],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` a command line: compose a `schema`, check, call.
 
@@ -52,13 +52,13 @@ def entry_point(
                 if found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
-                    _say(note)
+                    _warn(note)
                 if show:
                     print(as_yaml(composed.config), end="")
                     return 0
                 return main(composed.config)
             except ConfigError as error:
-                _say(str(error))
+                _warn(str(error))
                 return 2
 
         return command
@@ -82,7 +82,7 @@ def refused(command: str, arguments: list[str]) -> bool:
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
     except ConfigError as error:
-        _say(str(error))
+        _warn(str(error))
         return True
     return False
 
@@ -92,6 +92,7 @@ def _without_cfg(arguments: list[str]) -> list[str]:
     return arguments[:at] + arguments[at + (2 if arguments[at + 1 : at + 2] == ["job"] else 1) :]
 
 
-def _say(text: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"sparsellm: {text}", file=sys.stderr)
+def _warn(text: str) -> None:
+    """On the main rank: the mistakes of a command line are those of all ranks."""
+    if is_main_rank():
+        warn(text)

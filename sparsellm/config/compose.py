@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 import xxhash
 from hydra import compose, initialize_config_dir
@@ -49,7 +49,15 @@ class Composition(Generic[AnyConfig]):
         return self.choices.get(EXPERIMENT)
 
 
-def composition(overrides: list[str], schema: type[AnyConfig] = Config) -> Composition[AnyConfig]:
+@overload
+def composition(overrides: list[str]) -> Composition[Config]: ...
+
+
+@overload
+def composition(overrides: list[str], schema: type[AnyConfig]) -> Composition[AnyConfig]: ...
+
+
+def composition(overrides: list[str], schema: type[Any] = Config) -> Composition[Any]:
     """Compose a `schema` from a command line of these overrides."""
     typed = parse(overrides, schema)
     if schema is not Config:
@@ -64,7 +72,15 @@ def composition(overrides: list[str], schema: type[AnyConfig] = Config) -> Compo
     return Composition(config, typed.mistakes, notes, chosen)
 
 
-def from_overrides(overrides: list[str], schema: type[AnyConfig] = Config) -> AnyConfig:
+@overload
+def from_overrides(overrides: list[str]) -> Config: ...
+
+
+@overload
+def from_overrides(overrides: list[str], schema: type[AnyConfig]) -> AnyConfig: ...
+
+
+def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
     """The configuration of a command line of these overrides. Raises ConfigError with everything that is refused."""
     composed = composition(overrides, schema)
     if composed.mistakes:
@@ -87,21 +103,21 @@ def _composed(groups: tuple[tuple[str, str | None], ...]) -> tuple[Flat, dict[st
     """What Hydra makes of the defaults lists with these choices, in which an experiment is above the other groups."""
     overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in groups]
     composed, chosen = _hydra(COMPOSITION, overrides)
-    return flat(OmegaConf.to_container(composed, resolve=True, enum_to_str=True)), chosen
+    return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True, enum_to_str=True))), chosen
 
 
 @lru_cache(maxsize=64)
 def _choice(group: str, choice: str) -> Flat:
     """The values that the file of a choice sets."""
     composed, _ = _hydra(f"{group}/{choice}", [])
-    return flat(OmegaConf.to_container(composed, resolve=True))
+    return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True)))
 
 
 def _hydra(name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = compose(name, overrides=overrides, return_hydra_config=True)
     chosen = {group: choice for group, choice in composed.hydra.runtime.choices.items() if "/" not in group}
-    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]), chosen
+    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]), chosen
 
 
 def _cap_warmup(values: Flat) -> list[str]:
@@ -128,7 +144,7 @@ def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool
         if value == alone[key] or (capped and key == WARMUP):
             continue
         if group in typed.groups and value == with_groups[key]:
-            groups.append(typed.groups[group])
+            groups.append(str(typed.groups[group]))
             continue
         spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
         if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
@@ -178,7 +194,7 @@ def load(path: Path) -> Config:
     if not isinstance(values, dict) or not values:
         refuse("it holds no keys")
     try:
-        return from_dict(values)
+        return from_dict(cast(dict[str, Any], values))
     except ConfigError as error:
         raise ConfigError([f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}"]) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:

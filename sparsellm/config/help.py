@@ -90,7 +90,8 @@ def _keys(taken: Keys) -> list[str]:
     for group in nested:
         if taken.groups is None or group.name in taken.groups:
             lines += [f"{group.name}: {_paragraph(group.type.__doc__)}"]
-            lines += [*_table(_rows(group.type, defaults[group.name], f"{taken.prefix}{group.name}.")), ""]
+            schema: Any = group.type
+            lines += [*_table(_rows(schema, defaults[group.name], f"{taken.prefix}{group.name}.")), ""]
     if not nested:
         lines += [_paragraph(taken.schema.__doc__), *_table(_rows(taken.schema, defaults, taken.prefix)), ""]
     return lines

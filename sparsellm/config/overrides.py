@@ -179,7 +179,10 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
     Raises ConfigError, with every mistake, for what the grammar or `SweepConfig` does not have.
     """
-    axes, evaluate, options, found = {}, [], [], []
+    axes: dict[str, list[str]] = {}
+    evaluate: list[str] = []
+    options: list[str] = []
+    found: list[str] = []
     parser = OverridesParser.create()
     for text in _without_dashes(overrides, found, Config):
         key, _, _ = text.lstrip("+").partition("=")

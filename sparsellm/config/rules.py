@@ -46,6 +46,11 @@ def obstacles_to_kernels(config: Config) -> list[str]:
     ]
 
 
+def takes_kernels(config: Config, kernels: Kernels, device_type: str) -> bool:
+    """Whether a run of `config`, with this choice of `kernels`, tries the CUDA kernels on a device of this type."""
+    return device_type == "cuda" and kernels != Kernels.torch and not obstacles_to_kernels(config)
+
+
 def mistakes(config: Config, world_size: int) -> list[str]:
     """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
 
@@ -138,7 +143,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
             " exact zeros: add sparsity.l1_coefficient=0, or use relu",
         )
         require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
-    step_tokens = training.batch_size * training.sequence_length
+    step_tokens = training.tokens_per_step
     run_tokens = training.steps * step_tokens
     require(
         run_tokens < 2**63,
@@ -327,7 +332,7 @@ def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[st
     from sparsellm.ops import build
 
     try:
-        build.load()
+        build.check()
     except build.KernelsUnavailable as error:
         return [f"{setting} does not run here ({remedy} goes without): {error}"]
     return []

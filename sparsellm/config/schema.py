@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 MEANING = "meaning"  # of a key, in its field's metadata
@@ -121,6 +122,12 @@ class DataConfig:
     streaming: bool = key(False, "tokenize while training instead of preparing first")
     seed: int = key(0, "of the order of the blocks")
 
+    @property
+    def folder(self) -> Path:
+        """`path`, which composition has filled in."""
+        assert self.path is not None
+        return Path(self.path)
+
 
 @dataclass
 class SparsityConfig:
@@ -166,6 +173,11 @@ class TrainingConfig:
     batch_size: int = key(512, "sequences per optimizer step, over all ranks")
     sequence_length: int = key(2_048, "T, tokens of a sequence")
     seed: int = key(0, "of the initial weights")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks."""
+        return self.batch_size * self.sequence_length
 
 
 @dataclass
@@ -220,6 +232,12 @@ class RunConfig:
     keep_checkpoints: int = key(2, "how many of the newest are kept")
     hf_dtype: Precision = key(Precision.float32, "of the exported hf/ weights")
     skip_damaged: bool = key(False, "go on without what is damaged: newer checkpoints, rows of metrics.jsonl")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, once composition has filled in its `name`."""
+        assert self.name is not None
+        return Path(self.root, self.name)
 
 
 @dataclass

@@ -17,8 +17,8 @@ FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values, enums as their names: what config.yaml and a checkpoint hold."""
+def to_dict(config: Any) -> dict[str, Any]:
+    """Of any configuration: nested plain values, enums as their names: what config.yaml and a checkpoint hold."""
     return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 
@@ -45,8 +45,8 @@ def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:
     """Every `group.key` of `schema` and its type."""
     found: dict[str, Any] = {}
     for each in fields(schema):
-        nested = is_dataclass(each.type)
-        found |= flat_types(each.type, f"{prefix}{each.name}.") if nested else {f"{prefix}{each.name}": each.type}
+        name, kind = f"{prefix}{each.name}", each.type
+        found |= flat_types(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else {name: kind}
     return found
 
 
@@ -72,9 +72,10 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 def unknown_key(name: str, schema: type) -> str:
     """What is wrong with a `name` that is no key of `schema`, and which one it may mean."""
-    keys, group, path = flat_types(schema), schema, []
+    keys, group = flat_types(schema), schema
+    path: list[str] = []
     for part in name.split("."):  # as far as the name leads
-        inside = next((f.type for f in fields(group) if f.name == part and is_dataclass(f.type)), None)
+        inside: Any = next((f.type for f in fields(group) if f.name == part and is_dataclass(f.type)), None)
         if inside is None:
             break
         group, path = inside, [*path, part]
@@ -111,7 +112,7 @@ def build(schema: type, values: dict[str, Any]) -> Any:
     """A `schema` of the nested plain `values`; its defaults where they have none."""
 
     def convert(kind: Any, value: Any) -> Any:
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             return build(kind, value)
         if isinstance(kind, type) and issubclass(kind, Enum):
             return kind[value]

@@ -20,6 +20,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,6 +128,7 @@ def require_hub(data: DataConfig) -> None:
     """Raises DataError if the documents of `data` are on the hub, and it does not answer: there are no copies."""
     if (
         data.source == Source.hub
+        and data.dataset is not None
         and not Path(data.dataset).is_dir()
         and not hub.answers(f"data.dataset={data.dataset}")
     ):
@@ -193,10 +195,10 @@ def read(files: Sequence[str], text_column: str, position: Position = START) -> 
         if opened is None:
             _say_empty(files[index])
             continue
-        rows = enumerate(opened)
-        while True:
+        rows = iter(opened)
+        for number in count():
             try:
-                number, row = next(rows, (None, None))
+                row = next(rows, None)
             except UNREADABLE as error:
                 raise DataError(
                     f"{files[index]} cannot be read to its end: {error}. Bring back a whole copy of the file, or leave"

@@ -1,4 +1,4 @@
-"""What is in a folder of prepared tokens, whether it is whole, and whether it is what a configuration asks for.
+"""What is in a folder of prepared tokens, and whether it is whole.
 
     tokenizer/              loads with AutoTokenizer
     train.tokens            one stream of token ids, each document ended by the end-of-text token;
@@ -21,13 +21,8 @@ both. The document that the cut goes through is counted in both splits.
 """
 
 import hashlib
-import json
-import platform
-import re
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +30,6 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from sparsellm.config import Config, DataConfig, Source, composition
 from sparsellm.data import tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, read_sealed, write_sealed
@@ -58,7 +52,7 @@ class Split:
 
 @dataclass
 class Manifest:
-    recipe: dict[str, Any]  # the configuration that decides the tokens: see `recipe`
+    recipe: dict[str, Any]  # the configuration that decides the tokens: see `Request.recipe`
     source_files: dict[str, int | None]  # in reading order; see corpus.Files
     tokenizer_hash: str  # sha256 of tokenizer/tokenizer.json
     vocab_size: int
@@ -97,19 +91,6 @@ def blocks(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
-def token_limit(config: Config) -> int | None:
-    """How many training tokens to prepare: data.max_tokens, or what the experiment reads.
-
-    None is all: the default of the embedded corpus, which costs seconds.
-    """
-    if config.data.max_tokens is not None:
-        return config.data.max_tokens
-    if config.data.source == Source.stdlib_docs:
-        return None
-    training = config.training
-    return training.steps * training.batch_size * training.sequence_length + 1
-
-
 def is_enough(manifest: Manifest, limit: int | None) -> bool:
     return manifest.exhausted or (limit is not None and manifest.train.tokens >= limit)
 
@@ -131,22 +112,6 @@ def longest_sequence(manifest: Manifest) -> int:
 
 def _fraction(manifest: Manifest) -> float:
     return manifest.recipe["data.validation_fraction"]
-
-
-def recipe(data: DataConfig) -> dict[str, Any]:
-    """The keys that decide which tokens are prepared, and their values."""
-    keys = {
-        Source.stdlib_docs: ("tokenizer_vocab_size",),
-        Source.hub: ("dataset", "subset", "split", "text_column", "tokenizer"),
-        Source.files: ("files", "text_column", "tokenizer"),
-    }[data.source]
-    if data.source == Source.files and data.tokenizer is None:
-        keys += ("tokenizer_vocab_size",)
-    found = {"data.source": data.source.name, "data.validation_fraction": data.validation_fraction}
-    found |= {f"data.{key}": getattr(data, key) for key in keys}
-    if data.source == Source.stdlib_docs:
-        found["the version of Python"] = platform.python_version()
-    return found
 
 
 def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
@@ -181,16 +146,17 @@ def is_unsealed(folder: Path) -> bool:
     return path.is_file() and _is_unsealed(path)
 
 
-def seal(folder: Path, config: Config) -> None:
-    """Give the manifest of an earlier version its checksum, once all that training relies on is found to be right.
-
-    Where the files cannot tell (which document comes next), the manifest forgets. Raises DataError for what is wrong.
-    """
+def read_unsealed(folder: Path) -> Manifest:
+    """The manifest of an earlier version, without what no file can tell: which document comes next."""
     path = folder / "manifest.json"
-    values = {**read_json(path, DataError, _again(folder)), "position": None, "version": VERSION}
-    manifest = _manifest(values, path)
-    if found := recipe_mistakes(manifest, config):
-        raise DataError("; ".join(found))
+    return _manifest({**read_json(path, DataError, _again(folder)), "position": None, "version": VERSION}, path)
+
+
+def seal(manifest: Manifest, folder: Path) -> None:
+    """Give what `read_unsealed` has found its checksum, once all that training relies on is found to be right.
+
+    Raises DataError for what is wrong.
+    """
     verify(manifest, folder)
     for split in SPLITS:
         ids = np.memmap(folder / f"{split}.tokens", manifest.token_dtype, mode="r")
@@ -199,7 +165,7 @@ def seal(folder: Path, config: Config) -> None:
                 f"{folder}/{split}.tokens holds the id {ids.max()} and the tokenizer has {manifest.vocab_size:,}:"
                 f" {_again(folder)}"
             )
-    write(manifest, folder, path.name)
+    write(manifest, folder, "manifest.json")
 
 
 def _is_unsealed(path: Path) -> bool:
@@ -295,7 +261,7 @@ def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
         for key, there in (
             ("tokenizer_hash", hashlib.sha256(file.read_bytes()).hexdigest()),
             ("vocab_size", tokenizer.vocabulary_size(vocabulary)),
-            ("end_of_text_id", vocabulary.token_to_id(tokenizer.END_OF_TEXT)),
+            ("end_of_text_id", tokenizer.end_of_text_id(vocabulary)),
         )
         if getattr(manifest, key) != there
     ]
@@ -322,104 +288,6 @@ def compare(manifest: Manifest, folder: Path, names: list[str]) -> None:
 
 def corrupt(folder: Path, name: str) -> str:
     return f"{folder / name} is corrupt: its xxh3 is not that of what was written there: {_again(folder)}"
-
-
-def recipe_mistakes(manifest: Manifest, config: Config) -> list[str]:
-    """What `manifest` was made with that `config` does not say."""
-    made, asked = manifest.recipe, recipe(config.data)
-    differences = [
-        f"{key} was {made.get(key)!r} and is {asked.get(key)!r} now"
-        for key in sorted(made.keys() | asked.keys())
-        if made.get(key) != asked.get(key)
-    ]
-    if not differences:
-        return []
-    return [
-        f"{config.data.path} was prepared from something else ({'; '.join(differences)}):"
-        " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or delete"
-        " the folder"
-    ]
-
-
-def block_mistakes(manifest: Manifest, config: Config) -> list[str]:
-    """Whether a split of a finished folder is too small for a single block of `config`."""
-    length, (train, validation) = config.training.sequence_length, (manifest.train, manifest.validation)
-    if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
-        return []
-    remedies = []
-    if (fits := min(train.tokens, validation.tokens) - 1) >= 1:
-        remedies.append(f"shorten training.sequence_length to {fits} at most")
-    if not manifest.exhausted or length <= longest_sequence(manifest):
-        remedies.append("prepare the text for this length in another folder, by another data.path")
-    else:
-        remedies.append("give more text, with another data.path")
-    return [
-        f"data.path={config.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out tokens, and a"
-        f" block of training.sequence_length {length} takes {length + 1:,} of each: {', or '.join(remedies)}"
-    ]
-
-
-def vocabulary_mistakes(vocab_size: int, config: Config) -> list[str]:
-    """Whether the tokenizer of `config` has ids that the model has no row for."""
-    data, rows = config.data, config.model.vocab_size
-    if vocab_size <= rows:
-        return []
-    if data.tokenizer is None:
-        name = f"the tokenizer trained on the text (data.tokenizer_vocab_size={data.tokenizer_vocab_size})"
-        remedy = f"lower data.tokenizer_vocab_size to {rows}"
-    else:
-        name = f"data.tokenizer {data.tokenizer!r}"
-        remedy = "use a smaller tokenizer"
-        if data.source == Source.files and not data.streaming:
-            remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
-    return [
-        f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
-        f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
-    ]
-
-
-def preparation_command(config: Config, typed: Sequence[str] = ()) -> str:
-    """The command line that prepares what `config` asks for.
-
-    Of the overrides `typed` that it was composed from, if these are given, those without which it would be another one;
-    otherwise every value that matters.
-    """
-    overrides = wanted = _preparation_overrides(config)
-
-    def prepares_it(texts: Sequence[str]) -> bool:
-        composed = composition(list(texts))
-        return not composed.mistakes and _preparation_overrides(composed.config) == wanted
-
-    if typed and prepares_it(typed):
-        overrides = list(typed)
-        for text in typed:
-            if prepares_it(fewer := [each for each in overrides if each != text]):
-                overrides = fewer
-    return shlex.join(["python", "-m", "sparsellm.prepare_data", *overrides])
-
-
-def _preparation_overrides(config: Config) -> list[str]:
-    """What preparation looks at in `config`, whatever choices that was composed from."""
-    # data=files adds nothing to the defaults but its name and source, so what differs from the defaults says it all.
-    default = DataConfig(name="files", source=Source.files)
-    keys = ["name", "source", *(key.removeprefix("data.") for key in recipe(config.data) if key.startswith("data."))]
-    keys = [key for key in dict.fromkeys(keys) if getattr(config.data, key) != getattr(default, key)]
-    overrides = [_override(f"data.{key}", getattr(config.data, key)) for key in [*keys, "path"]]
-    overrides.append(_override("data.max_tokens", token_limit(config)))
-    # Of the model and the training, what preparation looks at: the command composes another experiment.
-    overrides.append(_override("model.vocab_size", config.model.vocab_size))
-    overrides.append(_override("training.sequence_length", config.training.sequence_length))
-    return ["data=files", *overrides]
-
-
-def _override(key: str, value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.name
-    if value is None:
-        value = "null"
-    elif isinstance(value, list) or (isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value)):
-        value = json.dumps(value, ensure_ascii=False)
-    return f"{key}={value}"
 
 
 def _again(folder: Path) -> str:

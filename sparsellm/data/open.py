@@ -1,21 +1,21 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
 import glob
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sparsellm.config import Config, Source
 from sparsellm.data import corpus, manifest, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.packed import PackedTokens
-from sparsellm.data.preparation import prepare, source_mistakes
+from sparsellm.data.packed import Batch, PackedTokens
+from sparsellm.data.preparation import prepare
+from sparsellm.data.request import Request
 from sparsellm.data.stream import TokenStream
-from sparsellm.distributed import Ranks, main_first
+from sparsellm.distributed import Ranks, on_main
 from sparsellm.files import read_json
 from sparsellm.run_layout import STATE, rank_json
 
@@ -34,7 +34,7 @@ class Data:
         """How many there are before they repeat; None for a stream, which does not know."""
         return self.tokens.manifest.train.tokens if isinstance(self.tokens, PackedTokens) else None
 
-    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """This rank's share of one step after the other, without end, and the JSON-able state after each.
 
         A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is one that came with an
@@ -49,13 +49,14 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
     `typed`: the overrides that `config` was composed from, of which a remedy takes what it needs.
     """
-    data, folder, training = config.data, Path(config.data.path), config.training
+    data, training, request = config.data, config.training, Request(config)
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
         return []  # refused by sparsellm.config; how many tokens are needed is not known
     if data.source == Source.files and not data.files:
         return []  # refused by sparsellm.config; a command that prepares them cannot be told
     if data.streaming:
-        return source_mistakes(config)
+        return request.source_mistakes()
+    folder = data.folder
     try:
         if data.source == Source.stdlib_docs and manifest.is_unsealed(folder):
             return []  # `prepare`, which every run calls on this corpus, verifies what an earlier version left
@@ -63,28 +64,28 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
         started = ready or manifest.read(folder, "progress.json")
     except DataError as error:
         return [str(error)]
-    found = manifest.recipe_mistakes(started, config) if started else []
+    found = request.recipe_mistakes(started) if started else []
     if ready is None:
         if data.source == Source.stdlib_docs:
-            return found + source_mistakes(config)
+            return found + request.source_mistakes()
         if found:
             return found
         how = "its preparation has not finished" if started else "there are no prepared tokens"
         return [
-            f"data.path={folder} (data.name={data.name}): {how}; run {manifest.preparation_command(config, typed)}",
-            *source_mistakes(config),
+            f"data.path={folder} (data.name={data.name}): {how}; run {request.command(typed)}",
+            *request.source_mistakes(),
         ]
-    limit = manifest.token_limit(config)
+    limit = request.token_limit
     if data.source != Source.stdlib_docs and not manifest.is_enough(ready, limit):
         found.append(
             f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} training tokens asked for;"
-            f" add the others with {manifest.preparation_command(config, typed)}"
+            f" add the others with {request.command(typed)}"
             f" or train on these again and again with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
-    found += manifest.block_mistakes(ready, config)
-    found += manifest.vocabulary_mistakes(ready.vocab_size, config)
-    return found + _changed_tokenizer_mistakes(config, ready)
+    found += request.block_mistakes(ready)
+    found += request.vocabulary_mistakes(ready.vocab_size)
+    return found + request.changed_tokenizer_mistakes(ready)
 
 
 def open_data(config: Config, ranks: Ranks) -> Data:
@@ -93,7 +94,8 @@ def open_data(config: Config, ranks: Ranks) -> Data:
     Rank 0 prepares the embedded corpus if it is not there yet, and reads prepared files once to verify their checksums.
     Raises DataError on rank 0, and RuntimeError with its message on the others.
     """
-    return _open_stream(config, ranks) if config.data.streaming else _open_packed(config, ranks)
+    opening = _Opening(config, ranks)
+    return opening.streamed() if config.data.streaming else opening.packed()
 
 
 def open_validation(config: Config, tokenizer_folder: Path, run: Path) -> torch.Tensor:
@@ -103,165 +105,160 @@ def open_validation(config: Config, tokenizer_folder: Path, run: Path) -> torch.
     at the folder in which the run was started: the working directory is tried, then the folders that `run` lies in.
     Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
-    data, samples = config.data, config.logging.validation_samples
-    if data.streaming:
-        alone = {"sequence_length": config.training.sequence_length, "rank": 0, "world_size": 1}
-        reading = {"share": 1, "seed": data.seed, "workers": 0, "pin_memory": False}
-        stream = TokenStream(
-            _files_of_run(config, run), data.text_column, tokenizer_folder, data.validation_fraction, **alone, **reading
-        )
-        return stream.validation(samples)
-    folder, ready = _tokens_of_run(config, tokenizer_folder, run)
-    tokens = PackedTokens(
-        folder, ready, config.training.sequence_length, 1, 0, 1, data.seed, workers=0, pin_memory=False
-    )
-    return tokens.validation(samples)
+    return _OfRun(config, tokenizer_folder, run).validation()
 
 
-def _starts_of_run(run: Path) -> list[Path]:
-    """Folders in which `run` may have been started: the working directory, and those that the run lies in."""
-    return [Path.cwd(), *run.absolute().parents]
+@dataclass(frozen=True)
+class _Opening:
+    """What opens the data of `config` on one of the `ranks`, which call every method together."""
 
+    config: Config
+    ranks: Ranks
 
-def _tokens_of_run(config: Config, tokenizer_folder: Path, run: Path) -> tuple[Path, manifest.Manifest]:
-    """The first folder of prepared tokens that may be the run's by its path, and is by its manifest; and that."""
-    digest, misses = tokenizer.digest(tokenizer.load(str(tokenizer_folder))), []
-    # Where data.path is absolute, `start / data.path` is data.path itself.
-    for folder in dict.fromkeys(start / config.data.path for start in _starts_of_run(run)):
-        try:
-            ready = manifest.read(folder)
-            if ready is None:
-                raise DataError(f"{folder / 'manifest.json'} is missing")
-            if found := manifest.recipe_mistakes(ready, replace(config, data=replace(config.data, path=str(folder)))):
-                raise DataError("; ".join(found))
-            if digest != ready.tokenizer_hash:
-                raise DataError(f"{folder} was prepared with another tokenizer than {tokenizer_folder} holds")
-            if ready.cut and ready.files["train.tokens"]["xxh3"] != _tokens_trained_on(tokenizer_folder):
-                raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
-            manifest.verify(ready, folder, ["validation.tokens"])
-            return folder, ready
-        except (DataError, OSError) as error:
-            misses.append(str(error))
-    relative = "" if Path(config.data.path).is_absolute() else ", start from the folder that data.path is relative to"
-    raise DataError(
-        f"there are no prepared tokens in data.path={config.data.path} that are those of {run} ({'; '.join(misses)}):"
-        f" bring them there{relative}, or run {manifest.preparation_command(config)}"
-    )
-
-
-def _tokens_trained_on(tokenizer_folder: Path) -> str | None:
-    """The xxh3 of the training tokens of the checkpoint that `tokenizer_folder` lies in, None if it is in none."""
-    path = tokenizer_folder.parent / STATE / rank_json(0)
-    if not path.is_file():
-        return None
-    position = read_json(path, DataError, "use another checkpoint").get("data")
-    return position.get("tokens") if isinstance(position, dict) else None
-
-
-def _files_of_run(config: Config, run: Path) -> corpus.Files:
-    """The files that a streaming run reads."""
-    data = config.data
-    if data.source != Source.files:
-        return corpus.find_files(data)
-    for start in _starts_of_run(run):
-        here = Path(glob.escape(str(start)))
-        files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
-        if not found:
-            return files
-    raise DataError(
-        f"the files that {run} reads (data.files={','.join(data.files)}) are neither under the working directory nor"
-        " under a folder that the run lies in: start from the folder that data.files is relative to"
-    )
-
-
-def _open_packed(config: Config, ranks: Ranks) -> Data:
-    folder = Path(config.data.path)
-    with main_first(ranks):
-        if ranks.is_main:
-            if config.data.source == Source.stdlib_docs:
-                prepare(config)
-            if found := mistakes(config):
-                raise DataError("; ".join(found))
+    def packed(self) -> Data:
+        folder = self.config.data.folder
+        on_main(self.ranks, self._verify)
         ready = manifest.read(folder)
         if ready is None:
-            raise DataError(f"rank {ranks.rank} finds no manifest in {folder}, and rank 0 does: share it between nodes")
-        if ranks.is_main:
+            raise DataError(
+                f"rank {self.ranks.rank} finds no manifest in {folder}, and rank 0 does: share it between nodes"
+            )
+        tokens = PackedTokens(
+            folder=folder, manifest=ready, batch_size=self.config.training.batch_size, **self._reading()
+        )
+        return Data(
+            tokenizer_folder=folder / "tokenizer",
+            end_of_text_id=ready.end_of_text_id,
+            validation=tokens.validation(self.config.logging.validation_samples),
+            tokens=tokens,
+        )
+
+    def _verify(self) -> None:
+        """On the main rank: prepare the embedded corpus if need be, and hold what is there against its checksums."""
+        folder = self.config.data.folder
+        if self.config.data.source == Source.stdlib_docs:
+            prepare(self.config)
+        if found := mistakes(self.config):
+            raise DataError("; ".join(found))
+        if (ready := manifest.read(folder)) is not None:
             manifest.verify(ready, folder)
-    tokens = PackedTokens(
-        folder=folder,
-        manifest=ready,
-        batch_size=config.training.batch_size,
-        **_common(config, ranks),
-    )
-    return Data(
-        tokenizer_folder=folder / "tokenizer",
-        end_of_text_id=ready.end_of_text_id,
-        validation=tokens.validation(config.logging.validation_samples),
-        tokens=tokens,
-    )
+
+    def streamed(self) -> Data:
+        # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
+        files, folder, end, validation = on_main(self.ranks, self._find)
+        return Data(
+            tokenizer_folder=folder, end_of_text_id=end, validation=validation, tokens=self._stream(files, folder)
+        )
+
+    def _find(self) -> tuple[corpus.Files, Path, int, torch.Tensor]:
+        """On the main rank: the files, the tokenizer's folder and end-of-text token, the held-out blocks."""
+        data = self.config.data
+        assert data.tokenizer is not None
+        vocabulary = tokenizer.load(data.tokenizer)
+        if found := Request(self.config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
+            raise DataError("; ".join(found))
+        # Named by its content, so that it never takes the place of one that other tokens were made with.
+        folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
+        tokenizer.save(vocabulary, folder)
+        tokens = self._stream(corpus.find_files(data), folder)
+        validation = tokens.validation(self.config.logging.validation_samples)
+        return tokens.files, folder, tokenizer.end_of_text_id(vocabulary), validation
+
+    def _stream(self, files: corpus.Files, folder: Path) -> TokenStream:
+        data, share = self.config.data, self.config.training.batch_size // self.ranks.world_size
+        return TokenStream(
+            files=files, text_column=data.text_column, tokenizer_folder=folder,
+            validation_fraction=data.validation_fraction, share=share, **self._reading(),
+        )  # fmt: skip
+
+    def _reading(self) -> dict[str, Any]:
+        """What prepared tokens and a stream are read with alike."""
+        return {
+            "sequence_length": self.config.training.sequence_length,
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
+            "seed": self.config.data.seed,
+            "workers": self.config.runtime.data_workers,
+            "pin_memory": self.ranks.device.type == "cuda",
+        }
 
 
-def _open_stream(config: Config, ranks: Ranks) -> Data:
-    data = config.data
-    # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
-    opened: list[Any] = [None]
-    with main_first(ranks):
-        if ranks.is_main:
-            vocabulary = tokenizer.load(data.tokenizer)
-            if found := manifest.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config):
-                raise DataError("; ".join(found))
-            digest = tokenizer.digest(vocabulary)
-            # Named by its content, so that it never takes the place of one that other tokens were made with.
-            folder = Path(data.path) / f"tokenizer-{digest[:8]}"
-            tokenizer.save(vocabulary, folder)
-            tokens = _stream(config, ranks, corpus.find_files(data), folder)
-            validation = tokens.validation(config.logging.validation_samples)
-            end = vocabulary.token_to_id(tokenizer.END_OF_TEXT)
-            opened = [(tokens.files, folder, end, validation)]
-    dist.broadcast_object_list(opened, src=0)
-    files, folder, end, validation = opened[0]
-    return Data(
-        tokenizer_folder=folder,
-        end_of_text_id=end,
-        validation=validation,
-        tokens=_stream(config, ranks, files, folder),
-    )
+@dataclass(frozen=True)
+class _OfRun:
+    """The data that a run of `config` in the folder `run` was trained with, found again."""
 
+    config: Config
+    tokenizer_folder: Path
+    run: Path
 
-def _stream(config: Config, ranks: Ranks, files: corpus.Files, folder: Path) -> TokenStream:
-    return TokenStream(
-        files=files,
-        text_column=config.data.text_column,
-        tokenizer_folder=folder,
-        validation_fraction=config.data.validation_fraction,
-        share=config.training.batch_size // ranks.world_size,
-        **_common(config, ranks),
-    )
+    def validation(self) -> torch.Tensor:
+        data, samples = self.config.data, self.config.logging.validation_samples
+        alone: dict[str, Any] = {
+            "sequence_length": self.config.training.sequence_length,
+            "rank": 0,
+            "world_size": 1,
+            "seed": data.seed,
+            "workers": 0,
+            "pin_memory": False,
+        }
+        if data.streaming:
+            stream = TokenStream(
+                self._files(), data.text_column, self.tokenizer_folder, data.validation_fraction, share=1, **alone
+            )
+            return stream.validation(samples)
+        folder, ready = self._tokens()
+        return PackedTokens(folder, ready, batch_size=1, **alone).validation(samples)
 
+    @property
+    def _starts(self) -> list[Path]:
+        """Folders in which the run may have been started: the working directory, and those that the run lies in."""
+        return [Path.cwd(), *self.run.absolute().parents]
 
-def _common(config: Config, ranks: Ranks) -> dict[str, Any]:
-    return {
-        "sequence_length": config.training.sequence_length,
-        "rank": ranks.rank,
-        "world_size": ranks.world_size,
-        "seed": config.data.seed,
-        "workers": config.runtime.data_workers,
-        "pin_memory": ranks.device.type == "cuda",
-    }
+    def _tokens(self) -> tuple[Path, manifest.Manifest]:
+        """The first folder of prepared tokens that may be the run's by its path, and is by its manifest; and that."""
+        path, request = self.config.data.folder, Request(self.config)
+        digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder))), []
+        # Where data.path is absolute, `start / path` is `path` itself.
+        for folder in dict.fromkeys(start / path for start in self._starts):
+            try:
+                ready = manifest.read(folder)
+                if ready is None:
+                    raise DataError(f"{folder / 'manifest.json'} is missing")
+                if found := request.recipe_mistakes(ready, folder):
+                    raise DataError("; ".join(found))
+                if digest != ready.tokenizer_hash:
+                    raise DataError(f"{folder} was prepared with another tokenizer than {self.tokenizer_folder} holds")
+                if ready.cut and ready.files["train.tokens"]["xxh3"] != self._trained_on():
+                    raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
+                manifest.verify(ready, folder, ["validation.tokens"])
+                return folder, ready
+            except (DataError, OSError) as error:
+                misses.append(str(error))
+        relative = "" if path.is_absolute() else ", start from the folder that data.path is relative to"
+        raise DataError(
+            f"there are no prepared tokens in data.path={self.config.data.path} that are those of {self.run}"
+            f" ({'; '.join(misses)}): bring them there{relative}, or run {request.command()}"
+        )
 
+    def _trained_on(self) -> str | None:
+        """The xxh3 of the training tokens of the checkpoint that the tokenizer lies in, None if it is in none."""
+        path = self.tokenizer_folder.parent / STATE / rank_json(0)
+        if not path.is_file():
+            return None
+        position = read_json(path, DataError, "use another checkpoint").get("data")
+        return position.get("tokens") if isinstance(position, dict) else None
 
-def _changed_tokenizer_mistakes(config: Config, ready: manifest.Manifest) -> list[str]:
-    """Whether a local tokenizer is not the one that the tokens were made with."""
-    name = config.data.tokenizer
-    if name is None or not Path(name).expanduser().exists():
-        return []
-    try:
-        vocabulary = tokenizer.load(name)
-    except DataError as error:
-        return [str(error)]
-    if tokenizer.digest(vocabulary) == ready.tokenizer_hash:
-        return []
-    return [
-        f"data.tokenizer {name!r} has changed since {config.data.path} was prepared: bring it back, or choose another"
-        " data.path and prepare again"
-    ]
+    def _files(self) -> corpus.Files:
+        """The files that a streaming run reads."""
+        data = self.config.data
+        if data.source != Source.files:
+            return corpus.find_files(data)
+        for start in self._starts:
+            here = Path(glob.escape(str(start)))
+            files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
+            if not found:
+                return files
+        raise DataError(
+            f"the files that {self.run} reads (data.files={','.join(data.files)}) are neither under the working"
+            " directory nor under a folder that the run lies in: start from the folder that data.files is relative to"
+        )

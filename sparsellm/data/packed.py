@@ -8,7 +8,7 @@ number of ranks nor on how a rank cuts its share. The position is therefore one 
 import atexit
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.processes import end_with_parent
+
+Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position after them
 
 
 @lru_cache(maxsize=2)
@@ -78,7 +80,7 @@ class PackedTokens(Dataset):
         found = blocks(self.manifest.validation.tokens, self.sequence_length)
         return self._read("validation", np.arange(min(samples, found)))
 
-    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [batch / ranks, T + 1], state after it), from the start or from `state`.
 
         Raises DataError if `state` belongs to other tokens.

@@ -11,7 +11,6 @@ manifest, and an extension. So whatever happened, the result is what one undistu
 """
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from sparsellm import locks
 from sparsellm.config import Config, Source
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
@@ -43,17 +43,15 @@ from sparsellm.data.manifest import (
     is_unsealed,
     longest_sequence,
     read,
-    recipe,
-    recipe_mistakes,
+    read_unsealed,
     seal,
     size_mistakes,
-    token_limit,
     tokenizer_names,
     tokens_to_cut,
     verify,
-    vocabulary_mistakes,
     write,
 )
+from sparsellm.data.request import Request
 
 # Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
 # because one text of ten million characters would take twice the memory.
@@ -62,8 +60,7 @@ TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
 
 def preparation_mistakes(config: Config) -> list[str]:
     """Everything that keeps `config` from being prepared and can be known with no network and no writes."""
-    data = config.data
-    folder = Path(data.path)
+    data, folder, request = config.data, config.data.folder, Request(config)
     if data.streaming:
         return [
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
@@ -76,47 +73,33 @@ def preparation_mistakes(config: Config) -> list[str]:
     except DataError as error:
         return [str(error)]
     if started is not None:
-        found = recipe_mistakes(started, config) + (size_mistakes(ready, folder) if ready is not None else [])
-        return found or vocabulary_mistakes(started.vocab_size, config)
-    return source_mistakes(config)
-
-
-def source_mistakes(config: Config) -> list[str]:
-    """Missing files, and a tokenizer that is missing, cannot be read or has more ids than the model has rows."""
-    data = config.data
-    found = corpus.local_files(data.files)[1] if data.source == Source.files else []
-    if data.tokenizer is None:
-        return found + vocabulary_mistakes(data.tokenizer_vocab_size, config)
-    if tokenizer.is_missing(data.tokenizer):
-        found.append(f"data.tokenizer {data.tokenizer!r} does not exist: give a folder with tokenizer.json")
-    elif Path(data.tokenizer).expanduser().exists():
-        try:
-            vocabulary = tokenizer.load(data.tokenizer)
-        except DataError as error:
-            return [*found, str(error)]
-        found += vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config)
-    return found
+        found = request.recipe_mistakes(started) + (size_mistakes(ready, folder) if ready is not None else [])
+        return found or request.vocabulary_mistakes(started.vocab_size)
+    return request.source_mistakes()
 
 
 def prepare(config: Config) -> Manifest:
-    """Fill `data.path` with at least `token_limit` training tokens, or all there are, and the held-out documents
+    """Fill `data.path` with `Request.token_limit` training tokens or more, or all there are, and the held-out documents
     that came between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
     nothing behind where no document was prepared or the text is too short for a block of each split. On a full disk
     too, what was prepared before stays, and the next call goes on from there.
     """
-    folder, limit = Path(config.data.path), token_limit(config)
+    folder, limit = config.data.folder, Request(config).token_limit
     if not config.data.streaming and is_unsealed(folder):
         with _exclusive(folder), _writing(folder, limit, []):
             if is_unsealed(folder):
-                seal(folder, config)
+                unsealed = read_unsealed(folder)
+                if found := Request(config).recipe_mistakes(unsealed):
+                    raise DataError("; ".join(found))
+                seal(unsealed, folder)
         print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
     if mistakes := preparation_mistakes(config):
         raise DataError("; ".join(mistakes))
-    manifest = read(folder)
-    if manifest is not None and is_enough(manifest, limit):
-        return manifest
-    if manifest is None and not (folder / "progress.json").exists():
-        manifest, vocabulary, documents = _start(config)  # before anything is written: what fails, fails here
+    ready, started = read(folder), None
+    if ready is not None and is_enough(ready, limit):
+        return ready
+    if ready is None and not (folder / "progress.json").exists():
+        started = _start(config)  # before anything is written: what fails, fails here
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _exclusive(folder), _writing(folder, limit, made):
         # Another process may have worked here while this one waited.
@@ -125,11 +108,12 @@ def prepare(config: Config) -> Manifest:
             return done
         if done is not None:
             verify(done, folder)  # or the new checksums would vouch for old damage
-        if done is not None or progress is not None:
-            # With both there, a kill came between the two steps below or at the end: they agree.
-            manifest = replace(done, extends=True) if done is not None else progress
-            manifest, vocabulary, documents = _continue(config, folder, manifest)
+        # With both there, a kill came between the two steps below or at the end: they agree.
+        before = replace(done, extends=True) if done is not None else progress
+        if before is not None:
+            manifest, vocabulary, documents = _continue(config, folder, before)
         else:
+            manifest, vocabulary, documents = started or _start(config)
             tokenizer.save(vocabulary, folder / "tokenizer")
             manifest.files = checksums_of_tokenizer(folder)
         write(manifest, folder, "progress.json")
@@ -138,7 +122,8 @@ def prepare(config: Config) -> Manifest:
         try:
             _write_tokens(config, folder, manifest, vocabulary, documents, limit)
         except DataError:
-            if not manifest.extends and read(folder, "progress.json").position == corpus.START:
+            reached = read(folder, "progress.json")
+            if not manifest.extends and reached is not None and reached.position == corpus.START:
                 _remove(folder, made)
             raise
         compare(manifest, folder, list(manifest.files))
@@ -171,7 +156,7 @@ def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
     else:
         if data.tokenizer is not None:
             vocabulary = tokenizer.load(data.tokenizer)
-            if found := vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary), config):
+            if found := Request(config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
                 raise DataError("; ".join(found))
         files = corpus.find_files(data)
         documents = corpus.read(list(files), data.text_column)
@@ -180,13 +165,15 @@ def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
         else:
             next(documents, None)  # a wrong column shows before anything is written
         documents = corpus.read(list(files), data.text_column)
-        licence = corpus.card_licence(data.dataset) if data.source == Source.hub else None
+        if data.source == Source.hub:
+            assert data.dataset is not None
+            licence = corpus.card_licence(data.dataset)
     manifest = Manifest(
-        recipe=recipe(data),
+        recipe=Request(config).recipe,
         source_files=files,
         tokenizer_hash=tokenizer.digest(vocabulary),
         vocab_size=tokenizer.vocabulary_size(vocabulary),
-        end_of_text_id=vocabulary.token_to_id(tokenizer.END_OF_TEXT),
+        end_of_text_id=tokenizer.end_of_text_id(vocabulary),
         sequence_length=config.training.sequence_length,
         licence=licence,
         unparsable_modules=unparsable,
@@ -231,7 +218,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
             )
     if manifest.cut:
         manifest = _from_the_start(manifest)
-    if manifest.position is None:
+    if (position := manifest.position) is None:
         raise DataError(
             f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
             f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
@@ -242,9 +229,9 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
     if data.source == Source.stdlib_docs:
-        documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
+        documents = corpus.from_texts(corpus.stdlib_docs()[0], position)
     else:
-        documents = corpus.read(list(manifest.source_files), data.text_column, manifest.position)
+        documents = corpus.read(list(manifest.source_files), data.text_column, position)
     return manifest, vocabulary, documents
 
 
@@ -273,9 +260,10 @@ def _files_between(position: corpus.Position, file: int) -> int:
 def _from_the_start(manifest: Manifest) -> Manifest:
     """`manifest` before the first document."""
     files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
-    begin = {"position": corpus.START, "exhausted": False, "cut": False, "files": files}
-    counts = {"empty_documents": 0, "empty_files": 0, "licences": {}, "source_checksums": {}}
-    return replace(manifest, train=Split(), validation=Split(), **counts, **begin)
+    return replace(
+        manifest, train=Split(), validation=Split(), empty_documents=0, empty_files=0, licences={}, source_checksums={},
+        position=corpus.START, exhausted=False, cut=False, files=files,
+    )  # fmt: skip
 
 
 def _write_tokens(
@@ -287,6 +275,7 @@ def _write_tokens(
     limit: int | None,
 ) -> None:
     """Append to the files from `manifest.position` on, keeping progress.json and `manifest` in step with them."""
+    assert manifest.position is not None
     fraction, name = config.data.validation_fraction, f"preparing {folder}"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_Writer(folder, split, manifest)) for split in SPLITS}
@@ -324,7 +313,7 @@ def _write_tokens(
 def _is_read(manifest: Manifest, limit: int | None) -> bool:
     """Whether the documents read so far are enough, also once the stream is cut."""
     left = manifest.train.tokens + manifest.validation.tokens - tokens_to_cut(manifest)
-    return is_enough(manifest, limit) and (manifest.exhausted or left >= limit)
+    return is_enough(manifest, limit) and (manifest.exhausted or (limit is not None and left >= limit))
 
 
 def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
@@ -339,8 +328,8 @@ def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
     after = np.fromfile(paths["train", "tokens"], manifest.token_dtype, offset=min(kept, train.tokens) * itemsize)
     held = np.fromfile(paths["validation", "tokens"], manifest.token_dtype)
     before = held[: max(0, kept - train.tokens)]
-    starts = [np.fromfile(paths[split, "documents"], DOCUMENT_DTYPE) for split in SPLITS]
-    starts = np.concatenate([starts[0], starts[1] + train.tokens])
+    of_train, of_held = (np.fromfile(paths[split, "documents"], DOCUMENT_DTYPE) for split in SPLITS)
+    starts = np.concatenate([of_train, of_held + train.tokens])
     train_starts, held_starts = starts[starts < kept], starts[starts >= kept] - kept
     if len(held_starts) == 0 or held_starts[0] > 0:
         held_starts = np.insert(held_starts, 0, 0)  # the rest of the document that the cut goes through
@@ -476,9 +465,5 @@ def _exclusive(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"data.path={folder} cannot be written: {error}; choose another data.path") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"sparsellm: another process is preparing {folder}; waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        locks.take(file, lambda: print(f"sparsellm: another process is preparing {folder}; waiting for it", flush=True))
         yield

@@ -12,7 +12,7 @@ are the same by path, size, and their first and last MiB (2 MiB to read of each 
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.packed import outlive_stop_signals, permutation, started
+from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, started
 
 GROUP_BLOCKS = 1024
 _REMEDY = (
@@ -74,7 +74,7 @@ class TokenStream:
             )
         return torch.from_numpy(_blocks(np.concatenate(pieces), length)[:samples].copy())
 
-    def batches(self, state: dict[str, Any] | None) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
         Raises DataError if `state` belongs to another number of ranks, another rank or other files.
@@ -97,13 +97,13 @@ class TokenStream:
         position = state or {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
         # One worker: more would need positions of their own. It reads ahead up to a group, to have the next one ready.
         ahead = max(2, self.group_blocks // self.share)
-        worker = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread} if self.workers else {}
+        worker: dict[str, Any] = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread}
         loader = DataLoader(
             _Shares(self, position),
             batch_size=None,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
-            **worker,
+            **(worker if self.workers else {}),
         )
         for batch, after in started(loader):
             yield batch, {**identity, "ends": ends, **after}

@@ -92,13 +92,19 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    found = tokenizer.token_to_id(END_OF_TEXT)
+    assert found is not None  # `load` has refused a tokenizer without one, and `train` gives each one
+    return found
+
+
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each document, END_OF_TEXT at its end; documents in parallel.
 
     A special token that is spelled out in a text is text: only the end of a document ends it.
     """
     tokenizer.encode_special_tokens = True
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text_id(tokenizer)
     documents: list[list[int]] = [[] for _ in texts]
     for batch in _batches(texts):
         encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)

@@ -7,11 +7,11 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from sparsellm import hub
 from sparsellm.config import (
@@ -19,10 +19,10 @@ from sparsellm.config import (
     EvaluateConfig,
     Kernels,
     Precision,
-    obstacles_to_kernels,
+    takes_kernels,
 )
 from sparsellm.data import DataError
-from sparsellm.distributed import Ranks, device_type, first_error, main_first, process_group
+from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import locate, unreadable
 from sparsellm.evaluation.perplexity import cross_entropy
@@ -72,6 +72,7 @@ def evaluate_checkpoint(
     """
     if found := mistakes(config):
         raise ConfigError(found)
+    assert config.checkpoint is not None
     request = Request(config, locate(config.checkpoint))
     with process_group(device_type(config.device.name)) as ranks:
         evaluation = Evaluation(request, ranks)
@@ -84,7 +85,7 @@ def is_complete(config: EvaluateConfig) -> bool:
 
     For one process. Loads the rows, not the model. What cannot be read is not complete: the evaluation says why.
     """
-    if mistakes(config):
+    if config.checkpoint is None or mistakes(config):
         return False
     request = Request(config, locate(config.checkpoint))
     try:
@@ -99,9 +100,8 @@ def is_complete(config: EvaluateConfig) -> bool:
         for folder in request.sides:
             finished = request.finished(folder, identity)
             parts = {name: finished.find(name, of) for name, of in rows.items()}
-            if None in parts.values() or any(
-                parts[name]["measured"]["data"] != request.source for name in request.tasks
-            ):
+            measured = [part["measured"]["data"] for name, part in parts.items() if part and name != VALIDATION]
+            if None in parts.values() or any(source != request.source for source in measured):
                 return False
         return written == as_json(request.results(identity, failed={}))
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +115,7 @@ class Evaluation:
         self.request, self.ranks = request, ranks
         self.config, self.checkpoint, self.output = request.config, request.checkpoint, request.output
         self.failed: dict[str, str] = {}
-        self.lm = None  # loaded once something needs it; then also
+        self.lm: Any = None  # loaded once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
 
     def run(
@@ -154,7 +154,7 @@ class Evaluation:
             raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
         try:
             if self.checkpoint.unchecked:
-                self._say(self.checkpoint.unchecked)
+                self.ranks.say(self.checkpoint.unchecked)
             identity = self.checkpoint.identity()
             vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
             pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
@@ -169,14 +169,14 @@ class Evaluation:
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
         for name, task in loaded.items():
-            part, before = self._on_main(lambda task=task: self._found(finished, task)), "  (finished before)"
+            part, before = self._on_main(partial(self._found, finished, task)), "  (finished before)"
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:
                     continue
-                add, before = (name, task.identity, part, samples), ""
-                self._on_main(lambda add=add: finished.add(*add))
-            self._say(f"{name}  {part['result']['score']:.4f}{before}")
+                before = ""
+                self._on_main(partial(finished.add, name, task.identity, part, samples))
+            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
             if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
@@ -216,7 +216,8 @@ class Evaluation:
         from sparsellm.evaluation import downstream
 
         lm = self._model(kernels)
-        error, result, samples = None, None, []
+        error, result = None, None
+        samples: list[dict[str, Any]] = []
         try:
             result, samples = downstream.score(lm, task, self.config.limit)
         except Exception as exception:  # of a row that the task cannot read, or of the model; the others may go well
@@ -264,14 +265,14 @@ class Evaluation:
         if obstacle and kernels == Kernels.cuda:
             raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {obstacle}")
         if obstacle:
-            self._say(f"feedforward layers run in PyTorch, for {obstacle}")
+            self.ranks.say(f"feedforward layers run in PyTorch, for {obstacle}")
 
     # The held-out split.
 
     def _held_out(self) -> torch.Tensor | None:
         """`Request.held_out`, on all ranks; also None with the reason in `failed`."""
         if self.checkpoint.run is None:
-            self._say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
+            self.ranks.say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
 
         def read() -> tuple[torch.Tensor | None, str | None]:
             try:
@@ -293,7 +294,7 @@ class Evaluation:
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(device).eval()
-        if kernels != Kernels.torch and device.type == "cuda" and not obstacles_to_kernels(config):
+        if takes_kernels(config, kernels, device.type):
             accelerate(decoder, kernels.name)
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
@@ -306,13 +307,7 @@ class Evaluation:
     # Ranks.
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """The main rank's `work()`, on all ranks. Its exception is MainRankFailed on the others."""
-        result: list[Any] = [None]
-        with main_first(self.ranks):
-            if self.ranks.is_main:
-                result = [work()]
-        dist.broadcast_object_list(result, src=0)
-        return result[0]
+        return on_main(self.ranks, work)
 
     def _agreed(self, name: str, error: str | None) -> bool:
         """Whether no rank has an error; the first one is kept in `failed`, and said."""
@@ -322,11 +317,7 @@ class Evaluation:
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        self._say(f"{name}  failed: {reason}")
-
-    def _say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, file=sys.stderr, flush=True)
+        self.ranks.say(f"{name}  failed: {reason}")
 
 
 def _identity_in(path: Path) -> str | None:

@@ -16,15 +16,14 @@ from typing import Any
 
 import lm_eval.api.task
 import torch
-import torch.distributed as dist
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsellm.distributed import Ranks
-from sparsellm.evaluation.progress import progress
+from sparsellm.console import progress
+from sparsellm.distributed import Ranks, gather
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
@@ -76,8 +75,7 @@ class SharedLM(HFLM):
     def exchange(self, value: Any, error: str | None = None) -> list[Any]:
         """The `value` of every rank. Collective. Raises ScoringFailed on all ranks if some rank has an `error`."""
         self.exchanged = True
-        found: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(found, (value, error))
+        found = gather((value, error))
         for rank, (_, reason) in enumerate(found):
             if reason is not None:
                 raise ScoringFailed(f"rank {rank}: {reason}")
@@ -101,7 +99,8 @@ class SharedLM(HFLM):
                 )
         self.truncated = sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
         self.tokens_per_batch = min(self.exchange(self.tokens_per_batch))
-        mine, error = {}, None
+        mine: dict[int, Answer] = {}
+        error = None
         try:
             batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
             total = sum(map(len, batches))
@@ -148,7 +147,7 @@ class SharedLM(HFLM):
             return -len(context + continuation), context + continuation
 
         batches: list[list[int]] = []
-        room = 0
+        room: Any = 0
         for numbers in sorted(sequences.values(), key=longest_first):
             if not room:
                 length = min(-longest_first(numbers)[0] - 1, self.max_length)

@@ -6,17 +6,17 @@ feedforward blocks of its own, so that neither the compiled layers nor the engin
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from sparsellm import hub
-from sparsellm.config import Config, ConfigError, Kernels, Precision, obstacles_to_kernels
+from sparsellm.config import Config, ConfigError, Precision, takes_kernels
+from sparsellm.console import warn
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error
+from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.progress import say
 from sparsellm.model import Decoder, huggingface, pretrained
 
 T = TypeVar("T")
@@ -62,15 +62,13 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
         raise ConfigError(found)
     for task in loaded if ranks.is_main else []:
         if task.note is not None:
-            say(f"sparsellm: evaluation of {task.name}: {task.note}")
+            warn(f"evaluation of {task.name}: {task.note}")
     return LiveEvaluation(config, ranks, loaded)
 
 
 def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
     """Whether the main rank has an answer of the hub, on which the rows of the tasks `names` are. Collective."""
-    found = [ranks.is_main and hub.answers(f"the rows of {', '.join(names)}")]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
 
 
 def _without(name: str, error: tasks.TaskUnavailable) -> str:
@@ -92,12 +90,12 @@ class LiveEvaluation:
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
         with hub.offline(self.config.evaluation.data_dir is not None):
-            lm = self._attempt(step, "the model", lambda: self._lm(decoder, data))
+            lm: Any = self._attempt(step, "the model", lambda: self._lm(decoder, data))
             for task in [] if lm is None else self.loaded:
-                found[task.name] = self._attempt(
-                    step, task.name, lambda task=task: downstream.score(lm, task, limit)[0]["score"]
-                )
-        return {**found, "mean": None if None in found.values() else sum(found.values()) / len(found)}
+                scored = self._attempt(step, task.name, partial(downstream.score, lm, task, limit))
+                found[task.name] = None if scored is None else scored[0]["score"]
+        scores = [score for score in found.values() if score is not None]
+        return {**found, "mean": sum(scores) / len(scores) if len(scores) == len(found) else None}
 
     def _lm(self, decoder: Decoder, data: Data) -> Any:
         """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
@@ -106,7 +104,7 @@ class LiveEvaluation:
 
         config, runtime = self.config, self.config.runtime
         model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
-        if self.ranks.device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+        if takes_kernels(config, runtime.kernels, self.ranks.device.type):
             accelerate(model, runtime.kernels.name)
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
@@ -122,5 +120,5 @@ class LiveEvaluation:
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:
-            say(f"sparsellm: step {step:,}: evaluating {what} failed, training goes on: {error}")
+            warn(f"step {step:,}: evaluating {what} failed, training goes on: {error}")
         return None

@@ -57,6 +57,7 @@ class Request:
         return Finished(folder, decided_by)
 
     def run_config(self) -> Config:
+        assert self.checkpoint.run is not None
         return load(self.checkpoint.run / CONFIG)
 
     def held_out(self) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.evaluation.tasks import TASKS
+from sparsellm.files import whole
 
 RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks
@@ -47,13 +48,15 @@ class Finished:
         """
         path, of_samples = _path(self.folder, name), _samples(self.folder, name)
         found = {"decided_by": {**self.decided_by, "rows": rows}, "finished": part}
-        whole = _partial(path, json.dumps(found, indent=1))
-        if samples is not None:
-            lines = (json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in samples)
-            whole_samples = _partial(of_samples, "".join(lines))
-            path.unlink(missing_ok=True)
-            whole_samples.replace(of_samples)
-        whole.replace(path)
+        with whole(path) as file:
+            file.write(json.dumps(found, indent=1).encode())
+            file.flush()
+            if samples is not None:
+                with whole(of_samples) as lines:
+                    for sample in samples:
+                        lines.write(f"{json.dumps(sample, default=str, ensure_ascii=False)}\n".encode())
+                    lines.flush()
+                    path.unlink(missing_ok=True)
 
 
 def kept(folder: Path, weights: str) -> Parts:
@@ -86,13 +89,6 @@ def _path(folder: Path, name: str) -> Path:
 
 def _samples(folder: Path, name: str) -> Path:
     return folder / f"samples_{name}.jsonl"
-
-
-def _partial(path: Path, text: str) -> Path:
-    """A file beside `path` that holds `text`, to be renamed to it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial
 
 
 def as_json(results: dict[str, Any]) -> str:
@@ -190,8 +186,8 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
     if tasks and (shared := [key for key in SETTINGS if key not in differing]):
         common = settings(next(iter(tasks.values())))
         lines.append("measured with  " + "  ".join(f"{key} {_setting(common[key])}" for key in shared))
-    if earlier := [name for name in tasks if name not in asked]:
-        lines.append(f"of earlier evaluations of these weights  {', '.join(earlier)}")
+    if others := [name for name in tasks if name not in asked]:
+        lines.append(f"of earlier evaluations of these weights  {', '.join(others)}")
     sides = [("", results)] if not compared else [(" (kernels)", results), (" (torch)", compared)]
     for side, found in sides:
         if (validation := found[VALIDATION]) is not None:

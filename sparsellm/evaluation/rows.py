@@ -1,7 +1,7 @@
 """What is wrong with rows of the seven tasks: lm-eval scores one without a possible label as a wrong answer."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 NAMED = 3  # rows of a task that are named
 
@@ -54,7 +54,7 @@ def _texts(row: Mapping[str, Any], *fields: str, empty: bool = False) -> str | N
     return None
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(text, str) and text.strip() for text in value)
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from sparsellm.distributed import Ranks, first_error
 from sparsellm.evaluation import rows
 from sparsellm.evaluation.locate import file_digest
@@ -68,16 +66,17 @@ def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[s
 
 def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
     """`load` on all ranks; the main rank downloads, the others find it there. Raises TaskUnavailable on all or none."""
-    loaded = error = None
+    loaded: LoadedTask | None = None
     for turn in (True, False):
+        error = None
         if ranks.is_main == turn:
             try:
                 loaded = load(name, data_dir)
             except TaskUnavailable as exception:
                 error = str(exception)
-        dist.barrier()
-    if (found := first_error(error)) is not None:
-        raise TaskUnavailable(found)
+        if (found := first_error(error)) is not None:
+            raise TaskUnavailable(found)
+    assert loaded is not None
     return loaded
 
 

@@ -8,9 +8,10 @@ block that looks right but computes something else, for it may scale or clip on 
 """
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluFeedForward
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
@@ -58,7 +59,7 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
         yield f"{name} has hooks, which would not run: it should have none, so remove them first"
 
     for full, linear in ((f"{name}.{p}", linear) for p, linear in projections.items()):
-        weight = getattr(linear, "weight", None)
+        weight: Any = getattr(linear, "weight", None)
         if type(linear) is not nn.Linear or type(weight) is not nn.Parameter or weight.dim() != 2:
             yield (
                 f"{full} is {kind(linear)} with a weight of type {kind(weight)}: it should be a plain nn.Linear,"
@@ -87,7 +88,8 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
 def _probe(name: str, module: nn.Module) -> None:
     """Raise ValueError unless the module computes what the operator does on random tokens."""
     gated = "gate_proj" in module._modules
-    gate, up, down = (getattr(module, p).weight if p in module._modules else None for p in PROJECTIONS)
+    weights = [getattr(module, p).weight if p in module._modules else None for p in PROJECTIONS]
+    gate, up, down = cast(tuple[Tensor | None, Tensor, Tensor], weights)
     x = torch.randn(PROBE_TOKENS, up.shape[1], generator=torch.Generator().manual_seed(0)).to(up)
     ours, expected = feedforward(x, gate, up, down, plan=None).y, module(x[None])[0]
     if not (ours - expected).norm() <= PROBE_TOLERANCE * ours.norm():

@@ -8,6 +8,7 @@ are float32; dw accumulates over the chunks in float32.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: Sof
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, kernel: SoftmaxCrossEntropy):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, kernel: SoftmaxCrossEntropy
+    ) -> Tensor:
         # Casts happen in here, not before: outside, autograd would round dw to the compute dtype on its way back.
         x, weight = x.to(compute), weight.to(compute)
         dx = torch.empty_like(x)
@@ -57,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx, dloss: Tensor):
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx, dw = ctx.saved_tensors
         # dx widens first: multiplied as bfloat16, the scale itself would be rounded, the same way for every token.
         return dx.to(dw.dtype) * dloss, dw * dloss, None, None, None

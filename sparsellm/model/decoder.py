@@ -8,6 +8,7 @@ pass draws no random numbers.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ class NonGatedFeedForward(nn.Module):
 class SiluFeedForward(GatedFeedForward):
     """The dense baseline, h = silu(gate(x)) * up(x): nothing is zero, so there is nothing to count."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]  # y alone: there are no statistics
         return (self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)),)
 
 
@@ -183,5 +184,5 @@ class Decoder(nn.Module):
         ce = linear_cross_entropy(
             x.flatten(0, 1), self.embed_tokens.weight, targets.flatten(), self.softmax_cross_entropy
         )
-        stacked = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
+        stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
         return DecoderOutput(ce, *stacked)

@@ -6,6 +6,7 @@ hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are 
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,7 +49,7 @@ def export(
     shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors' own is for the owner only
 
 
-def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int):
+def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
     """The model that `export` writes, in memory, for inference: it shares the memory of `weights`, float32."""
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +105,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     return config, Activation[hub.hidden_act], weights
 
 
-def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype):
+def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:
     from transformers import ArceeConfig, LlamaConfig
 
     kind, architecture = (LlamaConfig, "LlamaForCausalLM") if config.gated else (ArceeConfig, "ArceeForCausalLM")

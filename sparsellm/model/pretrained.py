@@ -103,7 +103,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would print a table of what is refused here
     try:
-        model, found = _reading(
+        read: Any = _reading(
             path,
             "the model",
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -113,6 +113,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
         )  # fmt: skip
     finally:
         logging.set_verbosity(before)
+    model, found = read  # for output_loading_info
     wrong = {
         "missing": found["missing_keys"],
         "of no layer that config.json describes": found["unexpected_keys"],

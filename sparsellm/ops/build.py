@@ -64,6 +64,13 @@ def load() -> None:
         _loaded = True
 
 
+def check() -> None:
+    """Raises KernelsUnavailable where `load` would, as far as that shows while nothing is compiled or loaded."""
+    _check_device()
+    if prebuilt() is None:
+        compiler.nvcc()
+
+
 def loaded() -> bool:
     """Whether the kernels are loaded in this process."""
     return _loaded

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -79,7 +80,7 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
         height = -(-len(panels) // 2)
         figure = Figure(figsize=(WIDTH, ROW_HEIGHT * height + 0.6), layout="constrained")
         grid = figure.subplots(height, 2, squeeze=False)
-        legend = {}
+        legend: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
             _coefficient_axis(axes, at)
             axes.set(title=panel.title, ylabel=panel.ylabel.format(neurons=neurons, window=window))
@@ -93,6 +94,11 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
         return {kind: saved(figure, kind) for kind in METADATA}
 
 
+def _values(panel: Panel, runs: Runs) -> list[float]:
+    """Of `runs`, all of which have one."""
+    return [value for run in runs if (value := panel.value(*run)) is not None]
+
+
 def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dict[float, float]) -> None:
     """`at`: where each coefficient is on the x axis. No line leads from 0 to the others, which no scale connects."""
     span = max(at.values()) - min(at.values())
@@ -101,12 +107,12 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
         beside = BESIDE * span * (number - (len(lines) - 1) / 2)
         color = f"C{number}"
         if panel.error:
-            x, y = [at[_coefficient(point)] + beside for point, _ in runs], [panel.value(*run) for run in runs]
+            x, y = [at[_coefficient(point)] + beside for point, _ in runs], _values(panel, runs)
             yerr = [math.nan if (error := panel.error(*run)) is None else error for run in runs]
             axes.errorbar(x, y, yerr=yerr, fmt="o", color=color, label=label, capsize=1.5, elinewidth=0.8)
         for part in _parts(runs) if not panel.error else []:
             x = [at[_coefficient(point)] for point, _ in part]
-            axes.plot(x, [panel.value(*run) for run in part], "o-", color=color, label=label, clip_on=False)
+            axes.plot(x, _values(panel, part), "o-", color=color, label=label, clip_on=False)
             if panel.layers and len(lines) == 1:
                 keys = [key for key in part[0][1] if key.startswith("nnz_layer_") and part[0][1][key] is not None]
                 marker = "." if len(part) == 1 else None

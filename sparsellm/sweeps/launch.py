@@ -5,7 +5,6 @@ away from the command under it. The log is also the lock of its run: the command
 sweep again waits until it is gone.
 """
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from sparsellm import locks
 from sparsellm.processes import end_with_parent
 from sparsellm.training.stop import StopSignals
 
@@ -39,16 +39,11 @@ class Launcher(StopSignals):
         """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            waiting = False
-            while self.signal is None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not waiting:
-                        print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True)
-                    waiting = True
-                    time.sleep(POLL)
+            locks.take(
+                file,
+                lambda: print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True),
+                lambda: self.signal is not None,
+            )
             yield file
 
     def run(self, command: list[str], log: BinaryIO) -> int:

@@ -55,7 +55,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return self.config.run.name
+        return self.config.run.folder.name
 
     @property
     def outside_sparsity(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Point:
 
     @property
     def folder(self) -> Path:
-        return run_folder.path_of(self.config)
+        return self.config.run.folder
 
     @property
     def checkpoint(self) -> Path:

@@ -1,7 +1,6 @@
 """What a sweep leaves: sweep.csv, sweep.md, sweep.png and sweep.pdf in its folder, always made anew from its runs."""
 
-import fcntl
-
+from sparsellm import locks
 from sparsellm.files import write_whole
 from sparsellm.sweeps import figure, table
 from sparsellm.sweeps.plan import COEFFICIENT, Sweep
@@ -14,8 +13,8 @@ def write_all(sweep: Sweep) -> str:
 
     Tasks of a SLURM array do this side by side: one at a time, so that the last one has seen the results of all.
     """
-    with (sweep.folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (sweep.folder / "lock").open("w") as file:
+        locks.take(file)
         rows = table.rows(sweep)
         pictures = figure.draw(sweep, rows)
         files = {"csv": table.as_csv(rows).encode()} | (pictures or {})

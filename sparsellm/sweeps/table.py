@@ -6,11 +6,11 @@ Nothing is remembered between starts, so a table is the same however often the s
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from sparsellm.config import Activation
+from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.results import RESULTS, only
 from sparsellm.run_layout import EVALUATION
@@ -112,7 +112,7 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
     """The row of a finished run's last step; empty, which is said, if that row is damaged or gone."""
     if rows and rows[-1]["step"] == point.config.training.steps:
         return rows[-1]
-    print(f"sparsellm: {point.folder / METRICS} has no row of the last step: its numbers are left out", file=sys.stderr)
+    warn(f"{point.folder / METRICS} has no row of the last step: its numbers are left out")
     return {}
 
 
@@ -122,7 +122,7 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
         path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
         return only(json.loads(path.read_text()), sweep.tasks) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
-        print(f"sparsellm: the scores of {point.checkpoint} are left out: {error}", file=sys.stderr)
+        warn(f"the scores of {point.checkpoint} are left out: {error}")
         return {}
 
 

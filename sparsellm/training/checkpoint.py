@@ -31,21 +31,20 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sparsellm.distributed import Ranks
+from sparsellm.console import warn
+from sparsellm.distributed import Ranks, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 
@@ -297,7 +296,7 @@ class Checkpoints:
         for step, what in damaged.items():
             kept = unused(self._path(step).with_name(self._path(step).name + ".damaged"))
             _rename(self._path(step), kept)
-            _say(f"{what}; kept as {kept.name}: the run {fallback}")
+            warn(f"{what}; kept as {kept.name}: the run {fallback}")
         return whole
 
     def _require_whole(self, step: int) -> None:
@@ -308,7 +307,9 @@ class Checkpoints:
 
     def _together(self, task: str, work: Callable[[], T]) -> T:
         """This rank's `work()`. If it raised on any rank, CheckpointError on all of them, with every rank's reason."""
-        result = cause = error = None
+        result: T | None = None
+        cause: BaseException | None = None
+        error: str | None = None
         try:
             result = work()
         except CheckpointError as exception:
@@ -320,24 +321,23 @@ class Checkpoints:
             cause, error = exception, _failed(task, {self.ranks.rank: exception})
         if found := dict.fromkeys(e for e in self._gather(task, error) if e is not None):
             raise CheckpointError("\n".join(found)) from cause
-        return result
+        return cast(T, result)
 
     def _on_main(self, task: str, work: Callable[[], T]) -> T:
         """The main rank's `work()`, its result and its CheckpointError on all ranks."""
-        return self._gather(task, self._together(task, work if self.ranks.is_main else lambda: None))[0]
+        found = self._gather(task, self._together(task, lambda: work() if self.ranks.is_main else None))[0]
+        return cast(T, found)
 
     def _gather(self, task: str, item: T) -> list[T]:
         """Every rank's `item`. Raises RankGone."""
-        items = [None] * self.ranks.world_size
         try:
-            dist.all_gather_object(items, item, group=self.ranks.checkpoint_group)
+            return gather(item, self.ranks.checkpoint_group)
         except (RuntimeError, ValueError) as exception:
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
             raise RankGone(
                 f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"
                 " checkpoint"
             ) from exception
-        return items
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -349,16 +349,16 @@ def clear_leftovers(folder: Path) -> None:
     """Make the checkpoints/ `folder` hold checkpoints only, whole or damaged, whenever its last writer was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in leftovers(folder):
-        name = re.fullmatch(LEFTOVER, path.name)
-        final, suffix = folder / name[1], name[3]
+        name, suffix = path.name.rsplit(".", 1)
+        final = folder / name
         if suffix == "replaced" and not final.exists():
-            _say(f"{final}: its replacement was interrupted, the former one is back")
+            warn(f"{final}: its replacement was interrupted, the former one is back")
             _rename(path, final)
         elif suffix == "deleting":
-            _say(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
+            warn(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
             shutil.rmtree(path)
         else:
-            _say(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
+            warn(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
             _delete(path)
 
 
@@ -450,8 +450,8 @@ def _problems(folder: Path, step: int) -> list[str]:
         try:
             if (found := files[name].stat().st_size) != size:
                 return [f"{name} has {found} bytes instead of {size}"]
-            if (found := _checksum(files[name])) != checksum:
-                return [f"{name} has checksum {found} instead of {checksum}"]
+            if (digest := _checksum(files[name])) != checksum:
+                return [f"{name} has checksum {digest} instead of {checksum}"]
         except OSError as error:
             return [f"{name} cannot be read ({error})"]
         return []
@@ -493,7 +493,3 @@ def _failed(task: str, reasons: dict[int, BaseException]) -> str:
         f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause; started again, the same"
         " command resumes from the newest"
     )
-
-
-def _say(message: str) -> None:
-    print(f"sparsellm: {message}", file=sys.stderr)

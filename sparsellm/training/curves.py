@@ -42,7 +42,7 @@ def losses(config: Config, rows: list[Row]) -> Figure:
     settled = [row for row in rows if row["step"] > config.optimizer.warmup_steps and row["ce"] is not None]
     panels = [rows, settled] if len(settled) > 2 else [rows]
     figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
-    figure.suptitle(config.run.name)
+    figure.suptitle(config.run.folder.name)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, shown in zip(grid, panels, strict=True):
         curves = [("ce", "training", BLUE)]
@@ -90,14 +90,14 @@ def dead_neurons(config: Config, rows: list[Row]) -> Figure:
 
 def _panel(config: Config, rows: list[Row]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=PANEL, layout="constrained")
-    figure.suptitle(config.run.name)
+    figure.suptitle(config.run.folder.name)
     axes = figure.subplots()
     _step_axis(axes, config, rows)
     return figure, axes
 
 
 def _step_axis(axes: Axes, config: Config, rows: list[Row]) -> None:
-    tokens = config.training.batch_size * config.training.sequence_length
+    tokens = config.training.tokens_per_step
     axes.set_xlabel(f"step, of {tokens:,} tokens")
     axes.set_xlim(rows[0]["step"] - 1, max(rows[-1]["step"] * 1.01, 2))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))

@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -29,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Activation, Config, Kernels, Precision, obstacles_to_kernels
+from sparsellm.config import Activation, Config, Precision, takes_kernels
+from sparsellm.console import say, warn
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error, main_first
+from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
@@ -55,7 +55,7 @@ from sparsellm.training.metrics import (
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
-from sparsellm.training.progress import Progress, say
+from sparsellm.training.progress import Progress
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
@@ -110,14 +110,14 @@ class Trainer:
         with device:
             self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
         self.plans: Plans | None = None  # None: the traced reference trains
-        if device.type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(config):
+        if takes_kernels(config, runtime.kernels, device.type):
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
             if build.loaded():
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
-        self.model = self.decoder
+        self.model: Decoder | DistributedDataParallel = self.decoder
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
             self.model = DistributedDataParallel(
@@ -131,8 +131,9 @@ class Trainer:
         if config.sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
-        self.tokens_per_step = config.training.batch_size * config.training.sequence_length
-        self.step, self.data_state = 0, None
+        self.tokens_per_step = config.training.tokens_per_step
+        self.step = 0
+        self.data_state: dict[str, Any] | None = None
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
@@ -166,7 +167,7 @@ class Trainer:
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
-        self._open_logs()
+        on_main(self.ranks, self._open_logs)
         with StopRequest() as stop:
             try:
                 self._train(stop)
@@ -189,12 +190,12 @@ class Trainer:
                 sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
-                evaluating = self.evaluation is not None and self._due(config.evaluation.every)
-                if validating or evaluating or self.step == 1 or self._due(config.logging.every):
+                evaluation = self.evaluation if self._due(config.evaluation.every) else None
+                if validating or evaluation is not None or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
-                if validating or evaluating:
+                if validating or evaluation is not None:
                     held_out = self._validate() if validating else None
-                    scores = self.evaluation.scores(self.step, self.decoder, self.data) if evaluating else None
+                    scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
                     stopping |= self._read(held_out, scores)
                 save_due |= stopping or self._due(config.run.checkpoint_every)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
@@ -225,7 +226,7 @@ class Trainer:
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(self.config.runtime.micro_batch_size)
         for i, micro_batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            with nullcontext() if last or self.model is self.decoder else self.model.no_sync():
+            with nullcontext() if last or isinstance(self.model, Decoder) else self.model.no_sync():
                 with self.autocast:
                     out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
                 loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
@@ -366,8 +367,8 @@ class Trainer:
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
-        if self.step < self.config.training.steps:
-            self._say(f"{self.config.run.name}: resuming after step {self.step:,}")
+        if self.ranks.is_main and self.step < self.config.training.steps:
+            print(f"{self.config.run.name}: resuming after step {self.step:,}", flush=True)
 
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
         huggingface.export(
@@ -377,31 +378,22 @@ class Trainer:
 
     # What people see.
 
-    def _say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, flush=True)
-
     def _warn_of_failed_save(self, failure: str | None) -> None:
         """Once for each failure, as soon as it is known."""
         if self.ranks.is_main and failure not in (None, self.warned_of):
             self.warned_of = failure
-            say(f"sparsellm: {failure}\nTraining goes on, and saves again at the next checkpoint")
+            warn(f"{failure}\nTraining goes on, and saves again at the next checkpoint")
 
     def _open_logs(self) -> None:
-        """On the main rank. Raises MetricsError there if rows are damaged, and MainRankFailed on the others."""
-        with main_first(self.ranks):
-            if self.ranks.is_main:
-                self._open_logs_on_main()
-
-    def _open_logs_on_main(self) -> None:
+        """Of the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
-        self._say(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
-        self._say(report.aligned("Weights & Biases", self.wandb.place))
-        self.progress = Progress(config.run.name, self.step, config.training.steps, self.tokens_per_step)
+        print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
+        print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
+        self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 
     def _finish(self, exit_code: int) -> None:
         self.metrics.close()
@@ -420,4 +412,4 @@ class Trainer:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
         except Exception as error:  # of transformers, mostly: the run is complete without it
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            print(f"sparsellm: {checkpoint} gives no sample of its text: {reason}", file=sys.stderr)
+            warn(f"{checkpoint} gives no sample of its text: {reason}")

@@ -8,7 +8,6 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.config import Config
+from sparsellm.console import warn
 from sparsellm.files import unused, write_whole
 from sparsellm.model import DecoderOutput
 
@@ -38,14 +38,22 @@ def mfu(tokens_per_s: float, parameters: int, layers: int, sequence_length: int,
 class StepSums:
     """The sums of one optimizer step over this rank's micro-batches, on the device."""
 
+    # None before the first micro-batch; all but `ce` also without a ReLU.
+    l1: Any
+    nnz: Any
+    fired: Any
+    wide_segments: Any
+    rest_calls: Any
+    union: Any
+
     def __init__(self) -> None:
-        self.ce: Tensor | None = None
+        self.ce: Any = None
         self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
-        self.fullest: Tensor | None = None  # float64 [L]: the largest nonzeros per token of a micro-batch
+        self.fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
     def add(self, out: DecoderOutput, tokens: int) -> None:
         """`out` is of a micro-batch of so many tokens."""
-        fullest = None if out.nnz is None else out.nnz.double() / tokens
+        fullest: Any = None if out.nnz is None else out.nnz.double() / tokens
         if self.ce is None:
             self.ce = out.ce.detach().double()
             if out.l1 is not None:
@@ -111,8 +119,8 @@ class StepReport:
         if self.copied is not None:
             self.copied.synchronize()
         ce, stop, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
-        per_layer = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
-        return StepValues(
+        per_layer: list[Any] = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
+        return StepValues(  # type: ignore[misc]  # a list has any length to mypy
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
         )  # fmt: skip
@@ -158,12 +166,12 @@ def reduce_step(
     summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1)]
     if sums.l1 is not None:
         summed += [sums.l1, *(each.double() for each in (sums.nnz, sums.wide_segments, sums.rest_calls))]
-    summed = torch.cat(summed)
-    dist.all_reduce(summed)
+    total = torch.cat(summed)
+    dist.all_reduce(total)
     same = torch.stack([value.double() for value in optimizer_state])
     dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
     drawn = [] if reinitialized is None else [reinitialized.double()]
-    packed = torch.cat([summed[:2], same, summed[2:], *dead, *drawn])
+    packed = torch.cat([total[:2], same, total[2:], *dead, *drawn])
     return StepReport(known, 0 if sums.l1 is None else len(sums.l1), *to_host(packed), clock)
 
 
@@ -196,7 +204,7 @@ class Rows:
         self, values: StepValues, l1_denominator: int, held_out: HeldOut | None, scores: dict[str, float | None] | None
     ) -> dict[str, Any]:
         config, model = self.config, self.config.model
-        step_tokens = config.training.batch_size * config.training.sequence_length
+        step_tokens = config.training.tokens_per_step
         ce = values.ce / step_tokens
         l1 = None if values.l1 is None else sum(values.l1) / step_tokens / l1_denominator
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
@@ -311,7 +319,9 @@ def history(
         return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"], 0)
     except OSError as error:
         return History([], [f"it cannot be read ({error.strerror})"], 0)
-    rows, problems, before_damage = [], [], None
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    before_damage: int | None = None
     # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -357,7 +367,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
     found = history(path)
     if found.problems:
-        print(f"sparsellm: {found.report(path)}; these lines are left out", file=sys.stderr)
+        warn(f"{found.report(path)}; these lines are left out")
     return found.rows
 
 
@@ -388,11 +398,11 @@ class MetricsFile:
             aside = unused(path.with_name(path.name + ".damaged"))
             if path.exists():
                 path.rename(aside)
-            print(f"sparsellm: {what}; {len(kept):,} rows are kept, and the file as {aside.name}", file=sys.stderr)
+            warn(f"{what}; {len(kept):,} rows are kept, and the file as {aside.name}")
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            print(f"sparsellm: {path}: rows of steps that are trained again are cut off: {cut:,}", file=sys.stderr)
+            warn(f"{path}: rows of steps that are trained again are cut off: {cut:,}")
         write_whole(path, content)
         self._file = path.open("r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written

@@ -5,6 +5,7 @@ host. A skipped step leaves weights, moments and Adam's own step count as they w
 """
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +58,12 @@ class Optimizer:
 
         The norm is 0-d float32 on the device; it is the same on all ranks once gradients have been reduced.
         """
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values()])
+        norm = nn.utils.get_total_norm(cast(list[Tensor], [p.grad for p in self.parameters.values()]))
         not_finite = ~norm.isfinite()
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
-        self.adamw.grad_scale = (norm / self.config.grad_clip).clamp(min=1)
-        self.adamw.found_inf = not_finite.to(torch.float32)
+        adamw: Any = self.adamw  # which declares neither of these
+        adamw.grad_scale = (norm / self.config.grad_clip).clamp(min=1)
+        adamw.found_inf = not_finite.to(torch.float32)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()

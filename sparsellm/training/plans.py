@@ -50,10 +50,11 @@ class Plans:
         sequences = training.batch_size // world_size
         micro_batches = math.ceil(sequences / config.runtime.micro_batch_size)
         self.tokens = sequences * training.sequence_length // micro_batches  # of the mean micro-batch
-        self.tokens_per_step = training.batch_size * training.sequence_length
+        self.tokens_per_step = training.tokens_per_step
         self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call
         for layer, tensor in zip(decoder.layers, self.tensors, strict=True):
-            layer.mlp.training_plan = tensor
+            block: Any = layer.mlp
+            block.training_plan = tensor
         self.counts: Counts | None = None  # not decided yet
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparsellm.evaluation.progress import say
+from sparsellm.console import say
 from sparsellm.training.metrics import StepClock
 
 FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile
@@ -36,14 +36,14 @@ class Progress:
         if self.early is not None:
             self.early.append(clock)
             if len(self.early) == FIRST + 2:
-                self._forecast(step - 1)
+                self._forecast(self.early[1:-1], step - 1)
         if self.bar is not None:
             left = self.pace.left(self.steps - step)
             self.bar.postfix[0] = f"step {step:,}/{self.steps:,}" + ("" if left is None else f"  {duration(left)} left")
             self.bar.update()
 
-    def _forecast(self, done: int) -> None:
-        seconds = median(clock.seconds() for clock in self.early[1:-1])
+    def _forecast(self, clocks: list[StepClock], done: int) -> None:
+        seconds = median(clock.seconds() for clock in clocks)
         self.early = None
         self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
         if done < self.steps:

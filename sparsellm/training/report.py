@@ -28,7 +28,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
     `engine`: where the feedforward layers are computed. `available`: training tokens; None for a stream.
     """
     model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
-    per_step = training.batch_size * training.sequence_length
+    per_step = training.tokens_per_step
     planned = training.steps * per_step
     activation = sparsity.activation.name
     if sparsity.activation == Activation.relu:

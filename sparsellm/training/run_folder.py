@@ -1,22 +1,20 @@
 """A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. One process group writes it."""
 
-import fcntl
 import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import torch.distributed as dist
-
+from sparsellm import locks
 from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
-from sparsellm.distributed import Ranks, main_first
+from sparsellm.console import warn
+from sparsellm.distributed import Ranks, on_main
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
@@ -27,7 +25,6 @@ __all__ = [
 
 LOCK = "lock"
 PATIENCE = 1  # seconds for which a start waits for another process that is about to end, as after a kill
-POLL = 0.1  # seconds between looks at the lock
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
 HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
@@ -36,13 +33,9 @@ class RunFolderError(RuntimeError):
     """The folder cannot be used: it cannot be written, or another process is using it."""
 
 
-def path_of(config: Config) -> Path:
-    return Path(config.run.root, config.run.name)
-
-
 def mistakes(config: Config) -> list[str]:
     """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed."""
-    path = path_of(config) / CONFIG
+    path = config.run.folder / CONFIG
     if config.run.restart or not path.is_file():
         return []
     try:
@@ -62,7 +55,7 @@ def is_finished(config: Config) -> bool:
     if config.run.restart:
         return False
     try:
-        committed = json.loads((checkpoint(path_of(config), config.training.steps) / COMMITTED).read_bytes())
+        committed = json.loads((checkpoint(config.run.folder, config.training.steps) / COMMITTED).read_bytes())
         return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -70,7 +63,7 @@ def is_finished(config: Config) -> bool:
 
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
-    run, training, folder = config.run, config.training, path_of(config)
+    run, training, folder = config.run, config.training, config.run.folder
     size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
     steps = [] if run.restart else _steps(folder)
     left = training.steps - max(steps, default=0)
@@ -99,7 +92,7 @@ def tidy(folder: Path) -> None:
             with claim(folder, patience=0):
                 clear_leftovers(folder / CHECKPOINTS)
         except (RunFolderError, OSError) as error:
-            print(f"sparsellm: {folder}: what a kill has left stays there: {error}", file=sys.stderr)
+            warn(f"{folder}: what a kill has left stays there: {error}")
 
 
 @contextmanager
@@ -109,32 +102,30 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
     where NAME is taken. Raises RunFolderError.
     """
-    held, name = None, [config.run.name]
-    with main_first(ranks):
-        if ranks.is_main:
-            folder, number = path_of(config), 2
+    with ExitStack() as held:
+
+        def claim_folder() -> str:
+            folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-            name = [folder.name]
-            held = claim(folder)
+            held.enter_context(claim(folder))
             if _steps(folder) and not (folder / CONFIG).is_file():
-                print(
-                    f"sparsellm: {folder / CONFIG} is gone, and written anew: whether the run was begun with the same"
-                    " values cannot be checked",
-                    file=sys.stderr,
+                warn(
+                    f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
+                    " cannot be checked"
                 )
             try:
-                save(replace(config, run=replace(config.run, name=folder.name)), folder / CONFIG)
+                save(_named(config, folder.name), folder / CONFIG)
             except OSError as error:
-                held.close()
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
-    dist.broadcast_object_list(name, src=0)
-    config = replace(config, run=replace(config.run, name=name[0]))
-    try:
-        yield config, path_of(config)
-    finally:
-        if held is not None:
-            held.close()
+            return folder.name
+
+        config = _named(config, on_main(ranks, claim_folder))
+        yield config, config.run.folder
+
+
+def _named(config: Config, name: str) -> Config:
+    return replace(config, run=replace(config.run, name=name))
 
 
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
@@ -149,19 +140,15 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)
-    deadline, waiting = time.monotonic() + patience, False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                file.close()
-                raise RunFolderError(
-                    f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that"
-                    " process (the run saves, and goes on from there), or choose another run.name"
-                ) from None
-        if not waiting:
-            print(f"sparsellm: {folder} is in use: waiting {patience:g} s for that to end", file=sys.stderr, flush=True)
-        waiting = True
-        time.sleep(POLL)
+    deadline = time.monotonic() + patience
+    if locks.take(
+        file,
+        lambda: warn(f"{folder} is in use: waiting {patience:g} s for that to end"),
+        lambda: time.monotonic() >= deadline,
+    ):
+        return file
+    file.close()
+    raise RunFolderError(
+        f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that process (the"
+        " run saves, and goes on from there), or choose another run.name"
+    )

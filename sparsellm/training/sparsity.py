@@ -4,6 +4,8 @@ The coefficient of `sparsity.l1_coefficient` multiplies, per token, either the S
 default; 2e-5 then reproduces the paper) or the MEAN over both, which is the sum divided by N x L (DESIGN §2).
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -85,10 +87,11 @@ class Reinitialization:
         sparsity, training, model = config.sparsity, config.training, config.model
         assert sparsity.reinit_dead_after_tokens is not None
         self.silence, self.every = sparsity.reinit_dead_after_tokens, sparsity.reinit_every
-        self.steps, self.step_tokens = training.steps, training.batch_size * training.sequence_length
+        self.steps, self.step_tokens = training.steps, training.tokens_per_step
         self.seed, self.std, self.optimizer = training.seed, model.init_std, optimizer
-        mlps = (layer.mlp for layer in decoder.layers)
-        self.weights = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in mlps]  # L of [N, K]
+        blocks: list[Any] = [layer.mlp for layer in decoder.layers]
+        # L of [N, K]
+        self.weights: list[Tensor] = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in blocks]
         size, device = (model.num_layers, model.intermediate_size), self.weights[0].device
         self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # tokens of the run; 0: its start
         self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows drawn so far, by layer

@@ -8,7 +8,7 @@ from typing import Self
 class StopSignals:
     """While entered, remembers NUMBERS instead of dying of them; a subclass may do more by `_remember`."""
 
-    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+    NUMBERS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: list[int] = []

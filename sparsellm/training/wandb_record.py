@@ -28,10 +28,10 @@ from typing import Any
 import xxhash
 
 from sparsellm.config import Config, WandbMode, to_dict
+from sparsellm.console import say, warn
 from sparsellm.files import write_whole
 from sparsellm.training.checkpoint import spelled
 from sparsellm.training.metrics import METRICS
-from sparsellm.training.progress import say
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
@@ -47,8 +47,10 @@ class WandbRun:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
-        self._run, self._lacking = None, False  # whether it was said that rows are lacking
-        self._bytes, self._given = 0, None  # of the record as last seen; when it was given the first row since
+        self._run: Any = None  # wandb's own
+        self._lacking = False  # whether it was said that rows are lacking
+        self._bytes = 0  # of the record as last seen
+        self._given: float | None = None  # when it was given the first row since
         self.place = "disabled"
         if config.logging.wandb != WandbMode.disabled:
             self._attempt(lambda: self._start(config, folder))
@@ -62,7 +64,8 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self.place = mode = config.logging.wandb.name
+        mode: Any = config.logging.wandb.name
+        self.place = mode
         if mode == "online" and not wandb.api.api_key:
             mode = "offline"
             self.place = "offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)"
@@ -183,7 +186,7 @@ def record_id(folder: Path) -> str:
         found = secrets.token_hex(8)
         remedy = f"the run goes on in a new record, {found}"
     if damaged:
-        print(f"sparsellm: {damaged}{remedy}", file=sys.stderr)
+        warn(f"{damaged}{remedy}")
     path.parent.mkdir(exist_ok=True)
     write_whole(path, f"{found} {_check(found)}\n")
     return found

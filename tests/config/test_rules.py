@@ -78,12 +78,12 @@ def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):
 
     config = from_overrides(["experiment=0p5b", "runtime.kernels=cuda"])
     assert config.runtime.kernels == Kernels.cuda
-    monkeypatch.setattr(build, "load", unavailable)
+    monkeypatch.setattr(build, "check", unavailable)
     assert mistakes(config, 1) == [
         "runtime.kernels=cuda does not run here (runtime.kernels=auto goes without): no nvcc in PATH: install the CUDA"
         " toolkit"
     ]
-    monkeypatch.setattr(build, "load", lambda: None)
+    monkeypatch.setattr(build, "check", lambda: None)
     assert mistakes(config, 1) == []
 
 

@@ -1,5 +1,6 @@
-"""How far something has come that takes minutes, for people."""
+"""What people read while something goes on: lines on stderr, and how far it has come if it takes minutes."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,16 @@ def say(text: str) -> None:
     """A line on stderr, above the bar if one is shown."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """The same of what people should know: under the program's name, by which it is found in a log."""
+    say(f"sparsellm: {text}")
+
+
+def is_main_rank() -> bool:
+    """Whether this is the rank that speaks: by what torchrun announces, so before there is a process group, too."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager

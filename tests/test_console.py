@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsellm.evaluation import progress
+from sparsellm import console
 
 
 @pytest.mark.parametrize(
@@ -13,15 +13,15 @@ from sparsellm.evaluation import progress
     ],
 )
 def test_a_line_every_few_seconds_and_at_the_end(every, lines, monkeypatch, capfd):
-    monkeypatch.setattr(progress, "LINE_EVERY", every)
-    with progress.progress("reading", 2000, "sequence") as advance:
+    monkeypatch.setattr(console, "LINE_EVERY", every)
+    with console.progress("reading", 2000, "sequence") as advance:
         advance(1500)
         advance(500)
     assert capfd.readouterr().err.splitlines() == lines
 
 
 def test_nothing_where_it_is_not_shown(monkeypatch, capfd):
-    monkeypatch.setattr(progress, "LINE_EVERY", 0)
-    with progress.progress("reading", 2, "sequence", shown=False) as advance:
+    monkeypatch.setattr(console, "LINE_EVERY", 0)
+    with console.progress("reading", 2, "sequence", shown=False) as advance:
         advance(2)
     assert capfd.readouterr().err == ""

@@ -1,0 +1,179 @@
+"""What a configuration asks of prepared tokens: how many, made from what, and the command that prepares them."""
+
+import json
+import platform
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from sparsellm.config import Config, DataConfig, Source, composition
+from sparsellm.data import corpus, tokenizer
+from sparsellm.data.errors import DataError
+from sparsellm.data.manifest import Manifest, blocks, longest_sequence
+
+
+@dataclass(frozen=True)
+class Request:
+    """The tokens that `config` asks for. What is wrong with something is a list of sentences, each with its remedy."""
+
+    config: Config
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many training tokens to prepare: data.max_tokens, or what the experiment reads.
+
+        None is all: the default of the embedded corpus, which costs seconds.
+        """
+        data, training = self.config.data, self.config.training
+        if data.max_tokens is not None:
+            return data.max_tokens
+        if data.source == Source.stdlib_docs:
+            return None
+        return training.steps * training.tokens_per_step + 1
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The keys that decide which tokens are prepared, and their values."""
+        data = self.config.data
+        keys: tuple[str, ...] = {
+            Source.stdlib_docs: ("tokenizer_vocab_size",),
+            Source.hub: ("dataset", "subset", "split", "text_column", "tokenizer"),
+            Source.files: ("files", "text_column", "tokenizer"),
+        }[data.source]
+        if data.source == Source.files and data.tokenizer is None:
+            keys += ("tokenizer_vocab_size",)
+        found = {"data.source": data.source.name, "data.validation_fraction": data.validation_fraction}
+        found |= {f"data.{key}": getattr(data, key) for key in keys}
+        if data.source == Source.stdlib_docs:
+            found["the version of Python"] = platform.python_version()
+        return found
+
+    def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
+        """What `manifest`, which lies in `folder` or else in data.path, was made with that this does not ask for."""
+        made, asked = manifest.recipe, self.recipe
+        differences = [
+            f"{key} was {made.get(key)!r} and is {asked.get(key)!r} now"
+            for key in sorted(made.keys() | asked.keys())
+            if made.get(key) != asked.get(key)
+        ]
+        if not differences:
+            return []
+        return [
+            f"{folder or self.config.data.path} was prepared from something else ({'; '.join(differences)}):"
+            " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
+            " delete the folder"
+        ]
+
+    def block_mistakes(self, manifest: Manifest) -> list[str]:
+        """Whether a split of a finished folder is too small for a single block."""
+        length, (train, validation) = self.config.training.sequence_length, (manifest.train, manifest.validation)
+        if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
+            return []
+        remedies = []
+        if (fits := min(train.tokens, validation.tokens) - 1) >= 1:
+            remedies.append(f"shorten training.sequence_length to {fits} at most")
+        if not manifest.exhausted or length <= longest_sequence(manifest):
+            remedies.append("prepare the text for this length in another folder, by another data.path")
+        else:
+            remedies.append("give more text, with another data.path")
+        return [
+            f"data.path={self.config.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out"
+            f" tokens, and a block of training.sequence_length {length} takes {length + 1:,} of each:"
+            f" {', or '.join(remedies)}"
+        ]
+
+    def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
+        """Whether the tokenizer has ids that the model has no row for."""
+        data, rows = self.config.data, self.config.model.vocab_size
+        if vocab_size <= rows:
+            return []
+        if data.tokenizer is None:
+            name = f"the tokenizer trained on the text (data.tokenizer_vocab_size={data.tokenizer_vocab_size})"
+            remedy = f"lower data.tokenizer_vocab_size to {rows}"
+        else:
+            name = f"data.tokenizer {data.tokenizer!r}"
+            remedy = "use a smaller tokenizer"
+            if data.source == Source.files and not data.streaming:
+                remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
+        return [
+            f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
+            f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
+        ]
+
+    def source_mistakes(self) -> list[str]:
+        """Missing files, and a tokenizer that is missing, cannot be read or has more ids than the model has rows."""
+        data = self.config.data
+        found = corpus.local_files(data.files)[1] if data.source == Source.files else []
+        if data.tokenizer is None:
+            return found + self.vocabulary_mistakes(data.tokenizer_vocab_size)
+        if tokenizer.is_missing(data.tokenizer):
+            found.append(f"data.tokenizer {data.tokenizer!r} does not exist: give a folder with tokenizer.json")
+        elif Path(data.tokenizer).expanduser().exists():
+            try:
+                vocabulary = tokenizer.load(data.tokenizer)
+            except DataError as error:
+                return [*found, str(error)]
+            found += self.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary))
+        return found
+
+    def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
+        """Whether a local tokenizer is not the one that the tokens were made with."""
+        name = self.config.data.tokenizer
+        if name is None or not Path(name).expanduser().exists():
+            return []
+        try:
+            vocabulary = tokenizer.load(name)
+        except DataError as error:
+            return [str(error)]
+        if tokenizer.digest(vocabulary) == manifest.tokenizer_hash:
+            return []
+        return [
+            f"data.tokenizer {name!r} has changed since {self.config.data.path} was prepared: bring it back, or choose"
+            " another data.path and prepare again"
+        ]
+
+    def command(self, typed: Sequence[str] = ()) -> str:
+        """The command line that prepares these tokens.
+
+        Of the overrides `typed` that the configuration was composed from, if these are given, those without which it
+        would be another one; otherwise every value that matters.
+        """
+        overrides = wanted = self._overrides()
+
+        def prepares_it(texts: Sequence[str]) -> bool:
+            composed = composition(list(texts))
+            return not composed.mistakes and Request(composed.config)._overrides() == wanted
+
+        if typed and prepares_it(typed):
+            overrides = list(typed)
+            for text in typed:
+                if prepares_it(fewer := [each for each in overrides if each != text]):
+                    overrides = fewer
+        return shlex.join(["python", "-m", "sparsellm.prepare_data", *overrides])
+
+    def _overrides(self) -> list[str]:
+        """What preparation looks at, whatever choices the configuration was composed from."""
+        # data=files adds its name and source to the defaults, so what differs from the defaults says it all.
+        data, default = self.config.data, DataConfig(name="files", source=Source.files)
+        keys = ["name", "source", *(key.removeprefix("data.") for key in self.recipe if key.startswith("data."))]
+        keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
+        overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
+        overrides.append(_override("data.max_tokens", self.token_limit))
+        # Of the model and the training, what preparation looks at: the command composes another experiment.
+        overrides.append(_override("model.vocab_size", self.config.model.vocab_size))
+        overrides.append(_override("training.sequence_length", self.config.training.sequence_length))
+        return ["data=files", *overrides]
+
+
+def _override(key: str, value: Any) -> str:
+    if isinstance(value, Enum):
+        value = value.name
+    if value is None:
+        value = "null"
+    elif isinstance(value, list) or (isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value)):
+        value = json.dumps(value, ensure_ascii=False)
+    return f"{key}={value}"
