@@ -123,6 +123,7 @@ class Trainer:
             self.model = DistributedDataParallel(
                 self.decoder, device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
+                broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
             )  # fmt: skip
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
