@@ -1,8 +1,8 @@
 """Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
 
-transformers fills a missing tensor with random numbers, and may run code that a checkpoint brings. Here every tensor
-must be there, of its shape, and finite; and only data is read, JSON and safetensors. No other file calls transformers'
-`from_pretrained`.
+transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
+every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. No other file calls
+transformers' `from_pretrained`.
 """
 
 import json
