@@ -127,8 +127,7 @@ class Bench:
         return found
 
     def automatic(self, calls: dict, times: dict, tokens: int, nnz: int, union: int) -> str | None:
-        """The engine that the policy chooses from what the tile or row engine counts; if neither runs, from nnz,
-        union."""
+        """The engine that the policy chooses from what tile or row counts; if neither runs, from nnz and union."""
         for name in ("tile", "row"):
             if not isinstance(times[name], Exception):
                 nnz, *_, union = calls[name](0)[3].tolist()

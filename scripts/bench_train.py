@@ -120,8 +120,7 @@ def engines(trainer: Trainer) -> list[str] | None:
 
 
 def energy_mj(device: torch.device) -> int | None:
-    """Millijoules that the GPU has used since its driver was loaded, read once its work is done; None if NVML has no
-    counter."""
+    """Millijoules that the GPU has used since its driver was loaded, once its work is done; None without a counter."""
     handle = energy_counter(device)
     if handle is None:
         return None

@@ -216,8 +216,7 @@ def draw_how_it_works(text: str) -> Figure:
 def _block(
     axes: Axes, x: float, y: float, width: float, height: float, color: str, stripes: np.ndarray | None = None
 ) -> None:
-    """Draws a matrix; with `stripes`, bool [rows, 1] or [1, columns], only the rows or columns that are True are
-    coloured."""
+    """Draws a matrix; with `stripes`, bool [rows, 1] or [1, columns], it is coloured only where they are True."""
     if stripes is None:
         axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=0.5))
     else:

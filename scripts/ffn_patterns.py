@@ -3,12 +3,12 @@
 Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
 and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
 
-    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates; the name has the mean per
-    token synthetic5632                   `synthetic`, where every neuron fires for every token sparse, layer1, ...
-    `fit`: x and w_gate trained until their product fires as recorded, token by token layer4gate                      a
-    recorded input with the recorded gate weight
+    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, of that mean per token
+    synthetic5632                   `synthetic`, where every neuron fires for every token
+    sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
+    layer4gate                      a recorded input with the recorded gate weight
 
-All but the synthetic ones need a folder of recordings, below `activations`, which `python -m sparsellm.analyze
+All but the synthetic ones need a folder of recordings, the argument `activations`, which `python -m sparsellm.analyze
 checkpoint=PATH recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the recording of a 0.5B
 model has layers 0 to 7). Recorded tokens repeat, in their order, to reach any M. `gate_values` returns the recorded
 pattern itself, exactly, as a dense relu(z) without x.
@@ -148,8 +148,7 @@ def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "", mismatches: int
 
 
 def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
-    """Yields bool [chunk, N] for consecutive chunks of tokens: where relu(x w_gate^T), in the dtype of x, is not
-    zero."""
+    """Yields bool [chunk, N] for consecutive chunks of tokens: where x w_gate^T, in the dtype of x, is above zero."""
     for chunk in x.split(CHUNK):
         yield chunk @ w_gate.T > 0
 
@@ -221,8 +220,7 @@ def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
 
 
 def _thresholds(rates: np.ndarray) -> np.ndarray:
-    """For each rate the t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal; NEVER for rate 0, -NEVER for
-    1."""
+    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal, for each rate; NEVER for rate 0, -NEVER for 1."""
     scales, weights = np.polynomial.hermite_e.hermegauss(64)
     scales, weights = np.exp(TOKEN_SIGMA * scales), weights / weights.sum()
     grid = np.linspace(0, NEVER, 8_001)

@@ -1,5 +1,4 @@
-"""The part of bench_ffn for --training: times, errors and memory of forward and backward, of operator and dense
-PyTorch."""
+"""bench_ffn --training: times, errors and memory of forward and backward, of the operator and of dense PyTorch."""
 
 import argparse
 from collections.abc import Callable
@@ -157,7 +156,7 @@ class Bench:
 
 
 def rows(variants: dict[str, dict], engine: str) -> list[dict]:
-    """A row for each variant, and one for `auto`: what was measured, the speed-up, and errors over those of eager dense
+    """A row for each variant, and for `auto`: what was measured, the speed-up, errors over those of eager dense
     PyTorch."""
     dense = min((variants[name]["ms"] for name in BASES if "ms" in variants[name]), default=None)
     eager_errors = variants["torch eager"].get("errors")

@@ -79,8 +79,7 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 
 def dense_gradients(x: Tensor, *ws: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(dz, du if gated, h, nnz) by the kernel that multiplies dy by w_down, and the same by PyTorch; dy = x, dl1 =
-    1."""
+    """(dz, du if gated, h, nnz) for dy = x, dl1 = 1: by the kernel that multiplies dy by w_down, and by PyTorch."""
     z, u = x @ ws[0].T, x @ ws[1].T if len(ws) == 3 else None
     dl1, on_device = torch.ones(1), [None if t is None else t.cuda() for t in (x, ws[-1], torch.relu(z), u)]
     h, dz, *du = torch.ops.sparsellm_cuda.dense_backward(*on_device, dl1.cuda())

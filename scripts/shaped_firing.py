@@ -78,8 +78,7 @@ def random_text(sequences: int, length: int, vocabulary: int, device: str, local
 
 
 class ClusteredTokens:
-    """`random_text` in the place of a run's tokens (sparsellm.data.Data): other ones in every step and on every
-    rank."""
+    """`random_text` in place of a run's tokens (sparsellm.data.Data); no two steps or ranks have the same text."""
 
     def __init__(self, config: Config, ranks: Ranks, locality: float) -> None:
         self.size = config.training.batch_size // ranks.world_size, config.training.sequence_length + 1

@@ -65,8 +65,7 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
 
 
 class SparseFeedForward(nn.Module):
-    """A feedforward block that calls the operator. x [..., K] -> y [..., K]; FeedForwardOutput if the original returns
-    one.
+    """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput if the original returns that.
 
     The block has the original's children, so names and state_dict stay. Beside them it owns what no state_dict holds:
     the choice of its engine, and the handle by which compiled code finds that choice. Training uses neither:

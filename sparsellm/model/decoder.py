@@ -163,7 +163,8 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """tokens [B, T] int64 -> the normalised last hidden state [B, T, K] float32, and each layer's statistics.
 
-        Raises ValueError for more positions than the model's context."""
+        Raises ValueError for more positions than the model's context.
+        """
         length = tokens.shape[1]
         if length > self.config.context_length:
             raise ValueError(f"tokens has {length} positions: the model's context is {self.config.context_length}")

@@ -43,8 +43,8 @@ class NeuronMajor(NamedTuple):
 
     @classmethod
     def of(cls, w_down: Tensor, into: Tensor | None) -> "NeuronMajor":
-        """w_down [K, N] transposed, without gradients; in the memory of `into` if shape, dtype and device are the
-        same."""
+        """w_down [K, N] transposed, without gradients; in the memory of `into` if that has its shape, dtype and
+        device."""
         source = w_down.detach()
         wanted = source.t()
         if into is None or (into.shape, into.dtype, into.device) != (wanted.shape, wanted.dtype, wanted.device):
@@ -87,8 +87,7 @@ class EngineChoice:
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
-        """(y, l1, fired, counts) of the operator, without gradients; the inputs have been checked
-        (ops.feedforward.check)."""
+        """(y, l1, fired, counts) of the operator, without gradients, of inputs that ops.feedforward.check accepts."""
         return self._run(x, w_gate, w_up, w_down, *self._plan(x))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
@@ -184,8 +183,7 @@ class EngineChoice:
 
 
 def has_choice(tokens: int) -> bool:
-    """Whether a call of so many tokens may run on a sparse engine: calls of few and of many may, those between may
-    not."""
+    """Whether a call of so many tokens may run on a sparse engine: few tokens and many may, numbers between may not."""
     return not FEW_TOKENS < tokens < MANY_TOKENS
 
 
@@ -215,8 +213,7 @@ _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDict
 
 
 def register(handle: Tensor, choice: EngineChoice) -> None:
-    """Let compiled code find `choice` by the address of `handle`, which must live as long as `choice` is to be
-    found."""
+    """Let compiled code find `choice` by the address of `handle`, for as long as the caller keeps both."""
     _choices[handle.data_ptr()] = choice
 
 

@@ -39,8 +39,7 @@ def export(
     end_of_text_id: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write config.json, the weights in `dtype` and the tokenizer into `folder`. weights: by our names, any float
-    dtype."""
+    """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     hub_config = _hub_config(config, activation, end_of_text_id, dtype)
     hub_config.save_pretrained(folder)

@@ -127,8 +127,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
 
 def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`. Whatever a library raises because of damaged files becomes a BrokenModel that names
-    them."""
+    """The result of `work`. What a library raises because of damaged files becomes a BrokenModel that names them."""
     try:
         return work()
     except (BrokenModel, MemoryError):

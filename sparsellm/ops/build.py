@@ -173,7 +173,8 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
     """Build the library; the caller holds the lock of `folder`.
 
     waited: another process has just had the lock. If its build failed, this one fails with the same log, so that each
-    of many ranks does not compile in vain in turn."""
+    of many ranks does not compile in vain in turn.
+    """
     failed = folder.with_name(f"{folder.name}.failed.log")
     if waited and failed.is_file():
         raise _compile_error(failed)

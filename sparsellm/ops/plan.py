@@ -12,10 +12,10 @@ ROOM = 320  # nonzeros per token that the tile engine's lists hold, unless a pla
 
 class Engine(IntEnum):
     """dense multiplies every token by every neuron. row multiplies each token by the weight rows of its own neurons,
-    and has no gradients. tile multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the
-    tile.
+    and has no gradients. tile multiplies each tile of 128 tokens by the weight rows of the neurons that fire in it.
 
-    The numbers are part of the plan's tensor and of a saved buffer's length (sparsellm.ops.cuda.engine_of)."""
+    The numbers are part of the plan's tensor and of a saved buffer's length (sparsellm.ops.cuda.engine_of).
+    """
 
     dense = 0
     row = 1
