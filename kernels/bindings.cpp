@@ -1,7 +1,7 @@
 // The engines of engines.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
-// torch 2.10 and later. They allocate their results and workspaces with torch's allocator, and launch on the current
-// stream of the first tensor's device. Shapes and dtypes are checked by sparsellm/ops; here every tensor must be
-// contiguous, 16-byte aligned and on that device. An operator has at least one token.
+// torch 2.10 and later. An operator allocates its results and workspace with torch's allocator, and launches on the
+// current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls with no tokens;
+// here it is only checked that every tensor is contiguous, 16-byte aligned and on that device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -27,7 +27,7 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
   throw std::runtime_error(std::string("sparsellm_cuda::") + op + ": " + why);
 }
 
-// One call of an operator: its device, its stream, its name in errors, the memory that it allocates.
+// One call of an operator: its device, its stream, its name in errors, and how it allocates memory.
 class Call {
  public:
   Call(const char* op, const Tensor& first) : op_(op), device_(first.get_device_index()), guard_(device_) {
@@ -51,7 +51,7 @@ class Call {
     return tensor ? data<T>(*tensor) : nullptr;
   }
 
-  // A new tensor of this device, contiguous, its contents undefined.
+  // A new contiguous tensor on this device, with undefined contents.
   Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) const {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
@@ -74,11 +74,11 @@ class Call {
  private:
   const char* op_;
   int32_t device_;
-  torch::stable::accelerator::DeviceGuard guard_;  // launches and the tensor maps they make are of one device
+  torch::stable::accelerator::DeviceGuard guard_;  // makes device_ the current device, for launches and tensor maps
   cudaStream_t stream_ = nullptr;
 };
 
-// `count` elements of `whole` from `first` on, of its dtype, as a tensor of one dimension that shares its memory.
+// Elements [first, first + count) of `whole`, as a tensor of one dimension that shares the memory of `whole`.
 Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
   const int64_t sizes[] = {count}, strides[] = {1};
   AtenTensorHandle made = nullptr;
@@ -93,7 +93,7 @@ sparsellm::Layer layer_of(const Call& call, const Tensor& x, const OptionalTenso
   return {call.data(x), call.data(w_gate), call.data(w_up), call.data(w_down_t), x.size(0), x.size(1), w_up.size(0)};
 }
 
-// What an operator counts: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
+// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
 struct Statistics {
   Statistics(const Call& call, int64_t n)
       : l1(call.empty({}, aoti_torch_dtype_float32())),
@@ -293,7 +293,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("transpose", TORCH_BOX(&transpose));
 }
 
-// Sizes: numbers alone, so of no device.
+// Operators on numbers alone: they take no tensors, and so have no device.
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("tile_saved_bytes", TORCH_BOX(&tile_saved_bytes));
   library.impl("limit", TORCH_BOX(&limit));

@@ -6,11 +6,12 @@
 Without --checkpoint, the model is Hugging Face Llama with ReLU of 1.5B random parameters in bfloat16 (that of
 scripts/bench_model.py), whose neurons fire at recorded rates on the tasks' own texts (scripts/shaped_firing.py).
 
-Timed: from the requests of all tasks, task by task, to their answers, tokenization included, in seconds of the host's
-clock with the GPU idle before and after; the least of --rounds, in which the variants take turns. lm-eval's `hf` runs
-at each of --batch-sizes, and the ratios are to the fastest. `ours` chooses its batches by length; `ours, kernels` is
-the same after `sparsellm.accelerate`. Printed beside: how far the log-probabilities of continuations are from those of
-`hf` at its first batch size, and how many questions have another likeliest option.
+The time of a variant is that from the requests of all tasks, task by task, to their answers, tokenization included: in
+seconds of the host's clock, with the GPU idle before and after. Variants take turns in each of --rounds, and each one's
+least time counts. lm-eval's `hf` runs at each of --batch-sizes, and ratios are to the fastest of these. `ours` chooses
+its batches by length; `ours, kernels` is `ours` after `sparsellm.accelerate`. Beside the times is printed how far the
+log-probabilities of continuations are from those of `hf` at its first batch size, and for how many questions another
+option is the likeliest.
 """
 
 import argparse
@@ -38,7 +39,7 @@ Score = Callable[[list[Any]], Answers]
 
 
 def requests_of(name: str, data_dir: str, limit: int | None) -> list[Any]:
-    """lm-eval's requests of a task, zero-shot."""
+    """lm-eval's zero-shot requests of the task `name`, of its first `limit` rows."""
     task = load(name, data_dir).task
     task.build_all_requests(limit=limit)
     return task.instances
@@ -47,7 +48,7 @@ def requests_of(name: str, data_dir: str, limit: int | None) -> list[Any]:
 def shaped_model(
     tokenizer: Any, texts: list[str], layers: int, activations: Path | None, mean: float | None
 ) -> nn.Module:
-    """The random model, firing on `texts` at recorded rates; prints how it does."""
+    """The random model, shaped to fire on `texts` at recorded rates; prints how often it does fire."""
     config = CONFIG | {"num_hidden_layers": layers, "vocab_size": len(tokenizer)}
     model = random_model(config, "cuda", 0.0, seed=0)
     tokens = torch.tensor(tokenizer("\n".join(texts))["input_ids"][:CALIBRATION], device="cuda")
@@ -62,7 +63,7 @@ def shaped_model(
 def options_apart(
     one: dict[str, Answers], other: dict[str, Answers], requests: dict[str, list[Any]]
 ) -> tuple[float, int]:
-    """(largest difference of log-probabilities, questions whose likeliest option differs)."""
+    """(the largest difference of log-probabilities, how many questions have another likeliest option)."""
     largest, changed = 0.0, 0
     for name, found in one.items():
         first, second = np.array([a[0] for a in found]), np.array([a[0] for a in other[name]])

@@ -5,23 +5,23 @@
     python -m scripts.bench_ffn --activations DIR --training [--m 16384]    forward and backward
     python -m scripts.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
 
-Per M and pattern (scripts/ffn_patterns.py), one line per variant: its time; its ratio to the best dense PyTorch, eager
-or compiled (to the cuBLAS gate alone, for the gate); and the error ||y - ref|| / ||ref|| of its output on at most 2,048
-evenly spaced tokens against float64, with its ratio to the error of eager dense PyTorch. `row`, `tile` and `dense` are
-the operator's engines, as an accelerated model calls them; `auto` is the one that sparsellm.ops chooses from what it
-counted before.
+For each M and pattern (scripts/ffn_patterns.py), one line per variant: its time; how many times as fast as the best
+dense PyTorch it is, eager or compiled (the gate's line: its time over that of cuBLAS's gate product); and the error
+||y - ref|| / ||ref|| of its output against float64, on at most 2,048 evenly spaced tokens, with its ratio to the error
+of eager dense PyTorch. `row`, `tile` and `dense` are the operator's engines, as an accelerated model calls them; `auto`
+is the engine that sparsellm.ops chooses from the counts of an earlier call.
 
 With --training, one line per variant: the time of y and of the gradients of y . dy + dl1 l1 by x and every weight
-(dense PyTorch has no l1); the error of y and of each gradient on all tokens, dl1 being 0, with its ratio to that of
+(dense PyTorch has no l1); with dl1 = 0, the error of y and of each gradient on all tokens, and its ratio to that of
 eager dense PyTorch; what is saved for backward beyond x and the weights; and how far memory rises. `torch ours` is the
-operator's traced reference, compiled; `auto` is the engine that a layer in training reaches, from dense, in two
+operator's traced reference, compiled; `auto` is the engine that a layer in training reaches from dense in two
 decisions.
 
-With --decode, the M tokens lie evenly spaced in 16,384 of the pattern: a decoding batch is tokens of different
-sequences, and not the first of each, which fire more.
+With --decode, the M tokens are evenly spaced among 16,384 of the pattern. The tokens of a decoding batch belong to
+different sequences, and are not the first ones, which fire more neurons.
 
-Times are medians of alternating CUDA events (scripts/gpu_timing.py); copies of inputs and weights rotate past L2. A
-variant that fails shows its error, the rest goes on, and the exit code is 1.
+Times are medians of alternating CUDA events (scripts/gpu_timing.py). Copies of inputs and weights take turns, so that a
+call does not find its own in L2. A variant that fails shows its error, the others go on, and the exit code is 1.
 """
 
 import argparse
@@ -48,7 +48,7 @@ GATES = ("cuBLAS gate", "gate_pack")
 
 
 class Inputs:
-    """One copy of a layer's input and weights: a block, as the candidates want it."""
+    """One copy of a layer's input and weights, in the forms that the candidates take."""
 
     def __init__(self, x: Tensor, block: patterns.Block, gated: bool, copy: bool) -> None:
         weights = (block.w_gate, block.w_up, block.w_down) if gated else (block.w_gate, block.w_down)
@@ -65,7 +65,7 @@ class Bench:
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
 
     def candidates(self, inputs: list[Inputs]) -> dict[str, Callable[[int], object]]:
-        """What is timed; each call takes the next inputs."""
+        """What is timed, by name. Call i of a candidate takes inputs i, i modulo their number."""
 
         def at(i: int) -> Inputs:
             return inputs[i % len(inputs)]
@@ -86,7 +86,7 @@ class Bench:
         }
 
     def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
-        """The rows of one table, and what they are of."""
+        """The result for one pattern and number of tokens: what was measured, and a row for each variant."""
         x = spread(block.x, tokens) if self.args.decode else block.x[:tokens]
         each = (x.nbytes + block.w_gate.nbytes) if not self.args.decode else 0
         copies = DECODE_SETS if self.args.decode else max(1, -(-2 * self.l2_bytes // each))
@@ -127,7 +127,7 @@ class Bench:
         return found
 
     def automatic(self, calls: dict, times: dict, tokens: int, nnz: int, union: int) -> str | None:
-        """The engine that a caller would be given, by the counts of an engine that ran; by ours, if none did."""
+        """The engine that the policy chooses from what tile or row counts; if neither runs, from nnz and union."""
         for name in ("tile", "row"):
             if not isinstance(times[name], Exception):
                 nnz, *_, union = calls[name](0)[3].tolist()
@@ -137,7 +137,7 @@ class Bench:
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
-    """Evenly spaced rows of x, each a third of the way into its share of them."""
+    """`tokens` evenly spaced rows of x, each a third of the way into its share of the rows."""
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
@@ -148,7 +148,7 @@ def gate_pack(x: Tensor, w: Tensor):
 
 
 def captured(calls: dict[str, Callable[[int], object]]) -> tuple[dict, dict[str, Exception]]:
-    """Each candidate as the replay of one CUDA graph of DECODE_CALLS calls, and those that could not be captured."""
+    """(each candidate as the replay of a CUDA graph of DECODE_CALLS calls, the error of each that was not captured)."""
     graphs, failed = {}, {}
     for name, call in calls.items():
         try:
@@ -268,7 +268,7 @@ def main() -> None:
 
     try:
         build.load()
-    except Exception as error:  # each variant that needs the kernels will say so again
+    except Exception as error:  # each variant that needs the kernels will raise it again
         print(f"the kernels did not load: {error}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K {patterns.K}, N {patterns.N}, bfloat16")
 
@@ -285,7 +285,7 @@ def main() -> None:
                 for tokens in sizes:
                     results.append(bench.measure(name, block, tokens))
                     show(results[-1])
-            except Exception as error:  # a table, not a variant: what is measured so far is still worth printing
+            except Exception as error:  # a whole table failed: the others are still worth printing
                 broken.append(name)
                 print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
     if results:

@@ -2,12 +2,13 @@
 
     python -m scripts.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
 
-Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
-if --mean says what they should average to. Tokens are random: their union of 128 tokens, which is printed, is larger
-than real text's, and the tile engine slower; --locality narrows it.
+Weights are random, yet every neuron fires at a recorded rate (scripts/shaped_firing.py); with --mean, all rates are
+multiplied by one factor so that they average to it. Tokens are random, so the union of 128 tokens, which is printed, is
+larger than in real text, and the tile engine slower; --locality makes it smaller.
 
-Measured: the hidden states of --batch x --length tokens, without logits. Eager and with compiled layers; all variants
-share one set of weights and alternate. Each engine choice needs statistics of earlier calls: hence the warm-up.
+Timed are the hidden states of --batch x --length tokens, without logits, eager and with compiled layers. All variants
+share one set of weights, and take turns. A warm-up comes first, because engines are chosen from counts of earlier
+calls.
 """
 
 import argparse
@@ -68,13 +69,13 @@ def random_model(config: dict, device: str, locality: float, seed: int) -> nn.Mo
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules that holds the same parameters."""
+    """A copy of the model's modules; the parameters are not copied, but shared."""
     return copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
 
 
 def variants(model: nn.Module) -> dict[str, nn.Module | Exception]:
-    """The same model, dense and accelerated, eager and with compiled layers."""
-    torch._dynamo.config.recompile_limit = 2 * len(model.model.layers)  # should layers not share their code
+    """`model` dense and accelerated, eager and with compiled layers; or what making the variant raised."""
+    torch._dynamo.config.recompile_limit = 2 * len(model.model.layers)  # enough even if layers did not share their code
     found: dict[str, nn.Module | Exception] = {}
     for name in ("dense eager", "dense compiled", "sparse eager", "sparse compiled"):
         try:
@@ -87,7 +88,7 @@ def variants(model: nn.Module) -> dict[str, nn.Module | Exception]:
                 for layer in each.model.layers:
                     layer.compile(dynamic=False)
             found[name] = each
-        except Exception as error:  # said in its line; the others go on
+        except Exception as error:  # main() prints it in the variant's line; the others go on
             found[name] = error
     return found
 

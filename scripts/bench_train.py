@@ -5,17 +5,17 @@ r"""Throughput, memory and energy of whole training steps, for any configuration
         --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32 --json OUT
     torchrun --standalone --nproc_per_node 8 -m scripts.bench_train ...
 
-Each variant is the trainer itself on its real data, built anew `--rounds` times in alternation. Printed per variant:
-the median step of all rounds as tokens/s, its spread over rounds, MFU (sparsellm/training/metrics.py), the largest
-memory, the share of the step in which the host waited for data, the energy per token of all GPUs (NVML's counter over
-the measured steps), nonzeros per token and layer, and each layer's engine after the last step. The first variant is the
-base of the ratios, at each micro-batch of --micro-batches. On one GPU a variant that runs out of memory says OOM, and
-the others go on.
+Each variant is the trainer itself on its real data. Variants take turns, and each is built anew in each of `--rounds`.
+Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
+(sparsellm/training/metrics.py), the largest memory, the share of the step in which the host waited for data, the energy
+per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, and each layer's engine
+after the last step. Ratios are to the first variant at the same micro-batch. On one GPU, a variant that runs out of
+memory is shown as OOM, and the others go on.
 
---firing gives all variants the same weights, shaped to fire at a mean number of nonzeros per token, or `recorded` as
-they are (scripts/shaped_firing.py). They are frozen, so that the statistics hold: the learning rate is 0, which weight
-decay is a multiple of, and all else of the step happens. --locality above 0 replaces the data by random texts whose
-neighbours share neurons: between 0.5 and 0.7 about as many as was recorded.
+--firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
+rates (scripts/shaped_firing.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
+and with it weight decay, which is a multiple of it; all else of a step happens. --locality above 0 replaces the data by
+random texts whose neighbours share neurons: between 0.5 and 0.7, about as many as recorded text does.
 """
 
 import argparse
@@ -51,9 +51,9 @@ RECORDED = "recorded"
 def measure(
     config: Config, ranks: Ranks, opened: data.Data, weights: dict[str, Tensor] | None, warmup: int, steps: int
 ) -> dict:
-    """One trainer's steps after its warm-up: `seconds` of each, and what they took, counted and decided.
+    """Build one trainer, and measure its steps after a warm-up: seconds of each step, memory, energy, counts, engines.
 
-    weights: the decoder's, instead of those that the trainer draws.
+    weights: the decoder's weights, instead of those that the trainer draws.
     """
     folder = Path(tempfile.mkdtemp())
     try:
@@ -88,15 +88,15 @@ def measure(
         dist.all_reduce(counted)
         nonzeros, union, rest_calls = counted.tolist()
         result["nonzeros"], result["rest_calls"] = [count / tokens for count in nonzeros], int(sum(rest_calls))
-        if min(union) >= 0:  # measured in all layers
+        if min(union) >= 0:  # the union was measured in all layers
             result["union"] = [count * patterns.TOKEN_TILE / tokens for count in union]
     return result
 
 
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
-    """`measure`, and its memory given back; None where it ran out of that.
+    """The result of `measure`, after whose trainer memory is given back; None if the trainer ran out of memory.
 
-    Raises torch.OutOfMemoryError where there are other ranks: they may wait for this one.
+    With other ranks it raises torch.OutOfMemoryError instead, because they may wait for this rank.
     """
     result = None
     try:
@@ -104,22 +104,23 @@ def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     except torch.OutOfMemoryError:
         if ranks.world_size > 1:
             raise
-    give_back_memory()  # only here: the exception's frames hold the trainer
+    give_back_memory()  # not within the except: there the exception's frames still hold the trainer
     return result
 
 
 def give_back_memory() -> None:
+    """Return to the device what unused tensors of this process hold."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
 
 def engines(trainer: Trainer) -> list[str] | None:
-    """In effect, by layer; None where training does not take the kernels."""
+    """Each layer's engine; None where training does not use the kernels."""
     return None if trainer.plans is None else trainer.plans.engines
 
 
 def energy_mj(device: torch.device) -> int | None:
-    """What the GPU has used since its driver was loaded, once its work is done; None where NVML does not say."""
+    """Millijoules that the GPU has used since its driver was loaded, once its work is done; None without a counter."""
     handle = energy_counter(device)
     if handle is None:
         return None
@@ -143,7 +144,8 @@ def energy_counter(device: torch.device):
 
 
 def freeze(configs: list[Config]) -> None:
-    """Let no step change a weight. Raises ConfigError for what would, and for variants that cannot share weights."""
+    """Change the configurations so that no step changes a weight. Raises ConfigError for an option that would change
+    weights all the same, and for variants that cannot share weights."""
     first, found = configs[0], []
     for config in configs:
         if config.sparsity.reinit_dead_after_tokens is not None:
@@ -155,7 +157,7 @@ def freeze(configs: list[Config]) -> None:
         ):
             if values[0] != values[1]:
                 found.append(f"{group} differs between variants: with --firing they share weights, and it should not")
-        config.optimizer.learning_rate = 0.0  # refused in a run, so set only now; scales the decay too
+        config.optimizer.learning_rate = 0.0  # set after the checks, which refuse 0; weight decay is a multiple of it
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
@@ -163,7 +165,7 @@ def freeze(configs: list[Config]) -> None:
 def shaped_weights(
     config: Config, ranks: Ranks, opened: data.Data, rates: np.ndarray, locality: float
 ) -> dict[str, Tensor]:
-    """A decoder's weights on the CPU, the same on all ranks, that fire at `rates` on the first of the training data."""
+    """A decoder's weights, on the CPU and equal on all ranks, that fire at `rates` on the first training sequences."""
     length = config.training.sequence_length
     sequences, found = -(-shaped_firing.CALIBRATION // length), []
     with closing(opened.batches(None)) as batches:
@@ -181,7 +183,7 @@ def shaped_weights(
 
 
 def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_flops: float | None) -> list[dict]:
-    """What is said of each run, the first of its micro-batch being the base of its ratios."""
+    """A row for each run. Ratios are to the first run of the same micro-batch."""
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
         micro_batch = config.runtime.micro_batch_size
@@ -306,7 +308,8 @@ def main(arguments: list[str] | None = None) -> None:
             rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
         except ValueError as error:
             parser.error(f"--firing: {error}")
-    torch._dynamo.config.recompile_limit = 8 * len(runs)  # shapes and kinds of layer share their code
+    # all runs compile the same functions, for several shapes and kinds of layer
+    torch._dynamo.config.recompile_limit = 8 * len(runs)
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:
         opened, weights = [data.open_data(config, ranks) for config in configs], None

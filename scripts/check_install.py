@@ -1,10 +1,11 @@
-"""Whether a wheel that `make wheel` built serves a machine with a Hopper GPU, and which library is loaded when.
+"""Checks a wheel that `make wheel` built, on a machine with a Hopper GPU: what it computes, and which library it loads.
 
     python -m scripts.check_install dist/sparsellm-*.whl
 
-Installs the wheel, and nothing else, into a temporary folder, and runs it from there in processes of their own: without
-nvcc and with an empty cache, with SPARSELLM_KERNELS, with edited sources. Needs torch, transformers and pip; the last
-step needs nvcc, and is named when it is left out. Prints a line per step; exits with 1 at the first that fails.
+It installs the wheel, and nothing else, into a temporary folder, and runs each step in a process of its own: without
+nvcc and with an empty cache, with SPARSELLM_KERNELS, with edited sources. It needs torch, transformers and pip; the
+last steps need nvcc, and if there is none it says that they are left out. It prints a line per step, and exits with 1
+at the first step that fails.
 """
 
 import os
@@ -23,7 +24,7 @@ def nothing():
 compiler.nvcc = nothing
 """
 
-# Every engine against float64, forward and backward, and a model that was accelerated.
+# Compares every engine, forward and backward, and an accelerated model with float64 or the model's own results.
 COMPUTE = """
 import torch, sparsellm
 from sparsellm.ops import build, ENGINES, feedforward, Plan
@@ -90,7 +91,7 @@ def check(wheel: Path, folder: Path) -> int:
         return 1
 
     def step(what: str, code: str, expected: str, **environment: str) -> None:
-        """Run `code` in an empty folder; its output must hold `expected`."""
+        """Run `code` in an empty folder; exit unless it succeeds, and its output contains `expected`."""
         variables = {k: v for k, v in os.environ.items() if k not in ("SPARSELLM_KERNELS", "PYTHONPATH")}
         variables |= {"PYTHONPATH": str(site), "SPARSELLM_CACHE_DIR": str(cache), **environment}
         done = subprocess.run(

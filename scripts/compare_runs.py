@@ -3,11 +3,11 @@
     python scripts/compare_runs.py runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
 Left: held-out and training cross entropy. Middle: how far each run's training cross entropy is from the mean of all
-runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; where every run is
-drawn in a colour of its own, the first run's layers are drawn thin.
+runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; if every run has a
+colour of its own, thin lines show the layers of the first run.
 
-Runs of both paths, on the kernels and in PyTorch, are coloured by path, one colour for each: the question is whether
-the paths differ by more than runs of one path do. Otherwise each run has a colour of its own.
+If some runs were computed on the kernels and others in PyTorch, a run's colour shows which: the question is then
+whether the two differ by more than runs of one kind do. Otherwise each run has a colour of its own.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
 
 def path(rows: Rows) -> str:
-    """What computed the feedforward layers of a run. Rows of early versions name no engine: there was PyTorch alone."""
+    """Which path computed a run's feedforward layers, a key of PATHS. Rows without engines are of PyTorch."""
     engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
     return "kernels" if engines - {"torch"} else "PyTorch"
 
@@ -58,7 +58,7 @@ def draw(runs: dict[str, Rows]) -> Figure:
 
 
 def _losses(axes: Axes, runs: dict[str, Rows]) -> None:
-    """Training curves light, held-out ones on top of all of them."""
+    """Draws all training curves light, and the held-out curves on top of them."""
     settled = []
     for name, (color, label) in styles(runs).items():
         rows = runs[name]
@@ -71,7 +71,7 @@ def _losses(axes: Axes, runs: dict[str, Rows]) -> None:
         settled += [r["ce"] for r in rows if r["ce"] is not None and 10 * r["step"] > rows[-1]["step"]]
     low, high = min(settled), max(settled)
     margin = 0.05 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)  # the first tenth may leave the picture
+    axes.set_ylim(low - margin, high + margin)  # fits all but a run's first tenth, which may leave the picture
     axes.set(ylabel="cross entropy, nats per token", title="dots: held-out, light: training")
     plain(axes.yaxis)
 

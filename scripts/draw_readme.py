@@ -3,7 +3,7 @@
     python -m scripts.draw_readme
 
 docs/how_it_works.png   what a feedforward layer computes, dense and sparse, and how training makes it sparse
-docs/gains.png          speed-up of one layer against its nonzeros, and of whole models beside what the paper prints
+docs/gains.png          the speed-up of one layer over its nonzeros, and the gains of whole models beside the paper's
 """
 
 from pathlib import Path
@@ -19,8 +19,8 @@ from matplotlib.patches import Rectangle
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
-DARK, LIGHT = "#08519c", "#6baed6"  # two shades of ours
-WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels: a point of text is a point on the page
+DARK, LIGHT = "#08519c", "#6baed6"  # two shades of OURS
+WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels, so text is on the page as large as it is here
 MODELS = ("0.5B", "1B", "1.5B", "2B")
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
@@ -52,7 +52,7 @@ def number(cell: str) -> float:
 
 
 def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """Nonzeros per token in ascending order, and the fastest engine's speed-up at each."""
+    """(the nonzeros per token of each row, ascending; the speed-up of the row's fastest engine)."""
     points = sorted((number(row["nonzeros per token"]), max(number(row[engine]) for engine in engines)) for row in rows)
     return [nonzeros for nonzeros, _ in points], [speed_up for _, speed_up in points]
 
@@ -145,7 +145,8 @@ def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, floa
 
 
 def draw_how_it_works(text: str) -> Figure:
-    """Lengths are inches; the shares of cells that are coloured are the measured ones only where a number says so."""
+    """Draws the layer and its training. Lengths are inches. Coloured cells are a measured share of all only where a
+    number stands below; elsewhere they are a sketch."""
     figure = plt.figure(figsize=(WIDTH, 5.6))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, WIDTH)
@@ -215,7 +216,7 @@ def draw_how_it_works(text: str) -> Figure:
 def _block(
     axes: Axes, x: float, y: float, width: float, height: float, color: str, stripes: np.ndarray | None = None
 ) -> None:
-    """A matrix; with `stripes` [rows, 1] or [1, columns], only those that are True are coloured."""
+    """Draws a matrix; with `stripes`, bool [rows, 1] or [1, columns], it is coloured only where they are True."""
     if stripes is None:
         axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=0.5))
     else:
@@ -237,7 +238,7 @@ def _cells(
 
 
 def _packed(axes: Axes, x: float, y: float, height: float, fires: np.ndarray) -> None:
-    """Each token's own short list: one box for each neuron that fires, with its number."""
+    """Draws each token's own short list: one box for each neuron that fires, with the neuron's number."""
     step = height / len(fires)
     for row, token in enumerate(fires):
         bottom = y + height - (row + 1) * step

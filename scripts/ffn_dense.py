@@ -1,4 +1,4 @@
-"""What the feedforward operators are measured against: the same layers in dense PyTorch, eager and compiled."""
+"""The base that the feedforward operator is measured against: the same layers in dense PyTorch."""
 
 import torch
 from torch import Tensor

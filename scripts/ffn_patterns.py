@@ -4,14 +4,14 @@ Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w
 and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
 
     synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, of that mean per token
-    synthetic5632                   the same, and every neuron fires for every token
+    synthetic5632                   `synthetic`, where every neuron fires for every token
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
-The last two need a folder of recordings, named `activations` below, which `python -m sparsellm.analyze checkpoint=PATH
-recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the one of a 0.5B model has layers 0 to 7).
-Recorded tokens repeat, in their order, to reach any M. `gate_values` gives the recorded pattern itself, exactly, as a
-dense relu(z) without x.
+All but the synthetic ones need a folder of recordings, the argument `activations`, which `python -m sparsellm.analyze
+checkpoint=PATH recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the recording of a 0.5B
+model has layers 0 to 7). Recorded tokens repeat, in their order, to reach any M. `gate_values` returns the recorded
+pattern itself, exactly, as a dense relu(z) without x.
 """
 
 import argparse
@@ -28,35 +28,37 @@ from sparsellm.analysis.recordings import GATE_WEIGHT, INPUT
 
 K, N = 2048, 5632
 TOKEN_TILE = 128
-CHUNK = 16_384  # tokens at a time, where float32 or boolean [M, N] would not fit
+CHUNK = 16_384  # tokens that are done at a time, because float32 or boolean [M, N] of all would not fit
 
 SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
 RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern: prefix of its arrays
-LAYERS = "firing_patterns*.npz"  # the file of all recorded patterns but this one
+LAYERS = "firing_patterns*.npz"  # the file of all recorded patterns but `sparse`
 SPARSE = "firing_pattern_sparse_l4.npz"  # `sparse`, one layer of a sparser model
 RECORD = "`python -m sparsellm.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 
 WEIGHT_STD = 0.02
 DEAD = 0.3  # share of synthetic neurons that never fire
-RATE_SIGMA = 1.5  # of the lognormal of the others
-RATE_CAP = 0.5
+RATE_SIGMA = 1.5  # sigma of the lognormal rates of the others
+RATE_CAP = 0.5  # the largest of these rates
 TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
-NEVER = 40.0  # standard deviations of z: above any draw
+NEVER = 40.0  # a threshold, in standard deviations of z, that no draw reaches
 
 
 @dataclass(frozen=True)
 class Block:
+    """A layer that fires in a wanted pattern; shapes are in this file's first lines."""
+
     x: Tensor
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
     note: str = ""
-    mismatches: int = 0  # entries of a recorded pattern that it misses or adds
+    mismatches: int = 0  # entries in which the layer's firing differs from the recorded pattern
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:
-    """The option --activations DIR, refused where DIR holds no recording."""
+    """Add the option --activations DIR to a parser. It refuses a DIR without a recording."""
 
     def folder(text: str) -> Path:
         try:
@@ -68,7 +70,7 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
 
 
 def layers_file(activations: Path) -> Path:
-    """The file of recorded layers in a folder. Raises ValueError where there is not exactly one."""
+    """The path of the file of recorded layers in a folder. Raises ValueError unless there is exactly one."""
     found = sorted(activations.glob(LAYERS))
     if len(found) == 1:
         return found[0]
@@ -110,14 +112,14 @@ def _layers(arrays: np.lib.npyio.NpzFile) -> int:
 
 
 def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
-    """Of the recorded model. The project's first recordings do not say, and are of N 5,632."""
+    """N of the recorded model; a file that does not say it is of N 5,632."""
     return int(arrays["neurons"]) if "neurons" in arrays else N
 
 
 def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
-    """The block of one of PATTERNS at K 2048, N 5632; its first m tokens, with its weights, are a block of m tokens.
+    """The block of one of PATTERNS at K 2048, N 5632, on `device`. For fewer tokens, take the first rows of its x.
 
-    Raises ValueError where a pattern needs recordings and they do not have it.
+    Raises ValueError if the pattern needs recordings, and these do not have it.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
@@ -142,23 +144,23 @@ def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "", mismatches: int
     return Block(x, w_gate, w_up, w_down, note, mismatches)
 
 
-# What fires, counted.
+# Counts of what fires.
 
 
 def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
-    """bool [chunk, N] of consecutive tokens: where relu(x w_gate^T) is not zero in the compute dtype."""
+    """Yields bool [chunk, N] for consecutive chunks of tokens: where x w_gate^T, in the dtype of x, is above zero."""
     for chunk in x.split(CHUNK):
         yield chunk @ w_gate.T > 0
 
 
 def union_sum(firing: Tensor) -> int:
-    """The sum over tiles of 128 consecutive tokens of the neurons that fire in each. firing bool [M, N]."""
+    """How many neurons fire in each tile of 128 consecutive tokens, summed over the tiles. firing: bool [M, N]."""
     padded = F.pad(firing, (0, 0, 0, -len(firing) % TOKEN_TILE))
     return int(padded.view(-1, TOKEN_TILE, firing.shape[1]).any(1).sum())
 
 
 def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
-    """(all nonzeros, `union_sum`) of relu(x w_gate^T)."""
+    """(the number of nonzeros, `union_sum`) of relu(x w_gate^T)."""
     each = [(int(firing.sum()), union_sum(firing)) for firing in firing_chunks(x, w_gate)]
     return sum(nnz for nnz, _ in each), sum(union for _, union in each)
 
@@ -167,8 +169,13 @@ def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
 
 
 def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | torch.device, seed: int = 0) -> Block:
-    """x = z + sqrt(K) e: z normal, orthogonal to the unit vector e, scaled per token by exp(0.3 n). Gate rows 0.02 n,
-    orthogonal to e, minus (t_i / sqrt(K)) e, t_i set so that neuron i fires at the rate `firing_rates` gives it."""
+    """A block whose neurons fire `mean` times per token on average, at rates from `firing_rates`.
+
+    e is a random unit vector. A token is x = z + sqrt(K) e, where z is normal and orthogonal to e, and scaled for each
+    token by exp(0.3 n), n normal: heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i is 0.02 times a
+    normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires where z w_i is above t_i, which
+    is set to give it its rate.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -190,8 +197,8 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
 
 
 def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:
-    """float64 [N]: lognormal rates, 30% of them zero, none above 0.5, that add up to `mean`; 0.5 for all where those
-    cannot reach it, and 1 where `mean` is N."""
+    """float64 [N]: how often each neuron fires. Rates are lognormal, 30% of them zero, none above 0.5, and add up to
+    `mean`. Where such rates cannot reach `mean`, all are 0.5; where `mean` is N, all are 1."""
     if mean >= neurons:
         return np.ones(neurons)
     random = np.random.default_rng(seed)
@@ -203,7 +210,7 @@ def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:
 
 
 def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
-    """rates [..., N] times one factor, capped at 0.5, so that the sums over N average `mean`."""
+    """rates [..., N] multiplied by one factor, and capped at 0.5, so that their sums over N average `mean`."""
     low, high = 0.0, 1e12
     for _ in range(200):
         middle = (low + high) / 2 if low else high / 2
@@ -213,7 +220,7 @@ def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
 
 
 def _thresholds(rates: np.ndarray) -> np.ndarray:
-    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal; NEVER for 0, and -NEVER for 1."""
+    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal, for each rate; NEVER for rate 0, -NEVER for 1."""
     scales, weights = np.polynomial.hermite_e.hermegauss(64)
     scales, weights = np.exp(TOKEN_SIGMA * scales), weights / weights.sum()
     grid = np.linspace(0, NEVER, 8_001)
@@ -237,9 +244,9 @@ def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
 
 
 def recorded_rates(activations: Path) -> np.ndarray:
-    """float64 [L, N] of the recorded model: the share of tokens for which each neuron of each layer fired.
+    """float64 [L, N]: the share of tokens for which each neuron of each layer of the recorded model fired.
 
-    Raises ValueError without a recording.
+    Raises ValueError for a folder without a recording.
     """
     with np.load(layers_file(activations)) as arrays:
         return np.stack([
@@ -249,7 +256,8 @@ def recorded_rates(activations: Path) -> np.ndarray:
 
 
 def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> Tensor:
-    """bool [M, N] of the pattern whose row m holds the next row_counts[m] columns."""
+    """bool [M, N] of a pattern in sparse form: `columns` holds the columns of row 0, then those of row 1, and so on;
+    row m has row_counts[m] of them."""
     firing = torch.zeros((len(row_counts), neurons), dtype=torch.bool)
     rows = np.repeat(np.arange(len(row_counts)), row_counts)
     firing[torch.from_numpy(rows), torch.from_numpy(columns.astype(np.int64))] = True
@@ -257,12 +265,13 @@ def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> T
 
 
 def repeat(rows: Tensor, tokens: int) -> Tensor:
-    """The first `tokens` rows of rows, rows, rows, ..."""
+    """`tokens` rows: those of `rows` in their order, over and over."""
     return rows[torch.arange(tokens, device=rows.device) % len(rows)]
 
 
 def gate_values(firing: Tensor, tokens: int, seed: int = 0) -> Tensor:
-    """bfloat16 [tokens, N]: |n| where the repeated pattern fires, else 0. firing bool [rows, N]."""
+    """bfloat16 [tokens, N]: absolute values of normal numbers where the repeated pattern fires, else 0. firing: bool
+    [rows, N]."""
     generator = torch.Generator(firing.device).manual_seed(seed)
     g = torch.empty((tokens, firing.shape[1]), dtype=torch.bfloat16, device=firing.device)
     for start in range(0, tokens, CHUNK):
@@ -279,25 +288,28 @@ def _bfloat16(path: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class Fitted:
+    """What `fit` finds."""
+
     x: Tensor  # bfloat16 [M, K], rows of RMS 1
     w_gate: Tensor  # bfloat16 [N, K], of RMS 0.02
-    mismatches: int  # entries of the firing pattern that they miss or add
+    mismatches: int  # entries in which the firing of x and w_gate differs from the pattern
     steps: int
 
 
-FIT_MARGIN = 0.3  # z of what fires is trained above it, z of what does not, below its negative
+FIT_MARGIN = 0.3  # z is trained to be above this where a neuron fires, and below its negative elsewhere
 FIT_RATES = (5e-3, 1e-3)  # Adam's learning rates of x and of w_gate
-FIT_BALANCE = 10.0  # weight of the loss where a neuron fires: there are 50 to 300 times fewer such places
+FIT_BALANCE = 10.0  # weight of the loss where a neuron fires; such places are 50 to 300 times fewer than the others
 FIT_CHECK = 50  # steps between looks at the mismatches
 
 
 def fit(firing: Tensor, width: int, seed: int = 0, steps: int = 600) -> Fitted:
     """Train x and w_gate until x w_gate^T > 0 exactly where firing bool [M, N] says, for `steps` steps at most.
 
-    Start: neurons are random directions w_i, and a token is the sum of those that fire for it, less the average token;
-    z is then 1 more where a neuron fires than elsewhere, give or take the overlaps of random directions. A squared
-    hinge loss and Adam, with bfloat16 products (float32 on a CPU), remove the overlaps that matter. The sign of z does
-    not depend on the lengths of x's rows and w_gate, which are chosen last.
+    At the start, neurons are random directions w_i, and a token is the sum of the directions of the neurons that fire
+    for it, less the average token. So z is larger by 1 where a neuron fires than elsewhere, but for the overlaps of
+    random directions. Training with a squared hinge loss and Adam, with bfloat16 products (float32 on a CPU), removes
+    the overlaps that matter. The lengths of x's rows and of w_gate do not change the sign of z, so they are chosen
+    last.
     """
     device, neurons = firing.device, firing.shape[1]
     compute = torch.bfloat16 if firing.is_cuda else torch.float32

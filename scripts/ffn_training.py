@@ -1,4 +1,4 @@
-"""bench_ffn --training: forward and backward of the operators and of dense PyTorch, their errors and their memory."""
+"""bench_ffn --training: times, errors and memory of forward and backward, of the operator and of dense PyTorch."""
 
 import argparse
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from sparsellm.ops import (
     reference,
 )
 
-L1_COEFFICIENT = 2e-5  # of the trainer's default loss, over the tokens
+L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
 MIB = 2**20
 
 
 class Step(NamedTuple):
-    """What one forward and backward is given."""
+    """The inputs of one forward and backward pass."""
 
-    leaves: list[Tensor]  # x and the weights: bfloat16, and their gradients are wanted
+    leaves: list[Tensor]  # x and the weights, bfloat16, with requires_grad
     dy: Tensor  # [M, K], the dtype of x
     dl1: Tensor  # 0-d float32
 
 
 def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: Step) -> list[Tensor]:
-    """y, and the gradients of y . dy + dl1 l1 by the leaves; of y . dy where forward gives y alone."""
+    """y, and the gradients by the leaves: of y . dy + dl1 l1, or, where `forward` returns y alone, of y . dy."""
     with torch.enable_grad():
         out = forward(*step.leaves)
         if isinstance(out, Tensor):
@@ -41,7 +41,7 @@ def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: S
 
 
 def exact(step: Step) -> list[Tensor]:
-    """`forward_backward` in float64, some tokens at a time."""
+    """The results of `forward_backward` in float64; CHUNK tokens are computed at a time, for memory."""
     x, *weights = (t.detach() for t in step.leaves)
     gated = len(weights) == 3
     forward = reference.gated_forward if gated else reference.nongated_forward
@@ -61,10 +61,10 @@ def exact(step: Step) -> list[Tensor]:
 
 
 def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Tensor]) -> int:
-    """Bytes of the distinct storages that forward saves for backward, those of the leaves not counted."""
+    """The bytes that forward saves for backward, without the leaves; a storage that is saved twice counts once."""
     found = {}
 
-    @torch.compiler.disable  # or it would be compiled where forward is
+    @torch.compiler.disable  # else torch.compile would trace it with a compiled forward
     def keep(tensor: Tensor) -> Tensor:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -72,7 +72,7 @@ def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Te
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = forward(*leaves)
     of_leaves = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-    del out  # until here, nothing saved could be freed and its address be used again
+    del out  # not before: while `out` lives, no saved storage is freed, so addresses tell storages apart
     return sum(size for at, size in found.items() if at not in of_leaves)
 
 
@@ -103,7 +103,7 @@ class Bench:
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
 
     def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
-        """The rows of one table, and what they are of."""
+        """The result for one pattern and number of tokens: what was measured, and a row for each variant."""
         x = block.x[:tokens]
         weights = (block.w_gate, block.w_up, block.w_down) if self.args.gated else (block.w_gate, block.w_down)
         dy = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).bfloat16()
@@ -127,7 +127,7 @@ class Bench:
         }  # fmt: skip
 
     def variant(self, forward: Callable, ms: float | Exception, step: Step, right: list[Tensor]) -> dict:
-        """What is known of a variant by itself; `failure` where that is not all."""
+        """One variant's time, errors and memory, and under `failure` the error that ended the measuring, if one did."""
         if isinstance(ms, Exception):
             return {"failure": f"{type(ms).__name__}: {ms}"}
         found: dict = {"ms": ms}
@@ -145,7 +145,7 @@ class Bench:
         return found
 
     def automatic(self, times: dict, step: Step) -> str:
-        """The engine of a layer that starts dense, after two decisions by what the engines themselves count."""
+        """The engine that a layer has after two decisions, if it starts dense and counts what its engines count."""
         x, *_, w_down = step.leaves
         engine = Engine.dense
         for _ in range(2):
@@ -156,7 +156,8 @@ class Bench:
 
 
 def rows(variants: dict[str, dict], engine: str) -> list[dict]:
-    """One dict per variant, and one for `auto`: what was measured, speedup, error ratios to eager dense."""
+    """A row for each variant, and for `auto`: what was measured, the speed-up, errors over those of eager dense
+    PyTorch."""
     dense = min((variants[name]["ms"] for name in BASES if "ms" in variants[name]), default=None)
     eager_errors = variants["torch eager"].get("errors")
     found = []
@@ -172,7 +173,8 @@ def rows(variants: dict[str, dict], engine: str) -> list[dict]:
 
 
 def summary(results: list[dict]) -> None:
-    """One line per table; `worst error` is of all variants but dense PyTorch, and of y and all gradients."""
+    """Prints a line for each result. `worst error` is the largest error ratio of y and all gradients, over all variants
+    but dense PyTorch."""
     engines = ("torch ours", "tile", "dense")
     print(f"\n{'M':>8} {'pattern':<14}{'nonzeros':>9}{'union':>7}{'dense ms':>10}", end="")
     print(

@@ -1,8 +1,8 @@
 """GPU time of several candidates, measured in alternation in one process with CUDA events.
 
-Alternation spreads drifts of clock and temperature over all candidates. Every round starts behind a short spin of the
-GPU, while which the host enqueues the whole round: what is measured is the GPU's work, not the host's launches, as in a
-model whose host runs ahead. Inputs rotate past the L2 cache if candidate(round) takes another copy of them each round.
+Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
+GPU, during which the host enqueues the whole round. So the GPU's work is measured, not the host's launches, as in a
+model whose host runs ahead. A candidate that takes other copies of its inputs in each round does not find them in L2.
 """
 
 import statistics
@@ -18,17 +18,18 @@ SPIN_CYCLES = 6_000_000  # 3 ms at 2 GHz
 def alternating_ms(
     candidates: dict[str, Callable[[int], object]], budget_ms: float = 150, least: int = 5, most: int = 40
 ) -> dict[str, float | Exception]:
-    """The median time in ms of each candidate, or what it raised. Each gets about budget_ms of measured time.
+    """The median time in ms of each candidate, or what it raised. candidate(i) is one run, in round i.
 
-    Fewer than `least` rounds only where one alone takes longer than the whole budget: then it is timed twice.
+    Each candidate is measured for about budget_ms, in `least` to `most` rounds; a candidate that takes longer than the
+    whole budget is timed twice.
     """
     results: dict[str, float | Exception] = {}
     estimates = {}
     for name, candidate in candidates.items():
         try:
-            candidate(0)  # compiles, chooses algorithms
+            candidate(0)  # not timed: it may compile, or choose algorithms
             estimates[name] = _events([partial(candidate, 1)])[0]
-        except Exception as error:  # said by the caller; the others go on
+        except Exception as error:  # returned to the caller; the others go on
             results[name] = error
     rounds = {
         name: 2 if ms > budget_ms else max(least, min(most, int(budget_ms / max(ms, 1e-3))))
@@ -44,7 +45,7 @@ def alternating_ms(
 
 
 def _events(runs: list[Callable[[], object]]) -> list[float]:
-    """Milliseconds of each of consecutive runs, enqueued without waiting."""
+    """The milliseconds of each of several runs, which are enqueued one after the other without waiting."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
     marks[0].record()
     for run, mark in zip(runs, marks[1:], strict=True):

@@ -2,12 +2,12 @@
 
     python -m scripts.sanitize_kernels [forward] [few] [backward]     all, unless parts are named; few: of few tokens
 
-Entries are small integers, so that every engine must give y and l1 of the reference on the CPU, bit for bit: a kernel
-that the sanitizer stops, or that computes something else when slowed down, is noticed; backward likewise, the gradients
-of the weights, bfloat16 and (rounded) float32, with room in the tile engine's lists and without. A layer holds what
-makes kernels branch: a token that fires next to nothing, one that fires every neuron, a neuron that fires for every
-token. No cuBLAS: under racecheck (2025.3, driver 580) any of its products ends in an illegal access, whichever kernels
-are checked.
+Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. This
+shows a kernel that the sanitizer stops, or that computes something else when it is slowed down. The backward part
+compares the gradients of the weights, bfloat16 and (rounded) float32, with room in the tile engine's lists and without.
+A layer has what makes kernels branch: a token that fires next to nothing, a token that fires every neuron, a neuron
+that fires for every token. cuBLAS is not called: under racecheck (2025.3, driver 580) any of its products ends in an
+illegal access, whichever kernels are checked.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sparsellm.ops import Plan, build, dispatch, feedforward
 
-# Kernels of their own: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up to 128, the order
-# of tokens from ORDERED_TOKENS on, here fewer than the operators order.
+# Numbers of tokens for which there are different kernels: gate_pack up to 16, gate_pack and the row engine up to 64,
+# the row engine up to 128. From ORDERED_TOKENS on tokens are ordered: here of fewer than the policy orders, to be fast.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1100, True)]
 FEW_TOKENS = 128  # at most
 ORDERED_TOKENS = 1024
@@ -30,7 +30,7 @@ PARTS = ("forward", "few", "backward")
 
 
 def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
-    """(x [M, K], w_gate if gated, w_up [N, K], w_down [K, N]) on the CPU."""
+    """(x [M, K], w_gate [N, K] if gated, w_up [N, K], w_down [K, N]) of small integers, bfloat16, on the CPU."""
     generator = torch.Generator().manual_seed(m)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -38,12 +38,13 @@ def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
 
     x = draw(-1, 1, m, K) * (torch.rand((m, K), generator=generator) < 12 / K)
     x[:, :2] = torch.tensor([1.0, 0.0])
-    x[1, :2], x[2, :2] = torch.tensor([64.0, 0.0]), torch.tensor([1.0, 64.0])  # nothing, everything
+    # token 1 fires next to nothing, token 2 every neuron
+    x[1, :2], x[2, :2] = torch.tensor([64.0, 0.0]), torch.tensor([1.0, 64.0])
     first = draw(-3, 3, N, K)
     first[:, 0], first[:, 1] = draw(-12, -6, N), 1
-    first[7, 0] = 100  # for every token
+    first[7, 0] = 100  # neuron 7 fires for every token
     second = draw(-3, 3, N, K)
-    second[:, 1] = 0  # or what fires everything would take sums past 2^24, where their order shows
+    second[:, 1] = 0  # else token 2's sums would pass 2^24, above which their order matters
     ws = [first, *([second] if gated else []), draw(-2, 2, K, N)]
     return x, *ws
 
@@ -66,8 +67,8 @@ def hidden(x: Tensor, *ws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """dw of each weight, rounded to bfloat16, for dy = 0 and 1 in turn and dl1 = 1, and nnz, by `engine`, on the device
-    of the inputs, from weights stored as `stored`."""
+    """(dw of each weight, rounded to bfloat16, ..., nnz) by `engine`, on the device of the inputs, from weights of the
+    dtype `stored`. dy is 0 and 1 in turn, and dl1 is 1."""
     x, *ws = inputs
     ws = [w.detach().to(stored).requires_grad_() for w in ws]
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -78,7 +79,7 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 
 def dense_gradients(x: Tensor, *ws: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(dz, du if gated, h, nnz) by the kernel that multiplies dy = x by w_down, and what they should be; dl1 = 1."""
+    """(dz, du if gated, h, nnz) for dy = x, dl1 = 1: by the kernel that multiplies dy by w_down, and by PyTorch."""
     z, u = x @ ws[0].T, x @ ws[1].T if len(ws) == 3 else None
     dl1, on_device = torch.ones(1), [None if t is None else t.cuda() for t in (x, ws[-1], torch.relu(z), u)]
     h, dz, *du = torch.ops.sparsellm_cuda.dense_backward(*on_device, dl1.cuda())
@@ -106,7 +107,7 @@ def main() -> int:
 
 
 def check(parts: Sequence[str]) -> list[str]:
-    """The names of what differs from the reference."""
+    """Compare all cases of these parts with the reference. Returns the names of those that differ."""
     wrong: list[str] = []
 
     def compare(name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

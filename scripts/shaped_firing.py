@@ -1,15 +1,17 @@
 """Whole models with random weights whose neurons fire at wanted rates: our Decoder, or a Hugging Face Llama.
 
-Layer l of L takes the rates of layer floor(R l / L) of R recorded ones, all times one factor where a mean is wanted;
-without a recording, lognormal rates (scripts/ffn_patterns.py). How: the embedding holds a constant direction, a token's
-own vector of heavy-tailed length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary
-(`shape_embedding`); random texts stay inside one cluster for 48 tokens (`random_text`). In one calibrating forward pass
-each gate then becomes w_i - t_i e, with e the mean direction of the layer's input and t_i the quantile at which neuron
-i fires as often as it should (`shape_to_rates`).
+Which rates: layer l of L takes those of layer floor(R l / L) of R recorded layers. Without a recording, rates are
+lognormal (scripts/ffn_patterns.py). If a mean is wanted, all rates are multiplied by one factor.
 
-Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger than recorded, and the tile
-engine slower. At the recorded rates it was 1.20 times the recorded one on real text, and on random text 1.20, 1.05 and
-0.88 times for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, on every other of the recorded layers).
+How weights get them: a token's embedding is the sum of a constant direction, a vector of its own of heavy-tailed
+length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary (`shape_embedding`).
+Random texts stay inside one cluster for 48 tokens (`random_text`). Then, in one calibrating forward pass, each gate row
+becomes w_i - t_i e, where e is the mean direction of the layer's input, and t_i the quantile at which neuron i fires as
+often as it should (`shape_to_rates`).
+
+Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger, and the tile engine slower. At
+the recorded rates, the union was 1.20 times the recorded one on real text; on random text it was 1.20, 1.05 and 0.88
+times the recorded one for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, every other of the recorded layers).
 
 Letters: L layers, K model width, N neurons, M tokens, V vocabulary.
 """
@@ -29,18 +31,18 @@ from sparsellm.data import Data
 from sparsellm.distributed import Ranks
 from sparsellm.model import Decoder
 
-CALIBRATION = 16_384  # tokens, as many as were recorded
+CALIBRATION = 16_384  # tokens of the calibrating forward pass: as many as were recorded
 CLUSTERS = 64  # of the vocabulary: few, so that the calibration sees each of them often
-CLUSTER_RUN = 48  # tokens
+CLUSTER_RUN = 48  # tokens of a random text that are of one cluster
 DEFAULT_MEAN = 36.0  # nonzeros per token, where nothing recorded says otherwise
 
 
 def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float | None) -> np.ndarray:
-    """float64 [L, N]: how often each neuron should fire; `mean` is nonzeros per token averaged over layers, None as
-    recorded.
+    """float64 [L, N]: how often each neuron should fire.
 
-    A model of another N than the recorded one takes the quantiles of the recorded rates. Raises ValueError for a mean
-    that they cannot be scaled to, and for a folder without a recording.
+    mean: nonzeros per token, averaged over layers; None leaves the rates as recorded. A model of another N than the
+    recorded one takes quantiles of the recorded rates. Raises ValueError for a mean that the rates cannot be scaled to,
+    and for a folder without a recording.
     """
     if mean is not None and not mean > 0:
         raise ValueError(f"the mean is {mean:g} nonzeros per token: it should be above 0")
@@ -64,7 +66,7 @@ def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float
 
 
 def random_text(sequences: int, length: int, vocabulary: int, device: str, locality: float, seed: int) -> Tensor:
-    """int64 [sequences, length]; for locality above 0, runs of 48 tokens come from one cluster."""
+    """Random tokens, int64 [sequences, length]. For locality above 0, runs of 48 tokens are each of one cluster."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.randint(vocabulary, (sequences, length), device=device, generator=generator)
     if not locality:
@@ -76,7 +78,7 @@ def random_text(sequences: int, length: int, vocabulary: int, device: str, local
 
 
 class ClusteredTokens:
-    """`random_text` as a run's tokens (sparsellm.data.Data): new ones in every step and on every rank."""
+    """`random_text` in place of a run's tokens (sparsellm.data.Data); no two steps or ranks have the same text."""
 
     def __init__(self, config: Config, ranks: Ranks, locality: float) -> None:
         self.size = config.training.batch_size // ranks.world_size, config.training.sequence_length + 1
@@ -90,12 +92,12 @@ class ClusteredTokens:
 
 
 def clustered(data: Data, config: Config, ranks: Ranks, locality: float) -> Data:
-    """`data` with random texts of a locality in place of its training tokens."""
+    """`data`, with random texts of this locality in place of its training tokens."""
     return replace(data, tokens=ClusteredTokens(config, ranks, locality))
 
 
 def shape_embedding(embedding: Tensor, locality: float) -> None:
-    """Draw the embedding [V, K] anew, in place, as this file's contract says."""
+    """Draw the embedding [V, K] anew, in place, as described at the top of this file."""
     vocabulary, width = embedding.shape
     device = embedding.device
     own, centre = torch.randn_like(embedding), torch.randn(CLUSTERS, width, device=device).to(embedding)
@@ -107,8 +109,8 @@ def shape_embedding(embedding: Tensor, locality: float) -> None:
 
 
 def shape_outputs(layers: nn.ModuleList, std: float) -> None:
-    """Draw what layers add to the residual stream small beside the embedding, as in a trained model's first steps: the
-    output projections from N(0, std / sqrt(2 L))."""
+    """Draw the output projections anew from N(0, std / sqrt(2 L)), so that what layers add to the residual stream is
+    small beside the embedding, as early in a training run."""
     for layer in layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.data.normal_(0, std / (2 * len(layers)) ** 0.5)
@@ -116,7 +118,8 @@ def shape_outputs(layers: nn.ModuleList, std: float) -> None:
 
 @torch.no_grad()
 def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
-    """Shift each layer's gate weight, in order, in one forward pass over `tokens`, so that neurons fire at `rates`.
+    """Shift each layer's gate weight, layer by layer in one forward pass over `tokens`, so that neurons fire at
+    `rates`.
 
     tokens int64 [B, T]; rates float64 [L, N]. The arithmetic is float32, under autocast too.
     """
@@ -132,7 +135,8 @@ def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
         e = nn.functional.normalize(x.mean(0), dim=0)
         w = w - torch.outer(w @ e, e)
         along = (x @ e).clamp_(min=1e-3)
-        # A neuron fires where w x > t e x, that is where this is above t: as many tokens as wanted are above.
+        # A neuron fires for a token where w x > t e x, that is where (w x) / (e x) > t. So t is put between the ratios
+        # of the last token that should fire and of the first that should not.
         ratio = ((x @ w.T) / along[:, None]).T.sort(dim=1, descending=True).values
         count = (wanted * len(x)).round().long().clamp_(max=len(x) - 1)
         above = ratio.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
@@ -152,7 +156,7 @@ def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
 
 @torch.no_grad()
 def firing_statistics(model: nn.Module, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Per layer: nonzeros per token, and union of 128 consecutive tokens."""
+    """(nonzeros per token, union of 128 consecutive tokens) of each layer, as two lists."""
     found = []
 
     def count(mlp: nn.Module, args: tuple) -> None:
@@ -188,8 +192,8 @@ def gate(mlp: nn.Module) -> Tensor:
 def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
     """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
 
-    Calibrated in the precision of the caller's autocast. The last norm is small: its product with the embedding, whose
-    entries are of size 1 here, gives logits of the same size.
+    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding, which is also the
+    head, are of size 1, so the last norm's weight is made small: logits are then of size 1, too.
     """
     torch.manual_seed(config.training.seed)
     with tokens.device:

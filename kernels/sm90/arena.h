@@ -1,6 +1,7 @@
-// Arrays side by side in one piece of memory. A layout is one function over an Arena: with a base it hands out the
-// addresses, and without one (base null, nothing is dereferenced) it only counts the bytes, so that the size that a
-// caller must provide and the addresses that kernels use cannot disagree.
+// Arrays side by side in one piece of memory. A layout is one sequence of `take`s over an Arena, which runs twice:
+// without a base (null) the arena only counts bytes, with a base it also hands out addresses. So the size that a caller
+// must provide and the addresses that kernels use cannot disagree. take<float>(10), then take<int32_t>(100): the first
+// array is at byte 0, the second at byte 256, and bytes() is 768.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@ class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
 
-  // Room for `count` elements of T, at a multiple of kAlignment bytes from the base.
+  // Takes room for `count` elements of T, at a multiple of kAlignment bytes from the base.
   template <typename T>
   T* take(int64_t count) {
     const int64_t at = bytes_;

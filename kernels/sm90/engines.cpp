@@ -1,4 +1,5 @@
-// The engines of engines.h on Hopper: the layout of every buffer, and the order of the stages (launch.h).
+// Implements engines.h for Hopper: the layout of every buffer, and the order in which the stages (launch.h) are
+// launched.
 #include "engines.h"
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 #include "arena.h"
 #include "launch.h"
 
-// The first error of a pass ends it: what would be launched behind it has no input.
+// Returns the error of `call`, if there is one: the stages behind it would have no input.
 #define SPARSELLM_TRY(call)                                                   \
   do {                                                                        \
     if (const cudaError_t error = (call); error != cudaSuccess) return error; \
@@ -16,16 +17,21 @@
 namespace sparsellm {
 namespace {
 
-constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);  // words are counted in uint32, in strides of up to 4,096
+// Kernels count words in uint32, in strides of up to 4,096. The last stride must not pass 2^32.
+constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
-constexpr int64_t kTileEngine = 2, kOrdered = 4;       // of the length of a saved buffer
-constexpr int kScratch = (kTotals + kRowTickets) / 2;  // int64: zero before and after every engine
+// What a saved buffer's length is above a multiple of 16: 2 if the tile engine made it, and 4 more if tokens are
+// ordered.
+constexpr int64_t kTileEngine = 2, kOrdered = 4;
+// Scratch behind the counters, in int64: totals, then tickets. Stages find it zero and leave it zero.
+constexpr int kScratch = (kTotals + kRowTickets) / 2;
 constexpr int kCountsLength = kCounters + kScratch;
 
 int64_t tiles_of(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
 int64_t column_tiles_of(int64_t neurons) { return (neurons + kColumnTile - 1) / kColumnTile; }
 
-// Behind the counters of Result.counts: what the tile engine's forward stages count, and the tickets of the row engine.
+// The scratch behind the counters in Result.counts: the totals of the tile engine's plan, then the tickets of the row
+// engine.
 int32_t* totals_of(int64_t* counts) { return reinterpret_cast<int32_t*>(counts + kCounters); }
 int32_t* tickets_of(int64_t* counts) { return totals_of(counts) + kTotals; }
 
@@ -41,11 +47,11 @@ Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) 
   return packed;
 }
 
-// What the forward pass of the tile engine leaves to its backward pass. A forward pass that saves nothing has the plan
-// in its own workspace, and no `ups`.
+// What the tile engine's forward pass leaves to its backward pass: the layout of the saved buffer. A forward pass that
+// saves nothing lays the same plan out in its workspace, without `ups`.
 struct Kept {
-  TilePlan plan;  // but for its rows
-  void* ups;      // bf16 [capacity]: u of the lists' words, or null
+  TilePlan plan;  // without `rows`, which backward does not read
+  void* ups;      // bf16 [capacity]: u beside each word of the lists; null if not saved, or not gated
 
   Kept(Arena& arena, const TileShape& s, bool saving) : plan(), ups(nullptr) {
     const int64_t tiles = tiles_of(s.m), column_tiles = column_tiles_of(s.n);
@@ -63,30 +69,32 @@ struct Kept {
   }
 };
 
+// What only the tile engine's forward pass needs.
 struct TileWorkspace {
   Packed packed;
   uint32_t* rows;
   float* l1_partials;
-  uint32_t* hidden;   // h of the lists' words; the lists themselves, where g is not needed again
-  void* temporaries;  // of the order of the tokens, later of the rest
+  uint32_t* hidden;   // h in the places of g; null where backward does not need g: then h replaces g in the lists
+  void* temporaries;  // of token_order, and later of row_rest
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
     packed = lay_out_packed(arena, s.m, s.n, result);
-    rows = arena.take<uint32_t>(s.m * kRowCapacity + s.long_capacity + 3);  // kernels read four words at a time
+    rows = arena.take<uint32_t>(s.m * kRowCapacity + s.long_capacity + 3);  // + 3: kernels read four words at a time
     l1_partials = arena.take<float>(tiles_of(s.m) * column_tiles_of(s.n) * kUpPartials);
     hidden = saving && s.gated ? arena.take<uint32_t>(s.capacity) : nullptr;
     temporaries = arena.take_bytes(std::max(s.ordered ? order_workspace(s.m, s.n) : 0, row_rest_workspace(s.m, s.k)));
   }
 };
 
+// What the tile engine's backward pass needs beside the saved buffer.
 struct BackwardWorkspace {
   NeuronPlan plan;
-  int32_t *drawn, *tickets, *arrivals;
-  int64_t zeroed;  // bytes from the start that are zero at first
+  int32_t *drawn, *tickets, *arrivals;  // counters of tile_gradient, tile_weights, rest_backward
+  int64_t zeroed;                       // bytes from the start on that must be zero at first
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
   void *operand, *second_operand;
-  void* planes;  // of the rest
+  void* planes;  // of rest_backward
 
   BackwardWorkspace(Arena& arena, const TileShape& s)
       : plan(), du(nullptr), du_by_neuron(nullptr), second_operand(nullptr) {
@@ -115,14 +123,15 @@ struct BackwardWorkspace {
     if (s.gated) du = arena.take<uint32_t>(s.capacity);
     if (s.gated) du_by_neuron = arena.take<uint32_t>(s.capacity);
     partials = arena.take<float>(static_cast<int64_t>(kSplitUnits) * 2 * kTokenTile * kColumnTile);
-    const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // of an operand
+    const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // an operand's values
     operand = arena.take<uint16_t>(places);
     if (s.gated) second_operand = arena.take<uint16_t>(places);
     planes = arena.take_bytes(rest_backward_workspace(s.m, s.n));
   }
 };
 
-// Partial sums of l1 of whichever of the dense engine's kernels has more of them.
+// How many partial sums of l1 a dense forward pass has room for. dense_hidden and pointwise leave different numbers of
+// them; the larger one serves both.
 int64_t dense_partials(int64_t m, int64_t n) {
   return tiles_of(m) * std::max(2 * column_tiles_of(n), (n + kPointwiseColumns - 1) / kPointwiseColumns);
 }
@@ -166,7 +175,8 @@ int64_t tile_max_tokens(bool saving) { return saving ? kMaxSplitTokens : kMaxWor
 
 TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
                      bool ordered) {
-  // Arrays of `capacity` words or halfwords then fill whole 256 bytes, and the capacity follows from their sum.
+  // Rounded up to 128, arrays of `capacity` words or halfwords fill the arena's units of 256 bytes. So the size of a
+  // saved buffer grows by exactly 4 bytes for each nonzero of capacity, gated by 6, and tile_shape_of_saved can divide.
   capacity = (capacity + kCapacityUnit - 1) / kCapacityUnit * kCapacityUnit;
   if (long_capacity < 0) long_capacity = std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
   return {m, k, n, gated, capacity, long_capacity, ordered};
@@ -185,6 +195,7 @@ int64_t tile_saved_bytes(const TileShape& shape) {
   return arena.bytes() + kTileEngine + (shape.ordered ? kOrdered : 0);
 }
 
+// For example (docs/ARCHITECTURE.md): 33,105,158 = 1,647,872 (all arrays but lists and ups) + 6 * 5,242,880 + 2 + 4.
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated) {
   const bool ordered = length % 16 == kTileEngine + kOrdered;
   const int64_t lists = length - tile_saved_bytes({m, k, n, gated, 0, 0, ordered});
@@ -204,7 +215,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   if (saving) {
     SPARSELLM_TRY(cudaMemsetAsync(plan.totals, 0, kTotals * sizeof(int32_t), stream));
   } else {
-    plan.totals = totals_of(result.counts);  // which gate_pack zeroes
+    plan.totals = totals_of(result.counts);  // gate_pack zeroes these
   }
   SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
   SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));
@@ -228,7 +239,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
                         a.k,
                         result.y};
   SPARSELLM_TRY(tile_spmm(product, stream));
-  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // nothing can be left to the rest
+  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // the lists have room for any batch
   return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, w.packed, plan.totals, w.temporaries,
                   tickets_of(result.counts), result.l1, result.y, stream);
 }
@@ -291,7 +302,9 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
 }
 
 Field tile_saved_field(const TileShape& s, const char* name) {
-  static char base[1];  // the layout's addresses are taken from here, and never read
+  // An address that the layout's addresses are counted from; nothing is read there. Without a base, an arena only
+  // counts.
+  static char base[1];
   Arena arena(base);
   const Kept kept(arena, s, true);
   const TilePlan& p = kept.plan;
@@ -324,7 +337,7 @@ Field tile_saved_field(const TileShape& s, const char* name) {
 int64_t dense_workspace_bytes(int64_t m, int64_t n) {
   Arena arena(nullptr);
   arena.take<float>(dense_partials(m, n));
-  arena.take<int64_t>(kCountsLength);  // of the backward pass, which counts nothing for others
+  arena.take<int64_t>(kCountsLength);  // dense_gradient's own counters, which lie at the start of the workspace
   return arena.bytes();
 }
 

@@ -3,15 +3,16 @@
     accelerate(model)    switch every block to the operator of sparsellm.ops; weights, names and state_dict stay
     restore(model)       put the model's own blocks back
 
-For our Decoder and for Hugging Face models with blocks as sparsellm.model.acceptance describes them: Llama, Qwen or
-Mistral with hidden_act relu, Arcee with relu. Results are the dense model's but for rounding. The sparse engines take
-bfloat16 on a Hopper GPU, without gradients (torch.no_grad, torch.inference_mode); other calls take the dense one. In
-training mode, calls with gradients follow `SparseFeedForward.training_plan`: until a trainer sets it, they are computed
-as PyTorch does it.
+Both work on our Decoder and on Hugging Face models with blocks as sparsellm.model.acceptance describes them: Llama,
+Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
 
-Each block decides which engine runs, dense, row or tile, from what its earlier calls counted
-(sparsellm.model.engine_choice); `engine=` fixes it. An accelerated model compiles as any other, whole or by layer: what
-is decided is data of the operator, in no hook, and recompiles nothing.
+Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
+(sparsellm.model.engine_choice); `engine=` fixes it. Sparse engines compute calls in bfloat16 on a Hopper GPU without
+gradients (torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients
+follow `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
+
+An accelerated model compiles as any other, whole or by layer: the decision is data that the operator reads when it
+runs, so a new decision recompiles nothing.
 """
 
 import torch
@@ -23,14 +24,14 @@ from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, build, feedforward
 from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 
-@torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
+@torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
 def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place, and return `model`.
 
-    kernels: "cuda" raises KernelsUnavailable where the CUDA kernels cannot run; "auto" says so once and leaves the
-    model as it is; "torch" is the operator's PyTorch reference. engine: "dense", "row" or "tile" for every call,
-    instead of the choice by measurement. Raises ValueError, having changed nothing, for a block that the operator does
-    not compute.
+    kernels: where the CUDA kernels cannot run, "cuda" raises KernelsUnavailable, and "auto" says so once and leaves the
+    model as it is. "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for
+    every call, instead of each block's own choice. Raises ValueError, having changed nothing, for a block that the
+    operator does not compute.
     """
     if kernels not in ("auto", "cuda", "torch"):
         raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda' or 'torch'")
@@ -51,7 +52,7 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: the model's own blocks, with the weights of this moment. Returns `model`."""
+    """Undo `accelerate`: put the model's own blocks back, with their present weights. Returns `model`."""
     _replace(model, {block: block.take_back() for block in model.modules() if isinstance(block, SparseFeedForward)})
     return model
 
@@ -64,16 +65,17 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
 
 
 class SparseFeedForward(nn.Module):
-    """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput where the original's is.
+    """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput if the original returns that.
 
-    Its children are the original's. Beside them it owns what no state_dict holds: the choice of its engine, and the
-    handle by which compiled code finds that choice. Neither serves training, where `training_plan` decides, which is
-    its setter's: compiled code reads it at every call, so write into it.
+    The block has the original's children, so names and state_dict stay. Beside them it owns what no state_dict holds:
+    the choice of its engine, and the handle by which compiled code finds that choice. Training uses neither:
+    `training_plan` decides there. A trainer sets it once, and writes new plans into that tensor, for compiled code has
+    taken the tensor as an input.
     """
 
     def __init__(self, original: nn.Module, traced: bool, engine: str | None) -> None:
         super().__init__()
-        self.original = (original,)  # in a tuple, or it would be a child
+        self.original = (original,)  # in a tuple, for a plain attribute would make it a child
         for name, child in original.named_children():
             self.add_module(name, child)
         self.training = original.training
@@ -85,7 +87,7 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
         register(self.handle, self.choice)
         if not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
-            self.choice.neuron_major(weight)  # not in the first call, which may be of a graph with memory of its own
+            self.choice.neuron_major(weight)  # here, because the first call may be captured in a CUDA graph
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         rows = x.reshape(-1, x.shape[-1])
@@ -108,13 +110,15 @@ class SparseFeedForward(nn.Module):
         return output_of(y.view(x.shape), l1, fired, counts)
 
     def _plan(self) -> Plan | Tensor | None:
-        """The plan of a call with gradients; None: the traced reference."""
+        """The plan of a call with gradients, or of any call if `traced`; None: the traced reference."""
         if self.traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
-        return Plan.of(self.choice.engine or "dense")  # not every engine that may be chosen has a backward
+        return Plan.of(self.choice.engine or "dense")  # not the engine that was chosen, which may have no backward
 
     def _weight(self, name: str) -> Tensor:
-        linear = self._modules[name]  # not by nn.Module's __getattr__, which takes a microsecond for each
+        # A block is called often, and nn.Module's __getattr__ is slow: so modules and parameters are read from their
+        # dicts.
+        linear = self._modules[name]
         if type(linear) is not nn.Linear:
             raise ValueError(
                 f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
@@ -123,18 +127,18 @@ class SparseFeedForward(nn.Module):
         return linear._parameters["weight"]
 
     def _apply(self, fn, recurse: bool = True) -> nn.Module:
-        """`to`, `cuda` and the like move the handle, too."""
+        """Moves the block, as nn.Module does for `to` or `cuda`, and registers the handle at its new address."""
         super()._apply(fn, recurse)
         register(self.handle, self.choice)
         return self
 
     def __setstate__(self, state: dict) -> None:
-        """A copy has a handle and a choice of its own."""
+        """Restores a copy, and registers the copy's own handle for the copy's own choice."""
         super().__setstate__(state)
         register(self.handle, self.choice)
 
     def take_back(self) -> nn.Module:
-        """The original, with the children and the mode of this moment."""
+        """The original block, with the present children and training mode of this one."""
         original = self.original[0]
         for name, child in self.named_children():
             setattr(original, name, child)

@@ -3,8 +3,9 @@
     gated      down(relu(gate(x)) * up(x))    children gate_proj, up_proj, down_proj and act_fn, as in Llama
     non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
 
-Everything else is refused by name: other activations, biases, other children, hooks, linears that are not plain, and a
-block that looks right but computes something else, for it may scale or clip on the way.
+Everything else is refused by name: other activations, biases, other children, hooks, linears that are not plain
+nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way. So one
+block of each class is tried on random tokens.
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,13 @@ from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
 OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return statistics beside y
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05  # relative; bfloat16 rounds each of few operations by 0.4%
+# The tolerance is relative: a few operations in bfloat16 are each rounded by up to 0.4%.
+PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05
 
 
 def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
-    """The feedforward blocks inside `model`. Raises ValueError for the first that the operators do not compute."""
+    """The feedforward blocks inside `model`. Raises ValueError for the first one that the operator does not compute,
+    and for a model without any."""
     found, probed = [], set()
     for name, module in model.named_modules():
         if not name or not {"up_proj", "down_proj"} <= module._modules.keys():
@@ -43,11 +46,13 @@ def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def kind(thing: object) -> str:
+    """The name of an object's class, for messages."""
     return type(thing).__name__
 
 
 def _problems(name: str, module: nn.Module) -> Iterator[str]:
-    """What keeps `module` from being a block; what comes later takes for granted what came before."""
+    """What keeps `module` from being a block, one sentence each. Each check assumes that those before it found nothing:
+    only the first sentence is to be relied on."""
     projections = {p: getattr(module, p) for p in PROJECTIONS if p in module._modules}
     if isinstance(module, SiluFeedForward):
         yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"

@@ -1,7 +1,8 @@
-"""Cross entropy of a linear head, a few thousand tokens at a time: the logits [M, V] never exist at once.
+"""Cross entropy of a linear head, a few thousand tokens at a time, because all logits [M, V] at once are too large.
 
-For 32,768 tokens and 49,152 words they would take 6.4 GB in float32. Each chunk's logits give its loss and, while they
-are there, its gradients, so that backward only scales what forward has kept: dx [M, K] and dw [V, K].
+For 32,768 tokens and 49,152 words, they would take 6.4 GB in float32. Forward computes the logits of one chunk of
+tokens, and from them at once the chunk's loss and gradients; then the next chunk's logits take their place. Backward
+only scales the gradients that forward has kept: dx [M, K] and dw [V, K].
 
 Numerics: logits are the compute dtype's (bfloat16 under autocast) with float32 accumulation; softmax, loss and its sum
 are float32; dw accumulates over the chunks in float32.
@@ -46,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, kernel: SoftmaxCrossEntropy
     ) -> Tensor:
-        # Casts happen in here, not before: outside, autograd would round dw to the compute dtype on its way back.
+        # x and weight are cast in here, not by the caller: else autograd would round dw to the compute dtype.
         x, weight = x.to(compute), weight.to(compute)
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=torch.promote_types(compute, torch.float32))
@@ -62,5 +63,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx, dw = ctx.saved_tensors
-        # dx widens first: multiplied as bfloat16, the scale itself would be rounded, the same way for every token.
+        # dx is widened before it is multiplied: a product in bfloat16 would round the scale itself, alike for every
+        # token.
         return dx.to(dw.dtype) * dloss, dw * dloss, None, None, None

@@ -29,12 +29,14 @@ class DecoderOutput:
     l1: Tensor | None  # [L] float32: each layer's sum of |h|; None without a ReLU
     nnz: Tensor | None  # [L] int64: each layer's count of nonzero activations
     fired: Tensor | None  # [L, N] bool: the neurons that fired for some token
-    wide_segments: Tensor | None  # [L] int64: this and the next as FeedForwardOutput counts them
+    wide_segments: Tensor | None  # [L] int64: wide_segments and rest_calls are those of FeedForwardOutput
     rest_calls: Tensor | None  # [L] int64
     union: Tensor | None  # [L] int64: the neurons active in each 128-token tile, summed; -1: not measured
 
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [..., K] -> [..., K]."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -53,7 +55,7 @@ def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D] turned by position; computed in float32, returned in the dtype of x."""
+    """x [B, H, T, D] rotated by its position; computed in float32, returned in the dtype of x."""
     first, second = x.float().chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
@@ -93,7 +95,7 @@ class GatedFeedForward(nn.Module):
 
 
 class NonGatedFeedForward(nn.Module):
-    """h = relu(up(x)), y = down(h); otherwise as the gated one."""
+    """h = relu(up(x)), y = down(h). x [B, T, K] -> y [B, T, K] and the operator's statistics."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -113,6 +115,7 @@ class SiluFeedForward(GatedFeedForward):
 
 
 def feedforward(config: ModelConfig, activation: Activation) -> nn.Module:
+    """The feedforward block that the configuration asks for."""
     if activation == Activation.silu:
         return SiluFeedForward(config)
     return GatedFeedForward(config) if config.gated else NonGatedFeedForward(config)
@@ -152,13 +155,17 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=config.init_std)
 
     def compile_parts(self) -> None:
-        """Compile what repeats, once for all layers; between the parts gradients reach DDP while backward goes on."""
+        """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
+        compiled parts, backward hands gradients to DDP, which reduces them while the next part still runs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """tokens [B, T] int64 -> the normalised last hidden state [B, T, K] float32, and each layer's statistics."""
+        """tokens [B, T] int64 -> the normalised last hidden state [B, T, K] float32, and each layer's statistics.
+
+        Raises ValueError for more positions than the model's context.
+        """
         length = tokens.shape[1]
         if length > self.config.context_length:
             raise ValueError(f"tokens has {length} positions: the model's context is {self.config.context_length}")

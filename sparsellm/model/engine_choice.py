@@ -1,16 +1,17 @@
-"""Which engine computes a layer outside of training, chosen by what its own calls have counted.
+"""Which engine computes a layer outside of training, chosen from what the layer's own calls have counted.
 
-Each accelerated block has an `EngineChoice`. Now and then a call's counts are copied to the host without waiting; a
-later call finds them there and chooses for the calls after it, separately for calls of few tokens (decoding) and of
-many; between the two a call stays dense (sparsellm.ops.dispatch). So the host never waits, and the choice, and with it
-the last bits, may differ from run to run. While a CUDA graph is captured nothing is counted, and W_d is not copied: the
-graph keeps the engines it was captured with, chosen by what the calls before it counted.
+Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
+not wait for it; a later call finds the counts there, and chooses the engine for the calls after it. Calls of few tokens
+(decoding) and of many are counted and chosen separately; a call of a number in between is dense
+(sparsellm.ops.dispatch). Since the host never waits, the call from which on a new choice holds may differ from run to
+run, and with it the last bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the
+graph keeps the engines that it was captured with, chosen from what the calls before the capture have counted.
 
-Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, which is told the layer by a
-`handle`, a small tensor on the layer's device whose address says whose call it is. All of the above happens inside of
-the operator when it runs: nothing is traced, no hook breaks a graph, and a new choice recompiles nothing. (A number in
-the handle's place would be a constant of the graph, and layers that share code would compile once each; a plan on the
-CPU would keep torch's own CUDA graphs away.)
+Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, and passes a `handle`: a tensor of
+one byte on the layer's device, whose address names the layer. The operator looks the layer's choice up when it runs. So
+nothing of the choice is traced, no hook breaks a graph, and a new choice recompiles nothing. Two other ways would not
+do: a number in the handle's place would be a constant of the graph, so each of the layers that share code would compile
+anew; a plan on the CPU would keep torch from making CUDA graphs.
 """
 
 import threading
@@ -27,7 +28,7 @@ from sparsellm.ops import Engine, Plan, choose_engine
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
-COUNT_EVERY = 64  # calls of few tokens, and of many: one is counted, which takes twice the host's time
+COUNT_EVERY = 64  # of so many calls, one is counted; that one takes twice the host's time
 UNDER_WAY = -1  # in place of counts that have not arrived
 DENSE = Plan()
 
@@ -43,7 +44,8 @@ class NeuronMajor(NamedTuple):
 
     @classmethod
     def of(cls, w_down: Tensor, into: Tensor | None) -> "NeuronMajor":
-        """w_down [K, N] transposed, without gradients; in the memory of `into` where that is as large and alike."""
+        """w_down [K, N] transposed, without gradients; in the memory of `into` if that has its shape, dtype and
+        device."""
         source = w_down.detach()
         wanted = source.t()
         if into is None or (into.shape, into.dtype, into.device) != (wanted.shape, wanted.dtype, wanted.device):
@@ -52,9 +54,10 @@ class NeuronMajor(NamedTuple):
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """(address, version): which tensor a weight is, and how often it has been changed in place.
+    """(address, version): which tensor a weight is, and how often it has been changed in place. A copy is stale if this
+    has changed since.
 
-    Raises ValueError for a tensor made in inference mode, which has no version to tell a stale copy by.
+    Raises ValueError for a tensor made in inference mode, which has no version.
     """
     if weight.is_inference():
         raise ValueError("a weight of an accelerated model was made in inference mode: make it outside of it")
@@ -62,21 +65,21 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 
 class EngineChoice:
-    """One layer's plans, the copy of W_d that sparse engines read, and the counts that are on their way to the host."""
+    """One layer's plans, its copy of W_d by neuron, and its counts that are on their way to the host."""
 
     def __init__(self, engine: str | None) -> None:
-        """engine: the name of the one that is always taken, or None: as counted."""
+        """engine: the name of the engine that computes every call, or None to choose from counts."""
         self.engine = engine
-        # Until measured, few tokens are taken to be sparse and many to be dense.
+        # [few, many]: until counts arrive, calls of few tokens are assumed to be sparse, calls of many to be dense.
         self.plans = [Plan.of(engine or "row"), Plan.of(engine or "dense")]
         self.calls = [0, 0]
         self.w_down_t: NeuronMajor | None = None
-        self.counted = 0  # tokens of the call whose counts are on their way; 0: none are
+        self.counted = 0  # tokens of the call whose counts are on their way to the host; 0: no counts are
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned where the layer is on a GPU
-        self.deciding = threading.Lock()  # of several threads that call the layer at once, one counts
+        self.deciding = threading.Lock()  # held by the one thread that sends or reads counts
 
     def __getstate__(self) -> dict:
-        """For copies of the model: what is on its way stays with the original."""
+        """What a copy of the model gets. W_d by neuron, and counts on their way, stay with the original."""
         return {"engine": self.engine, "plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
@@ -84,11 +87,11 @@ class EngineChoice:
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
-        """(y, l1, fired, counts) of sparsellm.ops.feedforward, without gradients; inputs as that checks them."""
+        """(y, l1, fired, counts) of the operator, without gradients, of inputs that ops.feedforward.check accepts."""
         return self._run(x, w_gate, w_up, w_down, *self._plan(x))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-        """y of `run`, whose statistics nobody asks for: where nothing is counted either, fewer launches give it."""
+        """y of `run` alone. A dense call that need not count either takes fewer launches this way."""
         plan, counting = self._plan(x)
         if plan.engine != Engine.dense or counting or fuses(x.shape[0]) or w_down.dtype != x.dtype:
             return self._run(x, w_gate, w_up, w_down, plan, counting)[0]
@@ -98,11 +101,11 @@ class EngineChoice:
         return F.linear(h, w_down)
 
     def _plan(self, x: Tensor) -> tuple[Plan, bool]:
-        """The plan of a call, and whether its counts are to be sent."""
+        """(the plan of a call, whether to send its counts to the host)."""
         m = x.shape[0]
         kind = int(m >= MANY_TOKENS)
         if not sparse_engines_take(x):
-            self.w_down_t = None  # the memory of a copy that was made when the model was of another dtype
+            self.w_down_t = None  # frees a copy from when the model was bfloat16 on a GPU
             if x.is_cuda and self.engine is None:
                 _say_dense(x.dtype)
             return (DENSE if self.engine is None else self.plans[kind]), False
@@ -128,7 +131,10 @@ class EngineChoice:
         return results
 
     def neuron_major(self, w_down: Tensor) -> NeuronMajor:
-        """W_d by neuron, of the weight as it is now: made anew, in the same memory, if the weight has changed."""
+        """W_d by neuron. If the weight has changed since the copy was made, the copy is made anew in the same memory.
+
+        Raises ValueError if that is due while a CUDA graph is being captured.
+        """
         kept = self.w_down_t
         if kept is not None and kept.state == state_of(w_down):
             return kept
@@ -141,7 +147,7 @@ class EngineChoice:
             self.w_down_t = NeuronMajor.of(w_down, None if kept is None else kept.weight)
         return self.w_down_t
 
-    @torch.inference_mode(False)  # a tensor made in inference mode could not be written outside of it
+    @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
     def _send(self, m: int, counts: Tensor, weight: Tensor) -> None:
         """Start the copy of a call's counts to the host."""
         if is_capturing() or not self.deciding.acquire(blocking=False):
@@ -159,10 +165,10 @@ class EngineChoice:
             self.deciding.release()
 
     def _read(self) -> None:
-        """Choose by the counts that were sent, if they are there: the copy has then written over every UNDER_WAY.
+        """Choose from the counts that were sent, if they have arrived: the copy has then overwritten every UNDER_WAY.
 
-        No event is asked, for that is forbidden while a graph is captured; and what is captured should be chosen by
-        what the call before it, torch's warm-up, has counted.
+        No CUDA event says so, for asking one is forbidden while a graph is captured, and what is captured should be
+        chosen from what the call before it, torch's warm-up, has counted.
         """
         if not self.deciding.acquire(blocking=False):
             return
@@ -179,15 +185,17 @@ class EngineChoice:
 
 
 def has_choice(tokens: int) -> bool:
-    """Whether a call of so many tokens may take a sparse engine: few may, and many; between the two it stays dense."""
+    """Whether a call of so many tokens may run on a sparse engine: few tokens and many may, numbers between may not."""
     return not FEW_TOKENS < tokens < MANY_TOKENS
 
 
 def sparse_engines_take(tensor: Tensor) -> bool:
+    """Whether a tensor has the device and dtype that the sparse engines compute on."""
     return tensor.is_cuda and tensor.dtype == torch.bfloat16
 
 
 def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -200,13 +208,14 @@ def _say_dense(dtype: torch.dtype) -> None:
     )
 
 
-# Compiled code.
+# What compiled code calls.
 
-_choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()  # by their handles' addresses
+# by the addresses of their handles
+_choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()
 
 
 def register(handle: Tensor, choice: EngineChoice) -> None:
-    """Let compiled code find `choice` by the address of `handle`, which must live as long."""
+    """Let compiled code find `choice` by the address of `handle`, for as long as the caller keeps both."""
     _choices[handle.data_ptr()] = choice
 
 

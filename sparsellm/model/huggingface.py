@@ -1,4 +1,4 @@
-"""Between our weights and plain Hugging Face checkpoints, which transformers loads without this package.
+"""Converts between our weights and plain Hugging Face checkpoints, which transformers loads without this package.
 
 Gated models are stock `LlamaForCausalLM` (hidden_act relu or silu); non-gated ones are stock `ArceeForCausalLM` with
 hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the leading "model.".
@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model import pretrained
 
-# Our configuration's names and theirs, for what only the names distinguish.
+# Our configuration's names and Hugging Face's, for values that are the same under both.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -40,17 +40,18 @@ def export(
     end_of_text_id: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write config.json, the weights in `dtype` and the tokenizer into `folder`."""
+    """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     hub_config = _hub_config(config, activation, end_of_text_id, dtype)
     hub_config.save_pretrained(folder)
     tensors = {PREFIX + name: weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors' own is for the owner only
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors lets only the owner read its file
 
 
 def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
-    """The model that `export` writes, in memory, for inference: it shares the memory of `weights`, float32."""
+    """The Hugging Face model that `export` would write, in memory, for inference. It shares the memory of `weights`,
+    which are float32, so it follows them as they are trained."""
     from transformers import AutoModelForCausalLM
 
     hub_config = _hub_config(config, activation, end_of_text_id, torch.float32)
@@ -60,16 +61,16 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     theirs = {PREFIX + name: weight for name, weight in weights.items()} | {HEAD: embedding}
     model.load_state_dict(theirs, assign=True)
     model.tie_weights()
-    rotary = type(model.model.rotary_emb)(hub_config)  # on the CPU, as transformers loads it: it is in no state_dict
+    rotary = type(model.model.rotary_emb)(hub_config)  # in no state_dict, so made here, on the CPU as transformers does
     model.model.rotary_emb = rotary.to(embedding.device)
     return model.requires_grad_(False).eval()
 
 
 def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
-    """The inverse of `export`, for an hf/ folder or a hub name: (config, activation, float32 weights by our names).
+    """The inverse of `export`, from an hf/ folder or a hub name: (config, activation, float32 weights by our names).
 
-    Raises BrokenModel for damaged files, and for other architectures ValueError, naming every property that the
-    decoder does not have.
+    Raises BrokenModel for damaged files, and ValueError for a model that the decoder cannot hold, naming every property
+    in which it differs.
     """
     hub = pretrained.read_config(path)
     wanted = {

@@ -1,8 +1,8 @@
 """Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
 
-transformers fills a tensor that is missing with random numbers, and asks whether to run code that a checkpoint brings.
-Here every tensor must be there, with its shape, and finite; and only data is read, JSON and safetensors. This is the
-only file that calls transformers' `from_pretrained`.
+transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
+every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. No other file calls
+transformers' `from_pretrained`.
 """
 
 import json
@@ -14,10 +14,10 @@ import torch
 
 T = TypeVar("T")
 
-NAMED = 4  # tensors, of those with one kind of damage
+NAMED = 4  # how many tensors with one kind of damage a message names
 REMEDY = "restore the checkpoint from its source, or give another one"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files, as patterns, that would make transformers load other weights than those of WEIGHTS.
+# Patterns of files whose presence would make transformers load other weights than those of WEIGHTS.
 FOREIGN = {
     "adapter_config.json": "of an adapter to another model",
     "shard-*.safetensors": "of a distributed checkpoint",
@@ -27,15 +27,15 @@ REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
 )  # fmt: skip
-PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has 2 bits for each
+PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
 class BrokenModel(ValueError):
-    """A model's files cannot be used; the message names the file or the tensors, what is wrong, and the remedy."""
+    """A model's files cannot be used. The message names the file or the tensors, what is wrong, and the remedy."""
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration. Raises BrokenModel; OSError for a hub that cannot be read."""
+    """The model's configuration. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import AutoConfig
 
     local = Path(path).is_dir()
@@ -68,7 +68,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
-    """The tokenizer, all of whose ids are below `vocab_size`. Raises BrokenModel; OSError as `read_config`."""
+    """The tokenizer; all its ids are below `vocab_size`. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
@@ -93,7 +93,8 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
 
 
 def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """The causal language model on the CPU, with exactly the tensors of its files. Raises as `read_config`."""
+    """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel, and OSError if
+    the hub cannot be read."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -101,7 +102,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     if local:
         _verify_files(Path(path), config)
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers would print a table of what is refused here
+    logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
     try:
         read: Any = _reading(
             path,
@@ -127,14 +128,14 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
 
 def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
-    """What `work` gives; whatever a library raises of damaged files is a BrokenModel that names them."""
+    """The result of `work`. What a library raises because of damaged files becomes a BrokenModel that names them."""
     try:
         return work()
     except (BrokenModel, MemoryError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and not Path(path).is_dir():
-            raise  # the hub, not the model
+            raise  # the hub is at fault, not the model
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason or "custom code" in reason:
             reason = "transformers has no such model, and code that a checkpoint brings (auto_map) is never run"
@@ -143,9 +144,10 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
 
 
 def _verify_files(folder: Path, config: Any) -> None:
-    """Whether the safetensors of a folder are whole, as far as their headers say. Raises BrokenModel.
+    """Check that the safetensors of a folder are whole, as far as their headers say. Raises BrokenModel.
 
-    Done before transformers builds anything: it would fill what is missing at whatever size config.json says.
+    This comes before transformers builds the model, because transformers would allocate what is missing, however large
+    config.json says that it is.
     """
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -193,18 +195,21 @@ def _verify_files(folder: Path, config: Any) -> None:
 
 
 def _not_finite(model: Any) -> list[str]:
+    """The tensors with an infinity or a NaN."""
+
     def finite(tensor: torch.Tensor) -> bool:
         if not tensor.is_floating_point() or not tensor.numel():
             return True
         values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparisons
-        # A NaN anywhere is both of the extremes. One pass without a copy: 50 times as fast as isfinite(values).all().
+        # If any value is NaN, so are minimum and maximum. This takes one pass and no copy: 50 times as fast as
+        # isfinite(values).all().
         return bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
     return [name for name, tensor in model.state_dict().items() if not finite(tensor)]
 
 
 def _untied(model: Any, config: Any) -> list[str]:
-    """The output matrix, where config.json ties it to the embedding and the files hold another one."""
+    """["lm_head.weight"] where config.json ties the output matrix to the embedding, and the files hold another one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not getattr(config.get_text_config(), "tie_word_embeddings", False) or head is None or embedding is None:
         return []
@@ -212,7 +217,7 @@ def _untied(model: Any, config: Any) -> list[str]:
 
 
 def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
-    """Raises BrokenModel if `wrong`, {what is wrong: names of tensors}, names any."""
+    """Raise BrokenModel if `wrong`, {what is wrong: names of tensors}, names any tensor."""
     said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
     if said:
         raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")

@@ -1,4 +1,4 @@
-"""The feedforward operator: tensors in, tensors out; nothing here knows modules or configurations."""
+"""The feedforward operator: it takes tensors and returns tensors; nothing here knows modules or configurations."""
 
 from sparsellm.ops.dispatch import choose_engine, choose_training_engine
 from sparsellm.ops.feedforward import MULTIPLE, FeedForwardOutput, feedforward, saved_bytes

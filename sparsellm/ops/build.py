@@ -3,18 +3,18 @@
     load()       makes torch.ops.sparsellm_cuda.* callable, building first if need be; raises KernelsUnavailable
     available()  whether load() works here, and if not why; says so once on rank 0, since PyTorch then computes instead
     loaded()     whether load() has succeeded in this process; never builds
-    library()    the library to load; needs no GPU, and nvcc only for the last of these, of which the first wins:
-                   1. SPARSELLM_KERNELS, a library or its folder: used, or refused with the reason
+    library()    the library to load: the first that there is of
+                   1. the one that SPARSELLM_KERNELS names, a file or its folder: used, or refused with the reason
                    2. the one that the installed package holds, if it fits the package's sources
                    3. the one in the cache
-                   4. a new one, built into the cache
+                   4. a new one, built into the cache, for which alone nvcc is needed; a GPU is needed for none
     python -m sparsellm.ops.build [FOLDER]  (make kernels, make wheel) builds ahead of time, reports each kernel's
                  resources, and copies the library into FOLDER
 
-The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR takes the place of ~/.cache/sparsellm). A
-build runs in a folder of its own that takes its name only when complete, under a lock that the system releases when its
-holder dies: of many ranks one builds while the others wait, and an interrupted build leaves nothing that a later one
-takes.
+The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR takes the place of ~/.cache/sparsellm). A build
+runs in a temporary folder, which is renamed to the build ID only when it is complete; so an interrupted build leaves
+nothing that a later one could take for whole. The builder holds a file lock, which the system releases if the builder
+dies; so one of many ranks builds, and the others wait.
 """
 
 import fcntl
@@ -44,11 +44,12 @@ _said = False
 
 
 class NamedKernelsUnusable(KernelsUnavailable):
-    """SPARSELLM_KERNELS names what cannot be used. Nothing takes its place, not even PyTorch."""
+    """SPARSELLM_KERNELS names a library that cannot be used. Nothing takes its place, not even PyTorch."""
 
 
 def load() -> None:
-    """Make torch.ops.sparsellm_cuda.* callable. Tries once per process; raises KernelsUnavailable."""
+    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable; it tries once per process, and raises the
+    same error at every later call."""
     global _failure, _loaded
     with _lock:
         if _loaded:
@@ -77,9 +78,9 @@ def loaded() -> bool:
 
 
 def available() -> tuple[bool, str]:
-    """(True, "") if the kernels run here, else (False, why), which rank 0 also prints, once per process.
+    """(True, "") if the kernels run here, else (False, why); rank 0 also prints why, once per process.
 
-    Raises NamedKernelsUnusable: who names a library does not want PyTorch instead.
+    Raises NamedKernelsUnusable, because a person who names a library does not want PyTorch instead.
     """
     global _said
     try:
@@ -123,12 +124,12 @@ def _load(path: Path) -> None:
 
 
 def library() -> Path:
-    """The library that fits the sources of this package: found, or else built. Raises KernelsUnavailable."""
+    """The path of the library that fits this package's sources: found, or else built. Raises KernelsUnavailable."""
     return prebuilt() or build()
 
 
 def prebuilt() -> Path | None:
-    """The library that was named, packaged or built before; None if nvcc must make one."""
+    """The path of the library that is named, packaged or in the cache; None if nvcc must make one."""
     if named := os.environ.get(NAMED):
         return _named(Path(named))
     packaged = compiler.KERNELS / LIBRARY
@@ -157,7 +158,7 @@ def _named(path: Path) -> Path:
 
 
 def build() -> Path:
-    """The library in the cache, built if it is not there; raises KernelsUnavailable."""
+    """The path of the library in the cache, which is built if it is not there. Raises KernelsUnavailable."""
     path = _cached()
     if path.is_file():
         return path
@@ -176,7 +177,11 @@ def build() -> Path:
 
 
 def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
-    """Build, holding the lock of `folder`. Having `waited` for a build that failed, fail as it did."""
+    """Build the library; the caller holds the lock of `folder`.
+
+    waited: another process has just had the lock. If its build failed, this one fails with the same log, so that each
+    of many ranks does not compile in vain in turn.
+    """
     failed = folder.with_name(f"{folder.name}.failed.log")
     if waited and failed.is_file():
         raise _compile_error(failed)
@@ -201,7 +206,7 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[bool]:
-    """One process at a time builds `folder`; yields whether this one had to wait for another."""
+    """Holds the lock of `folder`, so that one process at a time builds it. Yields whether this one had to wait."""
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         waited = False
         try:
@@ -225,7 +230,8 @@ def _cached() -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Build, and report; 0 if all compiles and no kernel spills registers."""
+    """Build and report. arguments: [] or the folder to copy the library into. Returns the exit code: 0 if everything
+    compiles and no kernel spills registers, else 1."""
     try:
         path = build()
     except KernelsUnavailable as error:

@@ -1,12 +1,13 @@
 """From the sources in kernels/ to one library: which nvcc, which flags, and how a library tells what made it.
 
-    compile_into()  compiles every kernels/**/*.cu on its own for sm_90a and bindings.cpp against torch's stable ABI,
-                    and links them with the static CUDA runtime; needs nvcc, neither a GPU nor a CUDA build of torch
+    compile_into()  compiles every kernels/**/*.cu on its own for sm_90a, and the .cpp files against torch's stable ABI,
+                    and links all with the static CUDA runtime; needs nvcc, but neither a GPU nor a CUDA build of torch
     build_id()      the hash of all sources and flags, which the linker writes into the library as its ELF build ID
     fits()          whether a library has this build ID, so that the Python code here may call it
 
-No version of torch enters the build ID, for the stable ABI lets one library serve torch 2.10 and later; and none of
-nvcc, so that a machine without nvcc finds what another one has built into a cache that both share.
+The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.
+The version of nvcc is not either, so that a machine without nvcc finds what another one built into a cache that both
+share.
 """
 
 import hashlib
@@ -31,9 +32,9 @@ TOOLKIT = Path("/usr/local/cuda")
 COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I.", "-Ism90"]
 REPORT = ["-Xptxas", "-v", "-lineinfo"]
 POSITION_INDEPENDENT = ["-Xcompiler", "-fPIC"]
-# The stable ABI of torch 2.10, so that one set of headers suits every later torch.
+# Calls nothing newer than the stable ABI of torch 2.10, so that one library serves every later torch.
 BINDINGS = ["-std=c++17", "-O2", "-I.", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-# Tensor maps come through cudaGetDriverEntryPoint: no -lcuda.
+# No -lcuda: the one function of the driver that is called is looked up at run time (cudaGetDriverEntryPointByVersion).
 LINK = ["-shared", "-cudart", "static", "-Xlinker", "--no-undefined"]
 LIBRARIES = ["-ltorch_cpu", "-ltorch_cuda"]
 
@@ -45,11 +46,11 @@ LINK_STAND_IN = ["-shared", "-cudart", "none", "-Xlinker", f"-soname={TORCH_CUDA
 
 
 class KernelsUnavailable(RuntimeError):
-    """The kernels cannot run here; the message is one sentence: what is missing, and what to do."""
+    """The kernels cannot run here. The message is one sentence that says what is missing and what to do."""
 
 
 def nvcc() -> Path:
-    """The CUDA compiler; raises KernelsUnavailable with every place where none was found."""
+    """The path of the CUDA compiler. Raises KernelsUnavailable, naming every place where there was none."""
     home = os.environ.get("CUDA_HOME")
     places = [Path(home) / "bin" / "nvcc"] if home else []
     places += [Path(found)] if (found := shutil.which("nvcc")) else []
@@ -67,7 +68,10 @@ def nvcc() -> Path:
 
 
 def _nvcc_from_pip() -> Path | None:
-    """The nvcc of the package nvidia-cuda-nvcc, which lies in site-packages/nvidia/cu13/bin."""
+    """The nvcc of pip's package nvidia-cuda-nvcc, in site-packages/nvidia/cu13/bin; None without the package.
+
+    Raises KernelsUnavailable if a header is missing that nvcc needs from another package.
+    """
     namespace = importlib.util.find_spec("nvidia")
     folders = [] if namespace is None else [Path(folder) for folder in namespace.submodule_search_locations or ()]
     found = sorted(place for folder in folders for place in folder.glob("cu*/bin/nvcc"))
@@ -93,12 +97,12 @@ def build_id() -> str:
 
 
 def fits(library: Path) -> bool:
-    """Whether `library` was made from these sources with these flags: whether its ELF note is their build ID."""
+    """Whether `library` was made from these sources with these flags: its ELF note then contains build_id()."""
     return b"GNU\0" + bytes.fromhex(build_id()) in library.read_bytes()
 
 
 def _sources() -> list[Path]:
-    """Every source, relative to KERNELS."""
+    """The path of every source, relative to KERNELS."""
     sources = sorted(p.relative_to(KERNELS) for p in KERNELS.rglob("*") if p.suffix in SOURCES)
     if not any(p.suffix == ".cu" for p in sources):
         raise KernelsUnavailable(f"{KERNELS} holds no .cu file: the installation is incomplete, install sparsellm anew")
@@ -106,10 +110,11 @@ def _sources() -> list[Path]:
 
 
 def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
-    """Compile every source into `folder` and link LIBRARY there: (whether all went well, the log)."""
+    """Compile every source into `folder`, and link LIBRARY there. Returns (whether all went well, the log)."""
     torch_folder = Path(torch.__file__).parent
     includes = ["-isystem", str(torch_folder / "include")]
-    # pip's nvcc does not look into its own lib; the stand-in comes before a libtorch_cuda.so of torch.
+    # Where the linker looks, in order. The stand-in in `folder` comes before torch's own libtorch_cuda.so. The second
+    # folder is for pip's nvcc, which does not look into its own lib.
     folders = [folder, nvcc.parents[1] / "lib", torch_folder / "lib"]
     rules = {
         "cuda": [*COMPILE, *REPORT, *POSITION_INDEPENDENT, "-c"],
@@ -121,8 +126,8 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     for name, flags in rules.items():
         command = shlex.join([str(nvcc), *flags]).replace("$", "$$") + " $in -o $out"
         if name == "link":
-            command += " " + " ".join(LIBRARIES)  # after the objects that need them
-        # The log names the file that each compilation's messages belong to by its description.
+            command += " " + " ".join(LIBRARIES)  # the linker wants libraries behind the objects that use them
+        # The log has each command's description before its messages: so sparsellm.ops.resources knows their file.
         description = "link" if name == "link" else "$in"
         lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
     objects = []
@@ -138,7 +143,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     lines.append(f"build {_escaped(folder / LIBRARY)}: link {inputs}")
     script = folder / "build.ninja"
     script.write_text("\n".join(lines) + "\n")
-    # Not ninja's own terminal mode: lines that overwrite each other have no place in a log.
+    # NINJA_STATUS would change the form of the descriptions, which sparsellm.ops.resources reads.
     environment = {name: value for name, value in os.environ.items() if name != "NINJA_STATUS"}
     finished = subprocess.run(
         [_ninja_program(), "-f", script], cwd=KERNELS, env=environment, text=True, errors="replace",
@@ -148,7 +153,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
 
 
 def _ninja_program() -> str:
-    beside = str(Path(sys.executable).parent)  # not on PATH unless the environment is activated
+    beside = str(Path(sys.executable).parent)  # a virtual environment's programs are on PATH only if it is activated
     program = shutil.which("ninja", path=beside) or shutil.which("ninja")
     if program is None:
         raise KernelsUnavailable("no ninja to build the kernels with: `pip install ninja`")

@@ -1,8 +1,9 @@
-"""The engines on the CUDA kernels (kernels/engines.h): which operator a plan takes, and what it is given.
+"""The driver of the CUDA kernels (kernels/engines.h): which C++ operator a plan takes, and which inputs it is given.
 
-Letters: M tokens, K model width, N neurons. Inputs are on one Hopper GPU, x and dy bfloat16, weights of any dtype that
-casts to it, checked by the callers (sparsellm.ops.feedforward), who have also loaded the kernels. w_gate is None for
-layers that are not gated. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
+Letters: M tokens, K model width, N neurons. Inputs are on one Hopper GPU; x and dy are bfloat16, weights of any dtype
+that casts to bfloat16. The callers (sparsellm.ops.feedforward) have checked the inputs and loaded the kernels. w_gate
+is None for layers that are not gated. Nothing here waits for the device. Non-contiguous or misaligned inputs are
+copied.
 """
 
 from functools import lru_cache
@@ -14,7 +15,9 @@ from sparsellm.ops import dispatch
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
-ALIGNMENT = 16  # bytes: TMA and 16-byte loads; and what a saved buffer's length is a multiple of, but for its engine
+# Bytes. TMA and 16-byte loads need it; and a saved buffer's length is a multiple of it, plus a number that names the
+# engine (engine_of).
+ALIGNMENT = 16
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -22,11 +25,12 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def forward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, w_down_t: Tensor | None, saving: bool
 ) -> Forward:
-    """(y, l1, fired, counts) of `sparsellm.ops.feedforward` by the engine of `plan`, and what its backward needs.
+    """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, by the engine of `plan`.
 
-    The latter, if `saving`, is one uint8 buffer whose length says which engine made it (`engine_of`), else empty.
-    w_down_t [N, K]: w_down by neuron, or None. Weights of another dtype than x are cast to it. Raises ValueError for
-    saving by the row engine, which has no backward, and for more tokens than the tile engine can take.
+    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8, one buffer with what `backward` needs,
+    whose length says which engine made it (`engine_of`); it is empty unless `saving`. w_down_t [N, K]: w_down by
+    neuron, or None. Weights of another dtype than x are cast to that of x. Raises ValueError for saving by the row
+    engine, which has no backward, and for more tokens than the tile engine can take.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
@@ -51,9 +55,9 @@ def forward(
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
-    """dx, dw_gate if gated, dw_up, dw_down of `forward`, by the engine that saved. dl1: 0-d.
+    """[dx, dw_gate if gated, dw_up, dw_down] of `forward`, by the engine that made `saved`. dy [M, K]; dl1: 0-d.
 
-    The gradients of float32 weights may be float32, which the tile engine's are, or of the dtype of x.
+    The tile engine returns float32 gradients for float32 weights; all others are of the dtype of x.
     """
     if not x.shape[0]:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
@@ -67,19 +71,20 @@ def backward(
 
 
 def engine_of(saved: Tensor) -> Engine:
-    """The engine that filled a saved buffer, by its length: beyond a multiple of ALIGNMENT the engine's number, and 4
-    where the tile engine has ordered the tokens."""
+    """The engine that filled a saved buffer. The buffer's length is a multiple of ALIGNMENT plus the engine's number,
+    plus 4 where the tile engine has ordered the tokens: 33,105,158 = 16 * 2,069,072 + 2 + 4 is the tile engine."""
     return Engine(saved.numel() % ALIGNMENT % 4)
 
 
 def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> list[Tensor]:
-    """What the dense engine saved: `count` planes [M, N], g and, of gated layers, u; g is before the ReLU where the
-    kernels do not fuse (sparsellm.ops.dispatch)."""
+    """What the dense engine saved: `count` planes [M, N], which are g and, of gated layers, u. Instead of g it is z, g
+    before the ReLU, where the kernels do not fuse (sparsellm.ops.dispatch)."""
     return list(saved.view(dtype).view(count, m, n).unbind())
 
 
 def _dense_forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, saving: bool) -> Forward:
-    """Many tokens: h in one kernel; few: elementwise kernels behind cuBLAS's products, which take the time."""
+    """Of many tokens, one kernel computes h. Of few, the products take all the time: they are cuBLAS's, and elementwise
+    kernels follow."""
     ops, m, n = torch.ops.sparsellm_cuda, x.shape[0], w_up.shape[0]
     if dispatch.fuses(m):
         h, *statistics, saved = ops.dense_forward(x, w_gate, w_up, saving)
@@ -123,12 +128,13 @@ def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
 
 
 def capacity_of(m: int, n: int, room: int) -> int:
-    """How many nonzeros the tile engine's lists hold (sparsellm.ops.dispatch), within what the kernels can count."""
+    """How many nonzeros the tile engine's lists hold: as the policy says (sparsellm.ops.dispatch), up to the most that
+    the kernels can count."""
     return min(dispatch.capacity(m, n, room), limit("tile capacity"))
 
 
 def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
-    """What `forward` by the tile engine saves for its backward."""
+    """The length of what `forward` by the tile engine saves for its backward."""
     if not m:
         return 0
     return torch.ops.sparsellm_cuda.tile_saved_bytes(m, n, gated, capacity_of(m, n, room), dispatch.orders(m))
@@ -136,18 +142,18 @@ def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
 
 @lru_cache
 def limit(name: str) -> int:
-    """A number that the kernels know and nobody repeats (kernels/bindings.cpp: limit)."""
+    """A limit of the kernels, which only they know (kernels/bindings.cpp: limit): limit("tile tokens") is 8,388,576."""
     return torch.ops.sparsellm_cuda.limit(name)
 
 
 def nothing(x: Tensor, n: int) -> Forward:
-    """What a call without tokens gives."""
+    """The results of a call without tokens: all zero, and empty where the length is M."""
     l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(4, dtype=torch.int64)
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts, x.new_empty(0, dtype=torch.uint8)
 
 
 def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor, contiguous and aligned, of its own dtype or `dtype`: itself, or else a copy."""
+    """`tensor` in `dtype` (None: its own), contiguous and aligned; a copy only if it is not already."""
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     tensor = tensor.contiguous()

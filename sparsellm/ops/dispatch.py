@@ -1,13 +1,14 @@
-"""Which engine computes a feedforward layer: a pure policy over what an earlier call of the same layer counted.
+"""The policy: which engine computes a layer, as pure functions of what an earlier call of the layer has counted.
 
-    choose_engine            a forward pass
-    choose_training_engine   the forward and the backward pass of a micro-batch
+    choose_engine            the engine of a forward pass
+    choose_training_engine   the engine of a micro-batch's forward and backward pass
     room_for                 how many nonzeros per token the tile engine is given room for
-    capacity, orders, fuses  what a call of so many tokens is given: room in lists, an order of tokens, fused kernels
+    capacity, orders, fuses  for a number of tokens: the capacity of the lists, whether tokens are ordered, whether the
+                             dense kernels fuse
 
-The estimates are seconds on one H200 for what follows the gate product, which all engines share, or nearly: packing it
-costs the sparse engines a little. The constants are fitted to scripts/bench_ffn.py; docs/LOG.md, "Constants now in
-force", names the measurement behind each.
+The estimates are seconds on one H200 for everything after the gate product. All engines share the gate product; what
+packing its result costs the sparse engines is estimated as well (PACKING_SECONDS). The constants are fitted to
+scripts/bench_ffn.py; docs/LOG.md, "Constants now in force", names the measurement behind each.
 Letters: M tokens, K model width, N neurons.
 """
 
@@ -16,67 +17,76 @@ import math
 from sparsellm.ops.plan import ROOM, Engine
 from sparsellm.ops.twell import TOKEN_TILE
 
-PACKING_SECONDS = 15e-6  # of the last packed gate tiles, which no further product hides
-TILE_FLOPS = 760e12  # per second, gathered products of the tile engine
-TILE_SECONDS = 50e-6  # lists, order and plan of any batch of MIN_ORDERED_TOKENS tokens or more
-UNORDERED_SECONDS = 28e-6  # lists and plan of fewer; this and the next were measured at 2,048 and 4,096
-UNORDERED_SECONDS_PER_MEAN = 0.25e-6  # and their fullest tile's last items, by nonzeros per token
+PACKING_SECONDS = 15e-6  # for packing the last tiles of the gate product, when no further product runs meanwhile
+TILE_FLOPS = 760e12  # per second, in the gathered products of the tile engine
+TILE_SECONDS = 50e-6  # for lists, order and plan of a batch of MIN_ORDERED_TOKENS tokens or more, however large
+UNORDERED_SECONDS = 28e-6  # for lists and plan of a smaller batch, which is not ordered; measured at 2,048 and 4,096
+# A batch that is not ordered ends when its fullest tile does. That tail grows with the mean nonzeros per token: 100 per
+# token add 25 us (measured at 2,048 and 4,096 tokens).
+UNORDERED_SECONDS_PER_MEAN = 0.25e-6
 TILE_SECONDS_PER_TOKEN = 2.3e-9
 TILE_SECONDS_PER_NONZERO = 0.036e-9
-ROW_SECONDS = 20e-6  # of any batch
-ROW_SECONDS_PER_NONZERO = 0.95e-9  # at ROW_WIDTH
+ROW_SECONDS = 20e-6  # for a batch of any size
+ROW_SECONDS_PER_NONZERO = 0.95e-9  # at K = ROW_WIDTH, and in proportion to K
 ROW_WIDTH = 2048
-DENSE_SECONDS = 30e-6  # of any batch: its products' last tiles, which leave multiprocessors idle
-DENSE_FLOPS = 860e12  # per second, the other products
+DENSE_SECONDS = 30e-6  # for a batch of any size: the last tiles of each product leave multiprocessors idle
+DENSE_FLOPS = 860e12  # per second, in the up and down product
 FEW_TOKENS = 64  # at most: the row engine reads one weight matrix and little of two, dense reads three
-FEW_TOKENS_MAX_DENSITY = 0.15  # of one token; above, the row engine takes longer than the dense products
-FEW_TOKENS_MAX_SHARE = 1.5  # nonzeros of all tokens, of N: two weight rows for each, and dense reads 2 N in order
-FEWEST_TOKENS = 16  # up to which dense itself takes less time
-FEWEST_TOKENS_MAX_SHARE = 0.7  # the same share for them
-MANY_TOKENS = 2048  # at least: in between, cuBLAS is faster than anything that packs first
-TILE_MAX_NONZEROS = 320  # per token of LARGE_BATCH tokens or more: it was measured with up to 300
+FEW_TOKENS_MAX_DENSITY = 0.15  # nonzeros per token over N; above, the row engine takes longer than the dense products
+# Nonzeros of all tokens over N, up to which the row engine is faster. It reads two weight rows for each nonzero, dense
+# reads the 2 N rows once each, in order.
+FEW_TOKENS_MAX_SHARE = 1.5
+FEWEST_TOKENS = 16  # at most; dense is faster on so few tokens than on more, so the row engine must have less to do:
+FEWEST_TOKENS_MAX_SHARE = 0.7  # as FEW_TOKENS_MAX_SHARE
+MANY_TOKENS = 2048  # at least; between FEW_TOKENS and this, cuBLAS is faster than engines that pack the gate first
+TILE_MAX_NONZEROS = 320  # per token, in a batch of LARGE_BATCH tokens or more: the tile engine was measured up to 300
 LARGE_BATCH = 16_384  # tokens
-# Fewer are left in their order: ordering would take longer than it saves (LOG.md, "Ordering tokens by the neurons they
-# fire").
+# Fewer tokens stay in their own order: ordering them would take longer than it saves (LOG.md, "Ordering tokens by the
+# neurons they fire").
 MIN_ORDERED_TOKENS = 16_384
-SMALL_BATCH_MAX_NONZEROS = 256  # of fewer: measured with up to 116, and few full tiles leave multiprocessors idle
-ALL_FIT = 1 << 22  # activations of a call, M N, up to which the tile engine's lists hold them all, whatever the room
-# Of fewer, cuBLAS and elementwise kernels mostly take less time, of more mostly not (LOG.md, "From how many tokens on
-# the fused dense kernels pay").
+# Per token, in a smaller batch: it was measured with up to 116 nonzeros per token, and a few full tiles would leave
+# multiprocessors idle.
+SMALL_BATCH_MAX_NONZEROS = 256
+ALL_FIT = 1 << 22  # M N: in a call with no more activations, the lists hold all of them, whatever the plan's room is
+# With fewer tokens, cuBLAS and elementwise kernels mostly take less time than fused kernels, with more tokens mostly
+# more (LOG.md, "From how many tokens on the fused dense kernels pay").
 MIN_FUSED_TOKENS = 1344
-# Real batches differ by several times, and one without room takes ten times as long or more.
+# Room is given for so many times the nonzeros that were counted: real batches differ by several times, and a batch
+# without room takes ten times as long or more.
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
-TILE_MARGIN = 0.03  # of dense's time, that the tile engine must win before it is chosen
+TILE_MARGIN = 0.03  # of dense's time: the tile engine must be faster by this before it replaces another engine
 
-# Forward and backward, gated (a non-gated layer has five eighths of the dense products and three fifths of the others).
-DENSE_TRAINING_FLOPS = 800e12  # per second, all products and what is done where they end
-DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh, dx 2, the weights 3
-TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh, dx 2; the weights' gradients are counted by nonzero
-TILE_TRAINING_FLOPS = 490e12  # per second, these
-TRAINING_SECONDS = 170e-6  # lists, order and plans of any micro-batch, and the transposes
+# Forward and backward of a gated layer. (A non-gated layer has 5 of the 8 dense products and 3 of the 5 gathered ones,
+# so the comparison is about the same.)
+DENSE_TRAINING_FLOPS = 800e12  # per second, in all products, elementwise work included
+DENSE_TRAINING_PRODUCTS = 8  # forward 2, dh 1, dx 2, the weights' gradients 3
+TILE_TRAINING_PRODUCTS = 5  # over the union: forward 2, dh 1, dx 2; the weights' gradients are counted by nonzero
+TILE_TRAINING_FLOPS = 490e12  # per second, in the products over the union
+TRAINING_SECONDS = 170e-6  # for lists, order, plans and transposes, however large the micro-batch
 TRAINING_SECONDS_PER_TOKEN = 19e-9
-TRAINING_SECONDS_PER_NONZERO = 0.115e-9  # at ROW_WIDTH
+TRAINING_SECONDS_PER_NONZERO = 0.115e-9  # at K = ROW_WIDTH, and in proportion to K
 
 
 def room_for(per_token: float) -> int:
-    """A plan's room, nonzeros per token, where a batch had `per_token`: for several times as many."""
+    """A plan's room, nonzeros per token, after a batch with `per_token`: ROOM_MARGIN times as many, rounded up to a
+    multiple of ROOM_MULTIPLE, and at least ROOM. After 100 per token it is 416."""
     room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
     return max(room, ROOM)
 
 
 def capacity(tokens: int, neurons: int, room: int) -> int:
-    """How many nonzeros the tile engine's lists hold at least, for `room` per token."""
+    """How many nonzeros the lists of a call must hold: `room` per token; in a small call, all that there can be."""
     return tokens * (neurons if tokens * neurons <= ALL_FIT else min(room, neurons))
 
 
 def orders(tokens: int) -> bool:
-    """Whether the tile engine brings together tokens that fire the same neurons."""
+    """Whether the tile engine orders the tokens, so that those which fire the same neurons share a tile."""
     return tokens >= MIN_ORDERED_TOKENS
 
 
 def fuses(tokens: int) -> bool:
-    """Whether the dense engine computes its elementwise half where the products end."""
+    """Whether the dense engine's elementwise half is computed within the products' kernels, not in its own kernels."""
     return tokens >= MIN_FUSED_TOKENS
 
 
@@ -85,9 +95,10 @@ def choose_engine(
 ) -> Engine:
     """The engine for `tokens` tokens of a layer with `width` K and `neurons` N.
 
-    nnz: nonzero activations; union: neurons active in each 128-token tile; both summed over `tokens` tokens, as
-    FeedForwardOutput counts them (union < 0: not measured, so no tile engine). `current`: the engine now in use; the
-    tile engine stays while it is the fastest, and is entered only if it beats dense by TILE_MARGIN.
+    nnz: the nonzero activations of an earlier call; union: the neurons active in each of its 128-token tiles, summed.
+    Both are for `tokens` tokens, as FeedForwardOutput counts them; where union is negative (not measured), the tile
+    engine is not chosen. current: the engine in use. To replace another engine, the tile engine must beat dense by
+    TILE_MARGIN; to stay, it need only be the fastest. So the choice does not alternate between engines about as fast.
     """
     if tokens <= FEW_TOKENS:
         share = FEWEST_TOKENS_MAX_SHARE if tokens <= FEWEST_TOKENS else FEW_TOKENS_MAX_SHARE
@@ -102,7 +113,7 @@ def choose_engine(
 
 
 def _is_near_what_was_measured(tokens: int, nnz: float) -> bool:
-    """Whether the tile engine's estimate can be relied on."""
+    """Whether the batch is like those that the tile engine's constants were fitted to."""
     return nnz <= tokens * (TILE_MAX_NONZEROS if tokens >= LARGE_BATCH else SMALL_BATCH_MAX_NONZEROS)
 
 
@@ -123,7 +134,7 @@ def estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -
 def choose_training_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
 ) -> Engine:
-    """The engine, dense or tile, of a micro-batch of `tokens` tokens; arguments as of `choose_engine`."""
+    """The engine, dense or tile, for a micro-batch's forward and backward pass; arguments as of `choose_engine`."""
     if tokens < MANY_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
         return Engine.dense
     seconds = training_estimates(tokens, width, neurons, nnz, union)
@@ -132,10 +143,8 @@ def choose_training_engine(
 
 
 def training_estimates(tokens: int, width: int, neurons: int, nnz: float, union: float) -> dict[Engine, float]:
-    """Seconds of the forward and backward pass but for the gate product, by engine; arguments as of `choose_engine`.
-
-    The gradients of the gate product differ by engine, and are among them.
-    """
+    """Seconds of the forward and backward pass, by engine, without the forward gate product, which both engines share.
+    The gradients of that product are included. Arguments as of `choose_engine`."""
     listed = TRAINING_SECONDS_PER_NONZERO * nnz * width / ROW_WIDTH
     gathered = TILE_TRAINING_PRODUCTS * 2 * union * TOKEN_TILE * width / TILE_TRAINING_FLOPS
     return {

@@ -2,14 +2,16 @@
 
     feedforward(x, w_gate, w_up, w_down, plan)  -> FeedForwardOutput      w_gate None: not gated
 
-`plan` says who computes. None: the PyTorch reference, traced, so that torch.compile fuses its elementwise half; it
-saves for backward g and u (h, for layers that are not gated) beside the inputs. A plan, or the tensor that holds one
-(sparsellm.ops.plan): the registered operator `torch.ops.sparsellm.feedforward`, opaque to compilers, which reads the
-plan when it runs, so that a new plan never recompiles; its engine saves what its backward needs: dense two planes of
-M x N, tile the packed g and u. Both run the same mathematics (sparsellm.ops.reference).
+`plan` says what computes the call; the mathematics is the same either way (sparsellm.ops.reference).
+    None      The PyTorch reference, traced, so that torch.compile fuses its elementwise half. For backward it saves g
+              and u (h, for layers that are not gated) beside the inputs.
+    a plan    or the tensor that holds one (sparsellm.ops.plan): the registered operator
+              `torch.ops.sparsellm.feedforward`. Compilers do not look inside, and it reads the plan when it runs, so a
+              new plan never recompiles. Its engine saves what its own backward needs: dense two planes of M x N, tile
+              the nonzeros of g and u.
 
-The row and tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise; the dense engine runs everywhere,
-and takes its own kernels where they are already loaded (sparsellm.ops.build). No engine ever stands in for another.
+The row and tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise. The dense engine runs everywhere,
+and on kernels of its own where they are already loaded (sparsellm.ops.build). No engine ever stands in for another.
 """
 
 from typing import NamedTuple
@@ -28,7 +30,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class FeedForwardOutput(NamedTuple):
     """What the operator returns; only y and l1 carry gradients.
 
-    The caller weights l1 (DESIGN §2): lambda / M, M the tokens of the whole optimizer step.
+    l1 is a plain sum. The caller multiplies it by lambda / M, where M is the tokens of the whole optimizer step (DESIGN
+    §2).
     """
 
     y: Tensor  # [M, K], the compute dtype
@@ -41,7 +44,7 @@ class FeedForwardOutput(NamedTuple):
 
 
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
-    """What a call with gradients saves for its backward beside the inputs; dtype: what the operator computes in."""
+    """The bytes that a call with gradients saves for backward, beside the inputs. dtype: what the call computes in."""
     if plan is not None and plan.engine == Engine.tile:
         return cuda.tile_saved_bytes(tokens, neurons, plan.room, gated)
     return (2 if gated else 1) * tokens * neurons * dtype.itemsize
@@ -53,9 +56,9 @@ def feedforward(
     """y = h w_down^T and the statistics of h; x [M, K], M >= 0, w_gate and w_up [N, K], w_down [K, N].
 
     h = relu(x w_gate^T) * (x w_up^T), and where w_gate is None, h = relu(x w_up^T). Under autocast all is computed in
-    the autocast dtype. The registered operator casts the weights itself, in backward anew, so that nothing but the
-    weights as they are is kept between the two. Raises ValueError for other shapes, dtypes, devices or plans than there
-    are, KernelsUnavailable for a plan's engine that cannot run here.
+    the autocast dtype. The registered operator casts the weights in forward, and again in backward: between the two,
+    only the weights themselves are kept, no copies. Raises ValueError for shapes, dtypes, devices or plans that are not
+    allowed, and KernelsUnavailable if the plan's engine cannot run here.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
@@ -68,19 +71,19 @@ def feedforward(
 
 
 def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:
-    """counts: int64 [4], nnz, wide_segments, rest_calls and union."""
+    """The registered operator's results by name. counts: int64 [4] of nnz, wide_segments, rest_calls, union."""
     nnz, *others = counts.unbind()
     return FeedForwardOutput(y, l1, nnz, fired, *others)
 
 
 def _uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForwardOutput:
-    """Of the traced reference: nothing is packed, and the union is not measured."""
+    """The output of the traced reference, which packs nothing and does not measure the union."""
     zero = torch.zeros_like(nnz)
     return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1)
 
 
 def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
-    """x as autocast has it, and whether autocast is on."""
+    """(x, cast to the autocast dtype if autocast is on; whether it is on). float64 stays float64."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, False
@@ -94,7 +97,7 @@ def _in(dtype: torch.dtype, *weights: Tensor | None) -> list[Tensor | None]:
 def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: bool) -> None:
     """Raise ValueError unless x [M, K], w_gate and w_up [N, K] and w_down [K, N] fit together.
 
-    cast: the weights will be cast to the dtype of x, as autocast does it: whatever they are but float64.
+    cast: the weights will be cast to the dtype of x, so they may have another floating dtype, except float64.
     """
 
     def refuse(name: str, is_: object, should_be: object) -> None:
@@ -163,11 +166,12 @@ class _Nongated(torch.autograd.Function):
     backward = staticmethod(_nongated_gradients)
 
 
-# The registered operator. Its backward is an operator too: autograd of a registered operator must not look inside. It
-# returns (y, l1, fired, counts) and what backward needs: one uint8 buffer (sparsellm.ops.cuda) whose length depends on
-# the plan, and so is known only when it runs. An operator's results may not share memory, and counts, int64 [4] of
-# nnz, wide_segments, rest_calls and union, is one result. Weights of another dtype than x are cast to it, forward and
-# backward, and have gradients of their own dtype. Autocast, which the callers have heeded, is off inside of both.
+# The registered operator. Its backward is a registered operator too, because autograd must not trace into either.
+# Forward returns (y, l1, fired, counts, saved). saved is what backward needs, one uint8 buffer (sparsellm.ops.cuda);
+# its length depends on the plan, and so is known only when the operator runs. counts, int64 [4], is one result rather
+# than four, because results of an operator may not share memory. Weights of another dtype than x are cast to that of x,
+# in forward and in backward, and get gradients of their own dtype. Callers have applied autocast, so it is off inside
+# of both operators.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
@@ -181,10 +185,10 @@ def _feedforward(
 def forward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, w_down_t: Tensor | None, saving: bool
 ) -> cuda.Forward:
-    """(y, l1, fired, counts, saved) by the engine of `plan`, of inputs that have been checked. w_down_t [N, K]: w_down
-    by neuron, which spares the row and tile engines a transposition, or None.
+    """(y, l1, fired, counts, saved) by the engine of `plan`; the inputs have been checked.
 
-    Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
+    w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Raises ValueError
+    or KernelsUnavailable where the plan's engine cannot run.
     """
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
@@ -202,9 +206,10 @@ def forward(
 
 
 def _on_kernels(x: Tensor, engine: Engine) -> bool:
-    """Whether the CUDA kernels compute, rather than PyTorch, which can be the dense engine."""
+    """Whether the CUDA kernels compute; if not, PyTorch does, which it can only as the dense engine. Raises ValueError
+    or KernelsUnavailable where `engine` cannot run."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        # Here, for nothing else needs the machinery that builds kernels.
+        # Imported here, because only calls on a GPU need what builds and loads kernels.
         from sparsellm.ops import build
 
         if engine != Engine.dense:
@@ -224,6 +229,7 @@ def _(x, w_gate, w_up, w_down, plan, saving):
 
 
 def fake_results(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, l1, fired and counts without values, from which compilers learn shapes and dtypes."""
     l1 = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -261,7 +267,7 @@ def _(x, w_gate, w_up, w_down, dy, dl1, saved):
 
 def _feedforward_context(ctx, inputs, output) -> None:
     x, w_gate, w_up, w_down, *_, saving = inputs
-    ctx.set_materialize_grads(False)  # else what is saved would be given a gradient of its size, of zeros
+    ctx.set_materialize_grads(False)  # else autograd would make a gradient of zeros as large as `saved`
     if saving:
         ctx.save_for_backward(x, w_gate, w_up, w_down, output[4])
 

@@ -1,4 +1,4 @@
-"""Which engine computes a feedforward call, and with how much room: the one encoding of it that operators take."""
+"""The plan of a layer: which engine computes a call, with how much room; and its one encoding for operators."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -6,13 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_ROOM = 65_536  # nonzeros per token: a row has no more neurons (twell.MAX_COLUMNS)
+MAX_ROOM = 65_536  # nonzeros per token: a layer has no more neurons (twell.MAX_COLUMNS)
 ROOM = 320  # nonzeros per token that the tile engine's lists hold, unless a plan says otherwise
 
 
 class Engine(IntEnum):
-    """dense: matrix products. row: each token's own weight rows, without gradients. tile: products over the neurons
-    that fire in each tile of 128 tokens."""
+    """dense multiplies every token by every neuron. row multiplies each token by the weight rows of its own neurons,
+    and has no gradients. tile multiplies each tile of 128 tokens by the weight rows of the neurons that fire in it.
+
+    The numbers are part of the plan's tensor and of a saved buffer's length (sparsellm.ops.cuda.engine_of).
+    """
 
     dense = 0
     row = 1
@@ -23,26 +26,27 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 
 class Plan(NamedTuple):
-    """engine: who computes. room: nonzeros per token, on average over a call, that the tile engine's lists hold; of a
-    call with more, a slower exact path computes everything, and `rest_calls` counts it."""
+    """engine: which engine computes. room: how many nonzeros per token, on average over a call, the tile engine's lists
+    hold. A call with more is computed by slower kernels, which are as exact, and `rest_calls` counts it."""
 
     engine: Engine = Engine.dense
     room: int = ROOM
 
     @classmethod
     def of(cls, engine: str, room: int = ROOM) -> "Plan":
-        """The plan of an engine by its name. Raises ValueError for another name or room than there is."""
+        """The plan of the engine of this name. Raises ValueError for an unknown name, and for room beyond MAX_ROOM."""
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}: it should be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}")
         return cls.read(cls(Engine[engine], room).tensor())
 
     def tensor(self) -> Tensor:
-        """int32 [2] on the CPU: what compiled code takes, so that a new plan, written into it, recompiles nothing."""
+        """The plan as int32 [2] on the CPU. Compiled code takes it as an input, so a new plan that is written into the
+        tensor recompiles nothing."""
         return torch.tensor(self, dtype=torch.int32)
 
     @classmethod
     def read(cls, tensor: Tensor) -> "Plan":
-        """The plan that `tensor` holds. Raises ValueError for what `tensor` cannot have written."""
+        """The plan that a tensor made by `tensor()` holds. Raises ValueError for any other tensor."""
         if tensor.dtype != torch.int32 or tensor.device.type != "cpu" or tensor.shape != (2,):
             raise ValueError(
                 f"plan is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it should be torch.int32 [2] on cpu"

@@ -1,4 +1,4 @@
-"""The feedforward operators in plain PyTorch: the executable specification, and the path where no kernel runs.
+"""The feedforward operator in plain PyTorch: the executable specification, and what computes where no kernel runs.
 
 Letters: M tokens, K model width, N neurons. Weights as Hugging Face stores them: w_gate, w_up [N, K], w_down [K, N].
 
@@ -6,8 +6,9 @@ Letters: M tokens, K model width, N neurons. Weights as Hugging Face stores them
     non-gated  z = x w_up^T                                     h = relu(z)  y = h w_down^T
 
 Numerics: every product of matrices accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the
-compute dtype, the dtype of x; elementwise arithmetic on its results is done in `accumulator(dtype)` and rounded once.
-Gradients are DESIGN §2's, exactly zero where the neuron is silent. float64 inputs give float64 throughout.
+compute dtype, which is that of x. Elementwise arithmetic on the products is done in `accumulator(dtype)` and rounded
+once. Gradients are those of DESIGN §2, and exactly zero where the neuron is silent. float64 inputs give float64
+throughout.
 
 These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.
 """
@@ -25,10 +26,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(l1, nnz, fired) of hidden values h [M, N] whose active entries are marked by bool [M, N].
+    """(l1, nnz, fired) of hidden values h [M, N]; `active`, bool [M, N], marks the entries whose neuron fires.
 
-    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64. fired: bool [N]. All come from sums over M alone, so that
-    one pass yields them.
+    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64, how many entries are active. fired: bool [N]. All three
+    begin with sums over M, so a compiler computes them in one pass over h.
     """
     per_neuron = active.sum(0)
     l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()
@@ -36,14 +37,14 @@ def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def union(active: Tensor) -> Tensor:
-    """The neurons active in each tile of TOKEN_TILE tokens, summed over tiles: bool [M, N] -> 0-d int64."""
+    """The number of neurons active in each tile of TOKEN_TILE tokens, summed over tiles: bool [M, N] -> 0-d int64."""
     m, n = active.shape
     padded = F.pad(active, (0, 0, 0, tiles(m, TOKEN_TILE) * TOKEN_TILE - m))
     return padded.view(-1, TOKEN_TILE, n).any(1).sum()
 
 
 def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]); the last two are what backward needs beside inputs."""
+    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]). Backward needs g and u beside the inputs."""
     g = torch.relu(x @ w_gate.T)
     u = x @ w_up.T
     h = g * u
@@ -53,7 +54,7 @@ def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tu
 def gated_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1 (0-d, the derivative of the loss by l1)."""
+    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss by l1."""
     wide = accumulator(x.dtype)
     h = g * u
     dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
@@ -70,7 +71,7 @@ def gated_recomputed_backward(
 
 
 def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, h [M, N]); the last one is what backward needs beside inputs."""
+    """(y [M, K], l1, nnz, fired, h [M, N]). Backward needs h beside the inputs."""
     h = torch.relu(x @ w_up.T)
     return (h @ w_down.T, *statistics(h, h != 0), h)
 

@@ -1,4 +1,4 @@
-"""What ptxas says of each kernel, read from the log of a build: registers, shared memory, stack, spills."""
+"""The resources that ptxas reports for each kernel, from a build's log: registers, shared memory, stack, spills."""
 
 import re
 import shutil
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Resources(NamedTuple):
-    """What ptxas says of one function."""
+    """The resources of one function."""
 
     file: str
     function: str  # demangled, without its arguments
-    registers: int | None  # None: not a kernel, but a function that one calls
+    registers: int | None  # None: a function that is not a kernel, but called by one
     shared: int  # bytes known at compile time
     stack: int  # bytes
-    spills: int  # bytes stored and loaded
+    spills: int  # bytes of registers stored to and loaded from memory
 
 
 def resources(log: str) -> list[Resources]:
@@ -50,7 +50,7 @@ def _demangled(symbols: list[str]) -> list[str]:
 
 
 def table(rows: list[Resources]) -> str:
-    """The rows as aligned text under a heading."""
+    """`rows` as text, in aligned columns under a heading."""
     heading = ("file", "kernel", "registers", "smem", "stack", "spills")
     cells = [heading, *([str("-" if value is None else value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heading))]

@@ -1,15 +1,17 @@
 """TwELL, the packed form of the sparse activations, in plain PyTorch: the executable specification of the CUDA kernels.
 
-Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of one row
-of one tile: one word for eight columns.
+Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of a
+segment: one word for eight columns.
 
-A row of a tile (a segment) holds its nonzeros in W 32-bit words: word 0 how many there are; words 1 to count the
-values, `bfloat16 bits << 16 | column`, columns ascending, counted from the row's start. A segment with more than W - 1
-nonzeros keeps its count there and its values at their own places in `wide`. Everything else is undefined. Nonzero is
-what has a bit set beside the sign: NaN counts, -0.0 does not.
+A segment is one token's 256 columns of one column tile. It holds its nonzeros in W 32-bit words: word 0 is the count of
+the nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of the
+whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3 << 16 | 3, v200 << 16 | 200` in column tile
+0 and `1, v300 << 16 | 300` in column tile 1. A segment with more than W - 1 nonzeros (wide) has its count in word 0,
+and all its values at their own places in `wide`. Everything else is undefined. A value is nonzero if a bit beside the
+sign is set: NaN counts, -0.0 does not.
 
-In memory a row's words lie eight at a time: words 0 to 7 of all its segments, then words 8 to 15, and so on. Few
-segments have more than seven nonzeros, so what a reader needs of a row lies side by side.
+In memory a token's words lie eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on.
+Few segments have more than seven nonzeros, so what is read of a token mostly lies side by side.
 """
 
 from typing import NamedTuple
@@ -20,17 +22,19 @@ from torch import Tensor
 
 TOKEN_TILE = 128  # tokens of a token tile
 MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16
-COLUMN_TILE = 256  # columns of a column tile, the gate product's own tile
-COMPRESSION = 8  # columns for each word
+COLUMN_TILE = 256  # columns of a column tile, and of a segment
+COMPRESSION = 8  # columns for each word of a segment
 WORDS = COLUMN_TILE // COMPRESSION  # W
 WORD_BITS = 32
-SECTOR_WORDS = 8  # of a segment, side by side: 32 bytes, what memory is read in
+SECTOR_WORDS = 8  # words of a segment that lie side by side: 32 bytes, the unit that memory is read in
 
 
 class PackedGate(NamedTuple):
+    """A matrix [M, N] in the packed form, and what is counted while packing."""
+
     words: Tensor  # int32 [M, 4, NT, 8]
     wide: Tensor  # bfloat16 [M, N]: the segments with more than W - 1 nonzeros; undefined elsewhere
-    mask: Tensor  # int32 [MT, NT * 8]: bit n % 32 of word n / 32: neuron n fires for some token of the tile
+    mask: Tensor  # int32 [MT, NT * 8]: bit n % 32 of word n // 32 of a row: neuron n fires for some token of the tile
     row_counts: Tensor  # int32 [M]: nonzeros of each token
     fired: Tensor  # bool [N]: the neurons that fire for some token
     nnz: Tensor  # 0-d int64: all nonzeros
@@ -39,20 +43,21 @@ class PackedGate(NamedTuple):
 
 
 def tiles(length: int, tile: int) -> int:
+    """How many tiles of `tile` it takes to cover `length`."""
     return -(-length // tile)
 
 
 def segments(words: Tensor) -> Tensor:
-    """int32 [M, NT, W] of PackedGate's words, each segment in one piece."""
+    """The words of a PackedGate as int32 [M, NT, W], with each segment's words side by side."""
     return words.transpose(1, 2).flatten(2)
 
 
 def pack(h: Tensor) -> PackedGate:
-    """h bfloat16 [M, N], packed. Undefined places are zero here."""
+    """h, bfloat16 [M, N], in the packed form. What the format leaves undefined is zero."""
     m, n = h.shape
     token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
     width = column_tiles * COLUMN_TILE
-    # On bits, for copying bfloat16 may change those of a NaN.
+    # All is done on the bits as integers, because copying a bfloat16 NaN may change its bits.
     bits = F.pad(h.contiguous().view(torch.int16).int(), (0, width - n)).view(m, column_tiles, COLUMN_TILE)
     active = (bits & 0x7FFF) != 0
     counts = active.sum(-1, dtype=torch.int32)
@@ -61,7 +66,7 @@ def pack(h: Tensor) -> PackedGate:
     columns = torch.arange(width, dtype=torch.int32, device=h.device)
     values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
     kept = active & fits[..., None]
-    slot = torch.where(kept, active.cumsum(-1), WORDS)  # what is not kept goes to a place beyond the last
+    slot = torch.where(kept, active.cumsum(-1), WORDS)  # what is not kept goes behind the last word, and is cut off
     words = bits.new_zeros((m, column_tiles, WORDS + 1))
     words = words.scatter_(2, slot, values)[..., :WORDS]
     words[..., 0] = counts
@@ -79,14 +84,14 @@ def pack(h: Tensor) -> PackedGate:
 
 
 def unpack(packed: PackedGate, n: int) -> Tensor:
-    """The bfloat16 [M, N] that was packed, with +0.0 for -0.0; reads nothing undefined."""
+    """The bfloat16 [M, N] that was packed, with +0.0 for -0.0. Reads nothing that the format leaves undefined."""
     words = segments(packed.words)
     m, column_tiles, _ = words.shape
     width = column_tiles * COLUMN_TILE
     counts, slots = words[..., :1], words[..., 1:]
     fits = counts < WORDS
     used = fits & (torch.arange(WORDS - 1, device=counts.device) < counts)
-    column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes to a place beyond the last
+    column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes behind the last, and is cut off
     dense = slots.new_zeros((m, width + 1)).scatter_(1, column.flatten(1), (slots >> 16).flatten(1))[:, :n]
     full = ~fits.expand(m, column_tiles, COLUMN_TILE).reshape(m, width)[:, :n]
     wide = packed.wide.view(torch.int16).int()

@@ -1,4 +1,4 @@
-"""The kernels, for tests that need them."""
+"""Fixtures that load the kernels, for tests that need them."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from sparsellm.ops import build, compiler, dispatch
 
 @pytest.fixture(scope="session")
 def loaded_kernels() -> None:
-    """Builds and loads the kernels; skips where they cannot run, and fails where they should but do not."""
+    """Builds and loads the kernels. Skips the test on a machine that cannot run or build them; fails it if the machine
+    could, but building or loading fails."""
     try:
         build._check_device()
         build.prebuilt() or compiler.nvcc()
@@ -19,8 +20,9 @@ def loaded_kernels() -> None:
 
 @pytest.fixture
 def kernels(loaded_kernels, monkeypatch):
-    """The loaded kernels beside a dense PyTorch at its most accurate: no sums of products in bfloat16."""
-    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # small tests, too, meet the fused kernels
+    """Loads the kernels, and keeps cuBLAS from summing products in bfloat16: errors are compared with those of dense
+    PyTorch, which is then at its most accurate."""
+    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # so that small tests run the fused kernels, too
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False

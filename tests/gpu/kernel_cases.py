@@ -1,12 +1,12 @@
-"""What the tests of the kernels are fed, and what they are held against.
+"""The inputs of the kernels' tests, their right results, and comparisons that say where two results differ.
 
 Letters: M tokens, K model width, N neurons. A layer is (x, weights): x [M, K], weights (w_gate, w_up [N, K], w_down
 [K, N]), without w_gate for the non-gated operator; all bfloat16.
 
 Two kinds of layers have one right answer, bit for bit, whatever the order of summation:
-    `integers`  all entries small integers: every sum is an integer below 2^24, exact in float32
-    `one_hot`   x selects one column of w_gate for each token: any bfloat16 gate, value for value
-For others `assert_as_accurate` compares the error against float64 with that of the same computation in PyTorch.
+    `integers`  all entries are small integers, so every sum is an integer below 2^24, which is exact in float32
+    `one_hot`   each token's x selects one column of w_gate, so the gate is any bfloat16 matrix, value for value
+For other layers, `assert_as_accurate` compares the error against float64 with the error of dense PyTorch.
 """
 
 import os
@@ -30,14 +30,15 @@ DEVICE = "cuda"
 HEIGHTS = (1, 16, 64, 65, 127, 128, 129, 255, 257, 4088)
 WIDTHS = (8, 264, 768, 1000, 1024, 2048)
 NEURONS = (8, 264, 1000, 5632)
-LAYERS = [(8, 8), (264, 264), (768, 1000), (1000, 264), (1024, 1000), (2048, 5632)]  # (K, N) of the operator's tests
+LAYERS = [(8, 8), (264, 264), (768, 1000), (1000, 264), (1024, 1000), (2048, 5632)]  # (K, N) of whole layers
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 ENGINE = pytest.mark.parametrize("engine", ENGINES)
 
-EXACT = 2**24  # integers up to here are exact in float32
-ROW_CAPACITY = 512  # kRowCapacity of launch.h: the tile engine reads fuller rows another way
-CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row about which the row engine and the order branch
-LONGEST_CHAIN = 8192  # additions of one float32 partial sum of l1, at most
+EXACT = 2**24  # integers up to this are exact in float32
+# kRowCapacity of launch.h: a row with more nonzeros is a long row, which the tile engine stores apart
+ROW_CAPACITY = 512
+CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row near which the row engine or token_order branches
+LONGEST_CHAIN = 8192  # no float32 partial sum of l1 has more additions
 ACTIVATIONS = Path(os.environ.get("SPARSELLM_ACTIVATIONS", Path(__file__).parents[3] / "shared/data/activations"))
 
 
@@ -53,7 +54,7 @@ def round_up(length: int, multiple: int = 8) -> int:
 
 
 def integers(m: int, k: int, n: int, gated: bool = True, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Neurons fire at rates between a few and sixty percent."""
+    """A layer of small integers, whose neurons fire for a few to sixty percent of the tokens."""
     generator = random(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -67,7 +68,7 @@ def integers(m: int, k: int, n: int, gated: bool = True, seed: int = 0) -> tuple
 
 
 def normal(m: int, k: int, n: int, gated: bool = True, rate: float = 0.1, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Real numbers; every neuron fires for a share `rate` of tokens."""
+    """A layer of normal numbers, in which every neuron fires for about a share `rate` of the tokens."""
     generator = random(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -81,7 +82,8 @@ def normal(m: int, k: int, n: int, gated: bool = True, rate: float = 0.1, seed: 
 
 
 def one_hot(gate: Tensor, k: int = 0) -> tuple[Tensor, Tensor]:
-    """(x, w) with relu(x w^T) = relu(gate), for any finite bfloat16 gate [M, N]: K is M rounded up, or k if more."""
+    """(x, w) with relu(x w^T) = relu(gate), for any finite bfloat16 gate [M, N]. K is M rounded up to 8, or k if k is
+    larger."""
     m, n = gate.shape
     k = max(round_up(m), k)
     x = torch.eye(m, k, device=DEVICE, dtype=torch.bfloat16)
@@ -91,14 +93,14 @@ def one_hot(gate: Tensor, k: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def layer_of(gate: Tensor, gated: bool, seed: int = 0, k: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A layer with that gate, bit for bit; with small integers in `gate`, a layer of integers."""
+    """A layer whose gate is `gate`, bit for bit. If `gate` has small integers, so has the whole layer."""
     x, first = one_hot(gate, k)
     _, ws = integers(1, x.shape[1], len(first), gated, seed)
     return x, [first, *ws[1:]]
 
 
 def recorded(name: str, tokens: int) -> ffn_patterns.Block:
-    """A pattern of ffn_patterns; skips where it needs recordings that are not there."""
+    """The block of a pattern of ffn_patterns. Skips the test if that needs recordings that are not there."""
     if problem := ffn_patterns.obstacle(name, ACTIVATIONS):
         pytest.skip(f"{problem}; SPARSELLM_ACTIVATIONS names their folder")
     if name not in ffn_patterns.RECORDED:
@@ -109,7 +111,7 @@ def recorded(name: str, tokens: int) -> ffn_patterns.Block:
 
 # Which neurons fire: patterns of a gate, bool [M, N].
 
-SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # beside W
+SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # nonzeros of every segment, less its words W
 PATTERNS = (
     *ffn_patterns.SYNTHETIC, "none", "all", "one neuron for every token", "one token for every neuron",
     "every other tile", "last columns", *SLOTS, "255 of a tile", "256 of a tile", "full rows",
@@ -117,6 +119,7 @@ PATTERNS = (
 
 
 def firing(name: str, m: int, n: int) -> Tensor:
+    """bool [M, N] of one of PATTERNS."""
     generator = random(len(name))
     fires = torch.zeros((m, n), dtype=torch.bool, device=DEVICE)
     noise = torch.rand((m, n), device=DEVICE, generator=generator)
@@ -136,7 +139,7 @@ def firing(name: str, m: int, n: int) -> Tensor:
         fires[:, torch.arange(n, device=DEVICE) // COLUMN_TILE % 2 == 0] = False
     elif name == "last columns":
         fires[:, -1] = fires[-1, -8:] = True
-    elif name == "full rows":  # about where rows are treated in another way, and as full as can be
+    elif name == "full rows":  # counts at which kernels branch, and rows that fire every neuron
         counts = [ROW_CAPACITY - 1, ROW_CAPACITY, ROW_CAPACITY + 1, n, 0, 1, *CHUNKS]
         for row, count in enumerate(counts):
             of_row = noise[row :: len(counts)]
@@ -149,13 +152,14 @@ def firing(name: str, m: int, n: int) -> Tensor:
 
 
 def any_values(fires: Tensor, seed: int = 0) -> Tensor:
-    """Any positive normal bfloat16 number where it fires, elsewhere any negative one."""
+    """A gate of arbitrary normal bfloat16 numbers: positive where `fires`, negative elsewhere."""
     bits = torch.randint(0x0080, 0x7F80, fires.shape, device=DEVICE, generator=random(seed))
     values = bits.to(torch.int16).view(torch.bfloat16)
     return torch.where(fires, values, -values)
 
 
 def small_integers(fires: Tensor, seed: int = 0) -> Tensor:
+    """A gate of small integers: positive where `fires`, negative elsewhere."""
     values = torch.randint(1, 5, fires.shape, device=DEVICE, generator=random(seed)).bfloat16()
     return torch.where(fires, values, -values)
 
@@ -164,7 +168,8 @@ def small_integers(fires: Tensor, seed: int = 0) -> Tensor:
 
 
 def poison(reserve: int = 1 << 30) -> None:
-    """Fill the free memory of torch's allocator with 0xff, NaN as a float, -1 as an integer: torch.empty returns it."""
+    """Fill the free memory of torch's allocator with 0xff, which is NaN as a float and -1 as an integer. torch.empty
+    then returns such memory, so that a kernel which reads what nothing wrote gives a wrong result."""
     mib = 1 << 20
 
     def take(size: int) -> Tensor:
@@ -175,9 +180,9 @@ def poison(reserve: int = 1 << 30) -> None:
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         if segment["stream"] != stream or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
-            continue  # neither another stream's memory nor a CUDA graph's comes here
+            continue  # memory of another stream or of a CUDA graph, which this stream's torch.empty does not return
         free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-        if segment["segment_type"] == "small":  # more than a MiB would be taken from large segments
+        if segment["segment_type"] == "small":  # a request of more than a MiB would be served from large segments
             free = [part for size in free for part in [mib] * (size // mib) + [size % mib]]
         sizes += free
     held += [take(size) for size in sorted(sizes) if size]
@@ -189,18 +194,19 @@ def poison(reserve: int = 1 << 30) -> None:
 
 
 def product(a: Tensor, w: Tensor) -> Tensor:
-    """a w^T without error, rounded once."""
+    """a w^T, computed in float64 and rounded to bfloat16 once."""
     return (a.double() @ w.double().T).bfloat16()
 
 
 def stepwise(x: Tensor, ws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, h, y): products without error, one rounding wherever the operators have one."""
+    """(g, h, y) with exact products, rounded wherever the operator rounds."""
     g = torch.relu(product(x, ws[0]))
     h = g if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16()
     return g, h, product(h, ws[-1])
 
 
 def dense(x: Tensor, *ws: Tensor) -> Tensor:
+    """y by dense PyTorch, in the dtype of the inputs."""
     h = torch.relu(x @ ws[0].T)
     if len(ws) == 3:
         h = h * (x @ ws[1].T)
@@ -213,7 +219,8 @@ def layer(ws: list[Tensor]) -> list[Tensor | None]:
 
 
 def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = None) -> FeedForwardOutput:
-    """By the operator, or by an accelerated block's choice, which has a copy of w_down by neuron."""
+    """The results of `engine`: by the operator, or by `choice`, as an accelerated block calls it, with a copy of w_down
+    by neuron."""
     if choice is None:
         return feedforward(x, *layer(ws), Plan.of(engine))
     y, l1, fired, counts = choice.run(x, *layer(ws))
@@ -221,7 +228,8 @@ def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = 
 
 
 def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractContextManager]]:
-    """(name, engine, where to run it) of each engine; dense twice: with the kernels for many tokens, and for few."""
+    """Yields (name, engine, context to run it in) for each engine; for dense twice, so that its kernels for many tokens
+    and those for few both run."""
     for engine in engines:
         if engine == "dense":
             yield "dense, fused", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", 0)
@@ -231,7 +239,7 @@ def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractCon
 
 
 def check_exact(x: Tensor, ws: list[Tensor], what: str, engines: tuple[str, ...] = ENGINES) -> None:
-    """Every engine's results on a layer of integers are the right ones, bit for bit."""
+    """Assert that every engine's results on a layer of integers are right, bit for bit."""
     g, h, y = stepwise(x, ws)
     sums = torch.where(h.isfinite(), h, 0).abs().double() @ ws[-1].abs().double().T
     assert sums.max() < EXACT, f"{what}: the test's own sums are not exact"
@@ -252,18 +260,19 @@ def check_exact(x: Tensor, ws: list[Tensor], what: str, engines: tuple[str, ...]
 
 
 def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) -> None:
+    """Assert that what was counted is right for the gate g [M, N]."""
     active = g != 0
     nnz, fired, union = active.sum(), active.any(0), reference.union(active)
     assert_equal(out.nnz, nnz, f"{name}: nnz")
     assert_equal(out.fired, fired, f"{name}: fired")
-    if engine == "tile" and dispatch.orders(len(g)):  # its tiles are of tokens in another order
+    if engine == "tile" and dispatch.orders(len(g)):  # the tiles of ordered tokens are not known here
         assert fired.sum() <= out.union <= nnz, f"{name}: union {out.union}, of {fired.sum()} neurons, {nnz} nonzeros"
     else:
         assert_equal(out.union, union, f"{name}: union")
 
 
 def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
-    """All of the packed form is that of `gate` [M, N]; NaN may be any NaN."""
+    """Assert that `packed` is the packed form of `gate` [M, N] in all that the format defines; NaN may be any NaN."""
     expected = twell.pack(gate)
     words, expected_words = (twell.segments(p.words) for p in (packed, expected))
     for field in ("row_counts", "fired", "mask", "nnz", "wide_segments", "union"):
@@ -279,7 +288,7 @@ def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
 
 
 def check_accuracy(x: Tensor, ws: list[Tensor], what: str) -> None:
-    """Every engine's y is as accurate as dense PyTorch's, and its statistics are those of the gate it computed."""
+    """Assert that every engine's y is as accurate as dense PyTorch's, and its statistics are those of its own gate."""
     exact, theirs = dense(x.double(), *(w.double() for w in ws)), dense(x, *ws)
     for engine in ENGINES:
         name = f"{what}, {engine}"
@@ -290,7 +299,8 @@ def check_accuracy(x: Tensor, ws: list[Tensor], what: str) -> None:
         check_statistics(out, g, engine, name)
         h = g.double() if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16().double()
         l1 = h.abs().sum()
-        # A sum in another order may round u, and h after it, to a neighbour: each neuron on its own, up or down.
+        # Summed in another order, u may round to a neighbouring bfloat16 number, and so may h: each neuron's by itself,
+        # up or down, so the errors add up as a norm does.
         neighbours = 2**-7 * (h.norm() / l1.clamp(min=1e-30)).item()
         assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24 + neighbours, f"{name}: l1")
 
@@ -299,7 +309,7 @@ def check_accuracy(x: Tensor, ws: list[Tensor], what: str) -> None:
 
 
 def assert_equal(found: Tensor, expected: Tensor, what: str) -> None:
-    """Equal values; NaN equals NaN, and -0.0 equals 0.0."""
+    """Assert equal values; NaN equals NaN, and -0.0 equals 0.0."""
     assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
     same = (found == expected) | (found.isnan() & expected.isnan())
     if same.all():
@@ -321,7 +331,7 @@ def assert_close(found: Tensor, expected: Tensor, relative: float, what: str) ->
 
 
 def assert_as_accurate(found: Tensor, theirs: Tensor, exact: Tensor, what: str, factor: float = 2) -> None:
-    """Neither the norm of the error nor its largest entry is more than `factor` times theirs."""
+    """Assert that neither the norm of the error nor its largest entry is more than `factor` times that of `theirs`."""
     assert found.shape == exact.shape, f"{what}: shape {list(found.shape)}, not {list(exact.shape)}"
     if not found.numel():
         return
@@ -329,7 +339,7 @@ def assert_as_accurate(found: Tensor, theirs: Tensor, exact: Tensor, what: str, 
     for measure, mine, allowed in (
         ("error", ours.norm(), other.norm()), ("largest error", ours.abs().max(), other.abs().max())
     ):  # fmt: skip
-        if not mine <= factor * allowed:  # NaN is refused
+        if not mine <= factor * allowed:  # `not <=`, so that NaN fails
             bad = torch.where(ours.isnan(), torch.inf, ours.abs())
             place = tuple(int(i) for i in torch.unravel_index(bad.argmax(), bad.shape))
             pytest.fail(

@@ -1,7 +1,7 @@
-"""The gradients of the operators on the CUDA kernels, against one right answer where there is one, else float64.
+"""The gradients of the operator on the CUDA kernels, against one right answer where there is one, else float64.
 
-Layers of integers make every sum exact, so that a gradient has one right answer: each product without error, one
-rounding wherever the operators have one (sparsellm/ops/reference.py), dx rounded once.
+With layers of integers every sum is exact, so a gradient has one right answer: exact products, rounded wherever the
+operator rounds (sparsellm/ops/reference.py), and dx rounded once.
 """
 
 import kernel_cases as cases
@@ -19,7 +19,7 @@ DL1 = 0.5
 
 
 def gradients(engine, x, ws, dy):
-    """(dx, dw ...) of y . dy + DL1 l1, in poisoned memory."""
+    """(output, (dx, dw ...)) of `engine`, for the loss y . dy + DL1 l1; all memory is poisoned before each pass."""
     inputs = [t.detach().requires_grad_() for t in (x, *ws)]
     cases.poison()
     out = feedforward(inputs[0], *cases.layer(inputs[1:]), Plan.of(engine))
@@ -29,7 +29,7 @@ def gradients(engine, x, ws, dy):
 
 
 def stepwise(x, ws, dy):
-    """(dx, dw ...): products without error, one rounding wherever the operators have one."""
+    """(dx, dw ...) with exact products, rounded wherever the operator rounds."""
     first, *up, w_down = ws
     g, h, _ = cases.stepwise(x, ws)
     u = product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
@@ -53,7 +53,7 @@ def check(x, ws, dy, what, engines=ENGINES):
             _, found = gradients(engine, x, ws, dy)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
-                continue  # the sum of two products, each rounded
+                continue  # the dense engine adds two rounded products, so its dx has other bits
             assert_equal(ours, right, f"{what}, {way}: {name}")
 
 
@@ -85,7 +85,7 @@ def test_gradients_are_exact_at_any_shape(m, gated):
 
 @GATED
 def test_gradients_of_the_dense_engine_are_exact_in_many_rounds(gated):
-    """More tiles for each CTA than the fused kernels keep drawn ones of."""
+    """A CTA computes more tiles than the fused kernels have places for drawn tiles, so the places are used again."""
     check_shape(20_001, 264, 2048, gated, engines=("dense",))
 
 

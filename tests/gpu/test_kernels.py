@@ -1,7 +1,7 @@
-"""What the CUDA kernels compute, against one right answer where there is one and else against float64.
+"""What the CUDA kernels compute, against one right answer where there is one, else against float64.
 
-Memory is poisoned before every call and inputs are fresh. tests/gpu/test_kernels_in_torch.py: the same operators inside
-of graphs, streams, compilers, autograd and models.
+Before every call, free memory is poisoned and inputs are made anew. How torch runs the kernels, in graphs, streams,
+compilers, autograd and models, is in tests/gpu/test_kernels_in_torch.py.
 """
 
 import kernel_cases as cases
@@ -24,7 +24,7 @@ def gate_pack(x, w):
 
 
 def tile_engine(x, ws, ordered=None, capacity=None, long_capacity=None, saving=False):
-    """(y, l1, fired, counts, saved), with what the operator chooses chosen."""
+    """(y, l1, fired, counts, saved) of the C++ operator; what is None is chosen as the driver does (ops/cuda.py)."""
     m, n = len(x), len(ws[0])
     capacity = cuda.capacity_of(m, n, dispatch.ROOM) if capacity is None else capacity
     ordered = dispatch.orders(m) if ordered is None else ordered
@@ -36,7 +36,7 @@ def tile_engine(x, ws, ordered=None, capacity=None, long_capacity=None, saving=F
 
 
 def saved_field(saved, x, ws, name, dtype):
-    """A field of the plan that a tile engine saved (kernels/engines.h: tile_saved_field)."""
+    """The field `name` of the plan in a tile engine's saved buffer (kernels/engines.h: tile_saved_field)."""
     return torch.ops.sparsellm_cuda.tile_saved_field(saved, len(x), len(ws[0]), len(ws) == 3, name).view(dtype)
 
 
@@ -45,7 +45,7 @@ def test_empty_memory_is_poisoned():
         cases.poison()
         held = [torch.empty(n, dtype=torch.bfloat16, device=DEVICE) for n in (1, 77, 5_000, 600_000, 20_000_000)]
         assert [bool(t.isnan().all()) for t in held] == [True] * len(held)
-        del held[::2]  # leaves holes
+        del held[::2]  # leaves holes between allocations for the second round
 
 
 # gate_pack.
@@ -74,7 +74,8 @@ def test_gate_pack_is_exact_at_any_shape(m):
     ("m", "k", "n"), [(40_001, 8, 2048), (40_000, 64, 2056), (40_000, 136, 2048), (2600, 2048, 16_384)]
 )
 def test_gate_pack_in_many_rounds(m, k, n):
-    """Units that are drawn by clusters, also where one of their two CTAs has nothing to pack; bands of w."""
+    """Clusters draw many pairs, in some of which one of the two CTAs has nothing to pack; the last shape has a w so
+    large that it is done in bands of columns."""
     x, (w, *_) = cases.integers(m, k, n)
     odd = (torch.arange(m, device=DEVICE) // TOKEN_TILE % 2 == 1)[:, None]
     for name, some in (("all", x), ("first", x.where(~odd, 0)), ("second", x.where(odd, 0))):
@@ -95,7 +96,8 @@ def test_gate_pack_takes_the_widest_layers(k, n, m):
 @pytest.mark.parametrize("m", [16, 64, 65, 1000, 4088])
 @pytest.mark.parametrize(("k", "n"), [(264, 1000), (2048, 5632)])
 def test_gate_pack_is_as_accurate_as_cublas(k, n, m):
-    """Both round once, and float32 sums hardly matter beside: the error may exceed cuBLAS's by a twentieth."""
+    """Both errors are of one rounding to bfloat16, beside which the order of float32 sums hardly matters: so the error
+    may exceed cuBLAS's by a twentieth."""
     x, (w, *_) = cases.normal(m, k, n)
     packed = gate_pack(x, w)
     g, exact = twell.unpack(packed, n), torch.relu(x.double() @ w.double().T)
@@ -110,14 +112,16 @@ def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
     w = torch.zeros((n, k), device=DEVICE, dtype=torch.bfloat16)
     x = torch.zeros((8, k), device=DEVICE, dtype=torch.bfloat16)
     bits = torch.tensor([0, -0x8000, 1, 2, 0x7F, 0x80, 0x7F7F, -0x7FFF, -0x8000 + 0x80, 0x3F80], device=DEVICE)
-    w[:, 0] = bits.to(torch.int16).view(torch.bfloat16).repeat(n // len(bits) + 1)[:n]  # zeros, subnormals, largest
+    # zeros, subnormals, the largest numbers
+    w[:, 0] = bits.to(torch.int16).view(torch.bfloat16).repeat(n // len(bits) + 1)[:n]
     x[0, 0] = 1
     below = torch.tensor([2.0**-65, 2.0**-64, 1.5 * 2.0**-64, 2.0**-63, -(2.0**-63), 2.0**-56], device=DEVICE)
-    w[:, 1] = below.bfloat16().repeat(n // len(below))  # with 2^-70: to zero, a tie, the smallest number, itself
+    # times 2^-70: rounds to zero, is a tie, rounds to the smallest number, is that number
+    w[:, 1] = below.bfloat16().repeat(n // len(below))
     x[1, 1] = 2.0**-70
     x[2] = -0.0
     w[:, 3] = torch.randint(-1, 2, (n,), device=DEVICE, generator=generator).bfloat16()
-    x[3, 3] = torch.inf  # inf, -inf, and NaN for 0
+    x[3, 3] = torch.inf  # times w gives inf, -inf, and NaN where w is 0
     x[4, 9] = torch.nan
     w[:, 5], w[:, 6] = torch.finfo(torch.bfloat16).max, 2.0**119
     x[5, 5:7] = 1  # rounds up to inf
@@ -135,7 +139,7 @@ def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
 
 @pytest.mark.parametrize("m", [3, 17, 40, 63, 65, 200])
 def test_nothing_fires_behind_the_last_token(m):
-    """There the kernels read zeros for x, and zero times infinity is not a number."""
+    """Behind the last token the kernels read zeros for x; zero times an infinite weight is NaN, which would fire."""
     x, w = (torch.zeros((rows, 16), device=DEVICE, dtype=torch.bfloat16) for rows in (m, 264))
     x[:, 0], w[:, 0] = -1, torch.inf
     gate = torch.relu(cases.product(x, w))
@@ -149,7 +153,7 @@ def test_nothing_fires_behind_the_last_token(m):
         assert not counts.any(), f"M {m}, {way}: counts {counts.tolist()}"
 
 
-# The operators: one right answer.
+# The operator, where there is one right answer.
 
 
 @GATED
@@ -162,7 +166,7 @@ def test_every_engine_is_exact_at_any_shape(m, gated):
 
 @GATED
 def test_the_dense_engine_is_exact_in_many_rounds(gated):
-    """More tiles for each CTA than its kernel keeps drawn ones of."""
+    """A CTA computes more tiles than its kernel has places for drawn tiles, so the places are used again."""
     x, ws = cases.integers(20_001, 264, 2048, gated)
     check_exact(x, ws, "M 20,001", engines=("dense",))
 
@@ -176,7 +180,7 @@ def test_every_engine_takes_the_widest_layers(k, n, gated):
 @GATED
 @pytest.mark.parametrize("m", [1, 16, 40, 64, 130])
 def test_the_widest_rows_that_fire_every_neuron(m, gated):
-    """65,536 nonzeros of a row: one more than 16 bits hold."""
+    """A row of 65,536 nonzeros, a count that is one more than 16 bits hold."""
     x, ws = cases.integers(m, 8, 65_536, gated)
     ws[0].zero_()
     ws[0][:, 0] = 1  # as x[:, 0] is
@@ -193,7 +197,8 @@ def test_every_engine_takes_wide_tokens(k, gated):
 @GATED
 @pytest.mark.parametrize("m", [600, 1500, 8192, 9001, 20_000])
 def test_every_engine_takes_many_tokens(m, gated):
-    """Tokens ordered in several chunks, rows cut into other chunks, every CTA at work more than once."""
+    """Enough tokens that they are ordered in several chunks, that rows are cut into larger chunks, and that every CTA
+    has several units of work."""
     for name in ("synthetic29", "synthetic300", "full rows"):
         gate = cases.small_integers(cases.firing(name, 256, 5632))
         x, ws = cases.layer_of(gate, gated)
@@ -220,7 +225,7 @@ def test_no_tokens(engine, gated):
     assert not out.fired.any()
 
 
-UNIONS = {  # neurons of consecutive token tiles
+UNIONS = {  # how many neurons fire in each of consecutive token tiles
     "around blocks and items": [1, 63, 64, 65, 255, 256, 257, 1],
     "none between full": [5632, 0, 5632, 0, 0, 5632],
     "none at the ends": [0, 0, 300, 0],
@@ -239,7 +244,7 @@ def test_tiles_of_any_union(sizes, gated):
     fires = torch.zeros((len(sizes) * TOKEN_TILE, n), dtype=torch.bool, device=DEVICE)
     for size, tile in zip(sizes, fires.split(TOKEN_TILE), strict=True):
         neurons = torch.randperm(n, device=DEVICE, generator=generator)[:size]
-        for _ in range(2):  # each fires for one token or two
+        for _ in range(2):  # each neuron fires for one or two tokens of the tile
             tokens = torch.randint(TOKEN_TILE, (size,), device=DEVICE, generator=generator)
             tile[tokens, neurons] = True
     for rows in (len(fires), len(fires) - 1, len(fires) - 100):
@@ -298,7 +303,7 @@ def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
 @GATED
 @pytest.mark.parametrize("m", [1, 2, 4, 16, 64, 100, 200])
 def test_rows_that_fire_every_neuron(m, gated):
-    """Alone, among sparse rows, and nothing but such rows."""
+    """Rows that fire every neuron: one of them, every third row, all rows."""
     n = 5632
     sparse = torch.rand((m, n), device=DEVICE, generator=cases.random(m)) < 30 / n
     for heavy in (slice(m // 2, m // 2 + 1), slice(0, None, 3), slice(None)):
@@ -308,8 +313,9 @@ def test_rows_that_fire_every_neuron(m, gated):
         check_exact(*cases.layer_of(gate, gated), f"M {m}, heavy rows {heavy}")
 
 
-# Nonzeros of consecutive rows. The row engine deals up to 64 rows to clusters, each row, or pieces of one of very many,
-# to one, and several to each where they are more; from 65 rows on it cuts them into runs whatever rows they are in.
+# How many nonzeros consecutive rows have. Up to 64 rows, the row engine deals rows to clusters: a row to a cluster, the
+# pieces of a row of very many nonzeros to several, and several rows to a cluster if there are more rows than clusters.
+# From 65 rows on, the nonzeros of all rows are cut into equal runs, wherever rows end.
 RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,
@@ -333,7 +339,7 @@ RUNS = {
 
 
 @GATED
-@pytest.mark.parametrize("k", [8, 2048])  # at 2048 CTAs of two clusters share an SM
+@pytest.mark.parametrize("k", [8, 2048])  # at 2048, CTAs of two clusters share an SM
 @pytest.mark.parametrize("counts", RUNS.values(), ids=RUNS)
 def test_rows_of_any_length_in_runs_or_clusters(counts, k, gated):
     noise = torch.rand((len(counts), 5632), device=DEVICE, generator=cases.random(0))
@@ -400,7 +406,7 @@ def test_inputs_of_any_layout(engine, gated):
     assert_equal(cases.run(engine, repeated, ws).y, y[7:8].expand(m, k), "one row for all: y")
 
 
-# The operators: real numbers, against float64.
+# The operator on normal numbers, against float64.
 
 
 @GATED

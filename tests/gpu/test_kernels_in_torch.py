@@ -1,4 +1,4 @@
-"""The operators on CUDA kernels as torch runs them: same bits, graphs, streams, compiling, autograd, models."""
+"""The operator on CUDA kernels as torch runs it: the same bits, graphs, streams, compiling, autograd, models."""
 
 import copy
 import threading
@@ -39,7 +39,7 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
         assert_same(cases.run(engine, x, ws, choice=choice), first, "alone")
     side, busy = torch.cuda.Stream(), x.new_ones((4096, 4096))
     side.wait_stream(torch.cuda.current_stream())
-    for rounds in range(1, 6):  # other work takes some multiprocessors, for ever longer
+    for rounds in range(1, 6):  # in each round, other work occupies multiprocessors for longer
         with torch.cuda.stream(side):
             for _ in range(rounds):
                 busy @ busy
@@ -61,7 +61,7 @@ def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
     none, all_ = torch.zeros(m, n, dtype=torch.bool, device=DEVICE), torch.ones(m, n, dtype=torch.bool, device=DEVICE)
     for seed, fires in enumerate([none, all_, none, *[None] * 3]):
         new_x, new_ws = cases.integers(m, k, n, gated, seed + 1)
-        if fires is not None:  # x holds nothing but the threshold's one
+        if fires is not None:  # but for its column of ones, x is zero: the threshold alone decides
             new_x[:, 1:] = 0
             new_ws[0][:, 0] = 3.0 if fires.any() else -3.0
         x.copy_(new_x)
@@ -94,7 +94,7 @@ def test_nothing_waits_for_the_device(engine, gated):
 @ENGINE
 @pytest.mark.parametrize("m", [16, 300])
 def test_work_goes_to_the_current_stream(m, engine):
-    """Where its input arrives late."""
+    """A side stream writes the input late, so work on another stream would read what was there before."""
     x, ws = cases.integers(m, 264, 1000)
     late, choice = torch.full_like(x, torch.nan), EngineChoice(engine)
     expected = cases.run(engine, x, ws, choice=choice)
@@ -141,10 +141,11 @@ def test_autocast_casts(engine, gated):
 @pytest.mark.parametrize("m", [16, 130])
 def test_opcheck(m, stored, engine, gated):
     x, ws = cases.integers(m, 64, 264, gated)
-    saving = engine != "row"  # which has no backward
+    saving = engine != "row"  # row has no backward
     x, *ws = (t.requires_grad_(saving) for t in (x, *(w.to(stored) for w in ws)))
     inputs = (x, *cases.layer(ws), Plan.of(engine).tensor(), saving)
-    # What the tile engine saves is undefined where there is room left, so that two calls cannot be compared.
+    # What the tile engine saves is undefined where lists have room left, so the results of two calls cannot be
+    # compared.
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests += ["test_aot_dispatch_dynamic"] if engine != "tile" else []
     torch.library.opcheck(torch.ops.sparsellm.feedforward, inputs, test_utils=tests)
@@ -177,7 +178,7 @@ def test_gradients_are_as_accurate_as_dense_pytorchs(m, k, n, engine, gated):
 @GATED
 @ENGINE
 def test_a_changed_weight_is_heeded(engine, gated):
-    """By the copy of w_down that a choice keeps."""
+    """An EngineChoice keeps a copy of w_down, which it must make anew when the weight has changed."""
     x, ws = cases.integers(130, 264, 1000, gated)
     choice = EngineChoice(engine)
     assert_same(cases.run(engine, x, ws, choice), cases.run(engine, x, ws), "fresh")
@@ -209,12 +210,12 @@ def token_ids(sequences, positions):
 def test_an_accelerated_model_is_as_accurate_as_its_own(name, engine):
     model = hugging_face(name)
     precise = copy.deepcopy(model).float()
-    for ids in (token_ids(2, 100), token_ids(1, 5)):  # above and below one token tile
+    for ids in (token_ids(2, 100), token_ids(1, 5)):  # more and fewer tokens than a token tile has
         theirs, exact = model(ids).logits, precise(ids).logits.double()
         sparsellm.accelerate(model, "cuda", engine)
         for call in range(3):
             assert_as_accurate(model(ids).logits, theirs, exact, f"{ids.numel()} tokens, call {call}")
-            torch.cuda.synchronize()  # counts arrive: the next call may choose another engine
+            torch.cuda.synchronize()  # so that counts have arrived, and the next call may choose another engine
         sparsellm.restore(model)
         assert_equal(model(ids).logits, theirs, "restored")
 
@@ -235,7 +236,7 @@ def test_an_accelerated_model_generates(name, engine):
 @pytest.mark.parametrize("engine", [None, *ENGINES])
 @torch.no_grad()
 def test_our_decoder_under_autocast(engine, gated):
-    """As validation runs it: float32 weights, bfloat16 products."""
+    """The decoder as validation runs it: float32 weights, bfloat16 products."""
     torch.manual_seed(0)
     config = ModelConfig(96, 256, 512, 2, 4, context_length=256, init_std=0.1, gated=gated)
     model = Decoder(config, Activation.relu).to(DEVICE).eval()
@@ -251,7 +252,8 @@ def test_our_decoder_under_autocast(engine, gated):
     for _ in range(2):
         logits, out = under_autocast()
         assert_as_accurate(logits, theirs, exact, "logits")
-        # The first layer's input is the same: a gate that rounds to another side of zero is all that may differ.
+        # The first layer's input is the same in both, so its counts differ only where a z near zero rounds to another
+        # side.
         assert abs(out.nnz[0] - plain.nnz[0]) <= 1 + plain.nnz[0] * 2**-8
         assert out.fired.shape == plain.fired.shape
         assert out.ce.isfinite()
@@ -260,7 +262,8 @@ def test_our_decoder_under_autocast(engine, gated):
 
 @GATED
 def test_threads_with_layers_of_other_sizes_do_not_disturb_each_other(gated):
-    """How much shared memory a kernel may use is its own attribute: one thread must not lower it for another."""
+    """How much shared memory a kernel may use is an attribute of the kernel, which all threads share: a thread with a
+    narrow layer must not lower it for a thread with a wide one."""
     layers = [cases.integers(300, 264, n, gated) for n in (1000, 16_384)]
     expected = [cases.run("tile", x, ws) for x, ws in layers]
     problems = []
@@ -286,7 +289,7 @@ def test_a_compiled_model_replays_cuda_graphs_of_the_engines_it_was_captured_wit
     torch._dynamo.utils.counters.clear()
     model = sparsellm.accelerate(hugging_face("llama"), "cuda")
     for block in model.model.layers:
-        block.mlp.choice.calls[0] = 1  # or the first call would be counted, and another engine be chosen
+        block.mlp.choice.calls[0] = 1  # else the first call would be counted, and another engine be chosen
     ids = token_ids(4, 1)
     with torch.no_grad():
         run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -299,7 +302,8 @@ def test_a_compiled_model_replays_cuda_graphs_of_the_engines_it_was_captured_wit
     calls = [block.mlp.choice.calls[0] for block in model.model.layers]
     for output in outputs:
         assert_equal(output, outputs[0], "a replay")
-    assert (outputs[0] - expected).norm() <= 2**-6 * expected.norm()  # inductor rounds at other places
+    # inductor rounds in other places than eager PyTorch
+    assert (outputs[0] - expected).norm() <= 2**-6 * expected.norm()
     with torch.no_grad():
         run(ids, use_cache=False)
     assert [block.mlp.choice.calls[0] for block in model.model.layers] == calls  # a replay runs no Python

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the training path: nothing waits, nothing recompiles, the same bits twice."""
+"""What only a GPU can show of training: the host does not wait, nothing recompiles, a resumed run has the same bits."""
 
 import os
 
@@ -14,12 +14,13 @@ from sparsellm.training.metrics import METRICS, read
 
 pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]
-PLANNED = [*CUDA, "runtime.deterministic=false"]  # the small run is deterministic, and so has no plans
+# small runs are deterministic unless told otherwise, and such runs have no plans
+PLANNED = [*CUDA, "runtime.deterministic=false"]
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Each test compiles for itself: together they would reach the limit of recompilations."""
+    """Each test compiles for itself, because all tests together would reach the limit of recompilations."""
     torch._dynamo.reset()
 
 
@@ -41,7 +42,7 @@ def test_a_step_and_its_report_never_wait_for_the_device(overrides, tmp_path):
         def step():
             return trainer._reduce(*trainer.advance(batches), stop=False)
 
-        step().read()  # compiles
+        step().read()  # the first step compiles, which waits
         torch.cuda.set_sync_debug_mode("error")
         try:
             reports = [step() for _ in range(3)]
@@ -63,7 +64,8 @@ def test_steps_after_the_first_compile_nothing(tmp_path):
 
 
 def alternate(monkeypatch):
-    """Let the layers change their engine with every decision, each in turn: neither pays in a model this small."""
+    """Replace the policy, which would keep a model this small dense: layers take turns in changing their engine, some
+    at every decision."""
     decisions = iter(range(1000))
 
     def choose(*_, current):
@@ -76,7 +78,7 @@ def alternate(monkeypatch):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_plans_change_without_compiling_or_waiting(recompute, tmp_path, monkeypatch):
-    """But for the counts of the step before the last, which are waited for by an event."""
+    """The host waits for the counts of the step before the last alone, by an event, which the debug mode allows."""
     alternate(monkeypatch)
     with small_trainer(tmp_path / "run", *PLANNED, f"runtime.recompute={recompute}") as trainer:
         batches, seen = trainer.data.batches(None), []
@@ -105,7 +107,7 @@ def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
     set_determinism(True)
     try:
         overrides = [*CUDA, "runtime.deterministic=true", f"runtime.recompute={recompute}", "run.checkpoint_every=6"]
-        # Wide enough for flash attention and its backward.
+        # Heads of 64, wide enough for flash attention and its backward.
         overrides += ["model.hidden_size=256", "model.num_heads=4", "model.intermediate_size=512"]
         with small_trainer(tmp_path / "straight", *overrides) as trainer:
             assert trainer.fit() == 0
@@ -129,14 +131,15 @@ def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("stopped_after", [4, 5, 6])
 def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkeypatch):
-    """And with the same decisions, wherever they are under way: what plans need is deterministic once PyTorch is."""
+    """A run that is stopped before, at or after a decision makes the same decisions, and has the same bits, as a run
+    that is not: all that plans depend on is deterministic if PyTorch is."""
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
-    # Decisions follow from what was counted, to the last nonzero, and from the plan in effect.
+    # This policy depends on every single nonzero that was counted, and on the plan in effect.
     monkeypatch.setattr(
         plans, "choose_training_engine", lambda *counted, current: Engine((round(counted[3]) + current // 2) % 2 * 2)
     )
     overrides = [*PLANNED, "logging.every=1"]
-    # Wide enough for flash attention and its backward.
+    # Heads of 64, wide enough for flash attention and its backward.
     overrides += ["model.hidden_size=256", "model.num_heads=4", "model.intermediate_size=512"]
 
     def run(folder, steps):
@@ -154,7 +157,7 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
     set_determinism(True)
     try:
         run(tmp_path / "stopped", stopped_after)
-        resumed, _ = run(tmp_path / "stopped", stopped_after)  # nothing but resumes
+        resumed, _ = run(tmp_path / "stopped", stopped_after)  # only resumes, and takes no step
         assert resumed == run(tmp_path / "straight", stopped_after)[0]
         (stopped, ours), (straight, theirs) = (run(tmp_path / name, 12) for name in ("stopped", "never"))
     finally:
@@ -170,13 +173,14 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("gated", ["true", "false"], ids=["gated", "nongated"])
 def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
-    """With too little room too: exact, counted, and given more by the next decision."""
+    """So does a step whose lists have too little room: rest_calls counts it, and the next decision gives more room."""
     sums, norms = {}, {}
     overrides = [*PLANNED, "model.hidden_size=256", "model.intermediate_size=5632", f"model.gated={gated}"]
     overrides += ["model.context_length=512", "training.sequence_length=512", "runtime.micro_batch_size=8"]
     for name, plan in (("dense", Plan()), ("tile", Plan.of("tile")), ("small room", Plan.of("tile", room=32))):
         with small_trainer(tmp_path / name, *overrides) as trainer:
-            silent = torch.arange(5632, device="cuda") % 56 != 0  # the others fire on half of the tokens: 50 on each
+            # each of the others fires for half of the tokens: 50 per token
+            silent = torch.arange(5632, device="cuda") % 56 != 0
             for layer, of_layer in zip(trainer.decoder.layers, trainer.plans.tensors, strict=True):
                 with torch.no_grad():
                     (layer.mlp.gate_proj if gated == "true" else layer.mlp.up_proj).weight[silent] = 0
@@ -186,8 +190,9 @@ def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
             assert sums[name].rest_calls.tolist() == [int(name == "small room")] * 2
             for _ in range(2):
                 trainer.advance(batches)
-            assert all(plan.room == ROOM for plan in trainer.plans.plans)  # for 50 on each
-    # Roundings to bfloat16 fall otherwise in each engine; exactness is for test_gradients.py.
+            # what the policy gives for 50 nonzeros per token
+            assert all(plan.room == ROOM for plan in trainer.plans.plans)
+    # Engines round to bfloat16 in different places, so only closeness is asserted; test_gradients.py asserts exactness.
     for name in ("tile", "small room"):
         assert sums[name].ce.item() == pytest.approx(sums["dense"].ce.item(), rel=2**-8)
         assert norms[name].item() == pytest.approx(norms["dense"].item(), rel=2**-6)

@@ -1,4 +1,4 @@
-// Host side of the launchers: tensor maps, launches, the properties of the device.
+// What the launchers need on the host: tensor maps, launches, the properties of the device.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@ namespace sparsellm {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The number of SMs of the current device.
 inline cudaError_t multiprocessors(int* count) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -19,8 +20,8 @@ inline cudaError_t multiprocessors(int* count) {
   return error;
 }
 
-// A bf16 matrix [rows, columns] with contiguous rows, read or written in boxes of 64 columns (128 bytes, swizzled) and
-// `box_rows` rows. Reads beyond its edges give zeros; writes beyond them are dropped.
+// Describes a bf16 matrix [rows, columns] with contiguous rows to TMA, which copies it in boxes of `box_rows` rows and
+// 64 columns (128 bytes, swizzled). Reads beyond the matrix's edges give zeros; writes beyond them are dropped.
 inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -45,9 +46,9 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Lets `kernel` be launched on the current device with so much dynamic shared memory. What was allowed once stays
-// allowed: the attribute belongs to the kernel, not to a launch, so a thread that lowered it for a narrow layer could
-// make another thread's launch for a wide layer fail.
+// Lets `kernel` be launched on the current device with `bytes` of dynamic shared memory. The limit is only ever raised:
+// it belongs to the kernel, not to a launch, so a thread that lowered it for a narrow layer could make another thread's
+// launch for a wide layer fail.
 inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, uint32_t> allowed;  // by kernel and device
@@ -63,13 +64,13 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   return error;
 }
 
-// Launches `kernel`. cluster: CTAs that form a cluster. early: the kernel may start while the one before it in the
-// stream ends, and waits for it itself (griddepcontrol_wait) before it touches what that one, or any before it that may
-// not be done, reads or writes.
+// Launches `kernel`. cluster: how many CTAs form a cluster. early: the kernel may start while the kernel before it in
+// the stream still ends. It must then call griddepcontrol_wait before it touches what that kernel, or an earlier one
+// that may not be done, reads or writes.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 0) {  // with static memory, less than 48 KB may need it too
+  if (shared_bytes > 0) {  // even below 48 KB: with the kernel's static memory it may be more
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }

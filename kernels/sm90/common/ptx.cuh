@@ -1,9 +1,9 @@
 // PTX of sm_90a, one instruction (or one idiom) per function, no policy. Names follow the PTX ISA.
 //
-// Shared memory is written through two proxies: ordinary stores and cp.async through the generic one, TMA through the
-// async one. WGMMA reads through the async proxy: between what the generic proxy wrote and such a read stands
-// fence_proxy_async(), in the writing thread before the barrier that hands it over, or (cp.async, whose writes are
-// complete when its barrier is) in the reading thread after it.
+// Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA the async one.
+// WGMMA and bulk copies read through the async proxy. So what the generic proxy wrote needs a fence_proxy_async()
+// before such a read: in the writing thread, before the barrier that hands the data over; or, for cp.async, whose
+// writes are complete only when its barrier is, in the reading thread after that barrier.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-// Arrives at the barrier of the same shared address in CTA `rank` of the cluster. It tells that a stage has been read,
-// and hands over no data.
+// Arrives at the barrier that has this shared address in CTA `rank` of the cluster. The arrival says that a stage has
+// been read; it hands over no data.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
       : "memory");
 }
 
-// Returns once the phase of this parity has completed.
+// Returns once the phase of this parity has completed: phases are numbered from 0, and parity is 0 for even ones.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n .reg .pred done;\n WAIT:\n"
@@ -56,8 +56,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Four bytes to the shared address `address` of CTA `rank` of the cluster; completes them on the barrier of the shared
-// address `barrier` there.
+// Stores four bytes at the shared address `address` of CTA `rank` of the cluster, and completes them on the barrier at
+// the shared address `barrier` there.
 __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint32_t value, uint32_t barrier) {
   asm volatile(
       "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
@@ -68,7 +68,7 @@ __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank
       : "memory");
 }
 
-// The same of 16 bytes.
+// As above, 16 bytes.
 __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
   asm volatile(
       "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
@@ -97,7 +97,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The same where it hands over no data, or barriers behind fence_mbarrier_init: it waits for no access before it.
+// For an arrival that hands over no data, or only barriers behind fence_mbarrier_init: unlike cluster_arrive, it does
+// not wait for the thread's accesses before it.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -118,31 +119,34 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Programmatic dependent launch: wait for the kernel before this one in the stream; let the next one start. What a
-// kernel reads after the wait it reads with ordinary loads: __ldg promises data that never changes, and may move up.
+// Programmatic dependent launch: the first waits for the kernel before this one in the stream, the second lets the next
+// kernel start. What a kernel reads after the wait it reads with ordinary loads: __ldg promises that data never change,
+// so the compiler may move it before the wait.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The warp's index in its CTA, in a uniform register, and so all that follows from it: of threadIdx.x / 32 the compiler
-// does not know that all lanes have the same.
+// The warp's index in its CTA, in a uniform register. The compiler does not know that threadIdx.x / 32 is the same in
+// all lanes; of this it knows, and computes what follows from it once for a warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
-// One bit for each lane up to this one.
+// One bit for each lane up to this one: of lane 2, 0b111.
 __device__ __forceinline__ uint32_t lanes_up_to() {
   uint32_t lanes;
   asm("mov.u32 %0, %%lanemask_le;" : "=r"(lanes));
   return lanes;
 }
 
-// Adds to a word of global memory; who finds the sum there, and then passes a fence, sees what this thread wrote
-// before, and what others wrote before it met them at a barrier. Unlike a fence here it leaves L1 as it is.
+// Adds to a word of global memory. A thread that finds the sum there, and then passes a fence, sees what this thread
+// wrote before, and what others wrote before this thread met them at a barrier. A fence in this thread would do the
+// same, but would also discard L1.
 __device__ __forceinline__ void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// A word of global memory that another CTA writes; what that one wrote before a fence before it, one sees after this.
+// Reads a word of global memory that another CTA writes. If that CTA wrote other data, passed a fence, and then wrote
+// this word, those data are visible after this read.
 __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -151,9 +155,9 @@ __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
 
 // --- copies ---
 
-// 16 bytes from global to shared memory, of row `row` of rows `pitch` bytes apart, at `base`; zeros where `bytes` is 0
-// (nothing is read then). The address is computed here and now: left to the compiler, the products of all rows of a
-// loop would fill the registers.
+// Copies 16 bytes of row `row` from global to shared memory; rows begin at `base`, `pitch` bytes apart. If `bytes` is
+// 0, nothing is read, and zeros are written. The address is computed within the same asm statement: left to the
+// compiler, the products of all rows of a loop would be computed ahead and fill the registers.
 __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void* base, uint32_t row, uint32_t pitch,
                                                 uint32_t bytes) {
   asm volatile(
@@ -163,43 +167,45 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       : "memory");
 }
 
-// The same from an address that is known.
+// As above, from an address instead of a row.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                : "memory");
 }
 
-// 16 bytes from global to shared memory, both aligned to 16.
+// Copies 16 bytes from global to shared memory, both aligned to 16.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
-// One arrival (counted among those the barrier expects) once all cp.async that this thread has issued have written.
+// Arrives at the barrier once all cp.async that this thread has issued have written. The arrival is one of those that
+// the barrier was initialised to expect (noinc).
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// A thread's own groups of cp.async: it waits until all but its last kPending have written.
+// A thread's own groups of cp.async: commit ends a group; wait returns when all but the thread's last kPending groups
+// have written.
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// 16 bytes to an aligned global address, with one store: of a plain assignment the compiler makes four where it does
-// not see the alignment, as of a pointer to bf16.
+// Stores 16 bytes at an aligned global address, with one store. A plain assignment may become four stores, where the
+// compiler does not see the alignment: through a pointer to bf16, for example.
 __device__ __forceinline__ void st_global_v4(void* destination, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// What lies around a global address to L2: 128 bytes, by what it costs to load them later.
+// Fetches the line around a global address to L2. The line is 128 bytes, to judge by what loading them later costs.
 __device__ __forceinline__ void prefetch_l2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
 
-// `bytes` of shared memory to the address `destination` of CTA `rank`, all three multiples of 16; completes them on its
-// `barrier`.
+// Copies `bytes` of shared memory to the shared address `destination` of CTA `rank`, and completes them on the barrier
+// at the shared address `barrier` there. bytes, source and destination are multiples of 16.
 __device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t rank, uint32_t source, uint32_t bytes,
                                                   uint32_t barrier) {
   asm volatile(
@@ -211,7 +217,8 @@ __device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t
       : "memory");
 }
 
-// `bytes` from global to shared memory, all three multiples of 16; completes them on `barrier`.
+// Copies `bytes` from global to shared memory, and completes them on `barrier`. bytes, source and destination are
+// multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
@@ -219,7 +226,7 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// The same to every CTA of the cluster named by a bit of `ctas`, at the same shared addresses.
+// As above, to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in each.
 __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                                     uint32_t barrier, uint16_t ctas) {
   asm volatile(
@@ -229,8 +236,8 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
-// bulk_load where `some`, and an arrival at the barrier that expects it: no branch, which a pipeline of WGMMA would not
-// survive.
+// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load. There is no branch, because the
+// compiler would serialise the WGMMAs around one.
 __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, const void* source, uint32_t bytes,
                                              uint32_t barrier) {
   asm volatile(
@@ -242,7 +249,7 @@ __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, co
       : "memory");
 }
 
-// `bytes` (a multiple of 16) from shared to global memory, side by side, both aligned to 16; of this thread's group.
+// Copies `bytes` (a multiple of 16) from shared to global memory, both aligned to 16, in this thread's current group.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");
@@ -250,8 +257,8 @@ __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, u
 
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits for this thread's groups: until shared memory has been read by all but the last kPending, or until all is
-// written.
+// Waits for this thread's groups of bulk_store: bulk_wait_read until all but the last kPending have read shared memory,
+// which may then be written again; bulk_wait until all have written global memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -262,7 +269,8 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) 
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A box of a 2-D tensor, its corner at (column, row), to shared memory; completes bytes on `barrier`.
+// Copies a box of a 2-D tensor, its first element at (column, row), to shared memory, and completes its bytes on
+// `barrier`.
 __device__ __forceinline__ void tma_load_2d(uint32_t destination, const CUtensorMap* map, int column, int row,
                                             uint32_t barrier) {
   asm volatile(
@@ -272,7 +280,7 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const CUtensor
       : "memory");
 }
 
-// The same to every CTA of the cluster named by a bit of `ctas`, at the same shared addresses.
+// As above, to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in each.
 __device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* map, int column, int row,
                                                       uint32_t barrier, uint16_t ctas) {
   asm volatile(
@@ -290,7 +298,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// Lane l gets columns 2 (l % 4) and the next of row l / 4 of each of four; transposed, with row and column exchanged.
+// Of each of four matrices, lane l gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; if transposed, rows 2 (l % 4)
+// and 2 (l % 4) + 1 of column l / 4.
 template <bool kTransposed>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   if constexpr (kTransposed) {
@@ -353,7 +362,7 @@ __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 
-// The same where index < limit, without a branch.
+// As above if index < limit, without a branch.
 __device__ __forceinline__ void st_shared_u16_below(uint32_t index, uint32_t limit, uint32_t address, uint16_t v) {
   asm volatile("{\n .reg .pred p;\n setp.lt.u32 p, %0, %1;\n @p st.shared.u16 [%2], %3;\n}" ::"r"(index), "r"(limit),
                "r"(address), "h"(v)
@@ -368,7 +377,7 @@ __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// The same of max(x, 0); NaN stays NaN.
+// As above, of max(low, 0) and max(high, 0); NaN stays NaN.
 __device__ __forceinline__ uint32_t cvt_relu_bf16x2(float low, float high) {
   uint32_t r;
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));

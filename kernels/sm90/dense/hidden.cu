@@ -1,14 +1,15 @@
-// dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics that gate_pack gives; its
-// factors g and u are written only if they are asked for. Not gated (w_up == null): h = relu(x w_gate^T).
+// dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics: l1, which neurons fire, how
+// many nonzeros g has. The factors g and u are written only if the caller asks for them. Not gated (w_up is null): h =
+// relu(x w_gate^T).
 //
-// A product of pairs (common/pairs.cuh). Gated, a column tile is 128 neurons: 128 rows of w_gate, which the first CTA
-// of a cluster fetches, and the same 128 of w_up, which the second one does. Of the finished tile, g beside u, three
-// warps make h while the next one is multiplied.
+// A product of pairs (common/pairs.cuh). Gated, a column tile of 256 columns is 128 neurons twice: 128 rows of w_gate,
+// which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second CTA fetches. So a finished
+// tile has g in columns 0 to 127 and u beside it, and three warps make h of them while the next tile is multiplied.
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
 // h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as
-// rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. Same bits in every
-// run.
+// rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. The bits are the
+// same in every run.
 #include "common/clear.cuh"
 #include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
@@ -18,11 +19,11 @@ namespace sparsellm {
 namespace {
 
 struct Hidden {
-  __nv_bfloat16 *g, *u, *h;  // [m, n] g and u: null if not wanted
+  __nv_bfloat16 *g, *u, *h;  // [m, n]; g and u are null if not wanted
   float* l1_partials;        // [MT, column tiles]
   float* l1;
   uint8_t* fired;
-  unsigned long long* counters;  // behind them, tickets
+  unsigned long long* counters;  // [kCounters], and behind them the tickets
 
   __device__ __forceinline__ unsigned long long* tickets() const { return counters + kCounters; }
 };
@@ -34,9 +35,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                         const Hidden out) {
   constexpr int kNeurons = kGated ? kTileN / 2 : kTileN;  // of a column tile
   constexpr int kLanes = kNeurons / 8;                    // of a row
-  constexpr int kStep = 32 / kLanes;                      // rows of a warp at once
+  constexpr int kStep = 32 / kLanes;                      // rows that a warp has at once
   extern __shared__ uint8_t raw[];
-  __shared__ float l1_warps[2][kFinishWarps];  // of two tiles in flight
+  __shared__ float l1_warps[2][kFinishWarps];  // of two tiles, for warps may be a tile apart
   __shared__ bool last;
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto take = [&](const FinishedTile& of, int warp, uint32_t* fired) {
     const int64_t column = static_cast<int64_t>(of.column_tile) * kNeurons + 8 * chunk;
-    const int rows = column < n ? of.rows : 0;  // behind the last neuron stand zeros of w: times infinity, no zeros
+    const int rows = column < n ? of.rows : 0;  // w is zero behind the last neuron, but zero times an infinite x is not
     uint32_t seen = 0;
     float sum = 0.0f;
 #pragma unroll 2
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto end = [&](int warp) {
     constexpr int kFinishThreads = 32 * kFinishWarps;
     if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
-    if (warp == 0 && lane == 0) {  // who has written the partial sums
+    if (warp == 0 && lane == 0) {  // the thread that has written the partial sums
       __threadfence();
       last = atomicAdd(out.tickets(), 1) == gridDim.x - 1;
     }

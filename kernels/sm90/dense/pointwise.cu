@@ -1,13 +1,13 @@
-// pointwise: for few tokens, the dense engine's elementwise half in one pass over memory: h = relu(z) * u, and the
-// statistics that gate_pack gives. One CTA per 128 tokens x 64 columns, eight columns to a lane, whose loads are all in
-// flight together.
+// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. It is the dense engine's
+// elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has eight columns
+// of several rows, and loads them all before it uses any. pointwise_gradient is the same half of the backward pass.
 //
 // h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
-// Not gated (u == null): h = relu(z). l1_partials is 16-byte aligned.
+// Not gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
 //
-// Numerics: relu(z) is exact, -0.0 gives 0.0 and NaN stays NaN (as the canonical one); h is rounded to bf16 once. A
-// neuron is active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order:
-// within a thread, a warp, a CTA, then over CTAs by the last of them. Same bits in every run.
+// Numerics: relu(z) is exact, -0.0 gives 0.0, and NaN gives the canonical NaN; h is rounded to bf16 once. A neuron is
+// active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order: within a
+// thread, a warp, a CTA, then over the CTAs by the last one. The bits are the same in every run.
 #include "common/clear.cuh"
 #include "common/host.h"
 #include "common/ordered_sum.cuh"
@@ -19,11 +19,11 @@ namespace {
 
 constexpr int kPointwiseThreads = 256;
 constexpr int kPointwiseWarps = kPointwiseThreads / 32;
-constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // of a row
+constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // that share a row
 constexpr int kPointwiseRows = 32 / kPointwiseLanes * kPointwiseWarps;  // that the CTA loads at once
 constexpr int kPointwiseBatch = kTokenTile / kPointwiseRows;
 
-// What a CTA has of the statistics, in shared memory.
+// One CTA's statistics, in shared memory.
 struct CtaStatistics {
   uint32_t (&seen_words)[kPointwiseColumns / 32];  // bits of the neurons that fire
   float (&l1_warps)[kPointwiseWarps];
@@ -31,10 +31,11 @@ struct CtaStatistics {
   bool& last;
 };
 
-// Adds a CTA's statistics to those of all, by all threads, its own being complete. The last CTA adds up l1, in order.
+// Adds one CTA's complete statistics to those of the call, by all threads of the CTA. The last CTA to do so adds up l1,
+// in order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
-  ptx::griddepcontrol_wait();  // for what zeroes the statistics
+  ptx::griddepcontrol_wait();  // until the kernel of `clear` has zeroed the statistics
   if (threadIdx.x < kPointwiseColumns && (own.seen_words[threadIdx.x / 32] >> threadIdx.x % 32 & 1) != 0) {
     fired[first_column + threadIdx.x] = 1;
   }
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   add_statistics({seen_words, l1_warps, nonzeros_warps, last}, first_column, l1_partials, l1, fired, counters);
 }
 
-// Eight entries to a thread; dz may be dh.
+// dz, du and h from z, u and dh, elementwise: a thread has eight entries at a time. dz may be dh.
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_gradient_kernel(const uint4* z, const uint4* u, const uint4* dh, const float* dl1_at, int64_t eights,

@@ -1,9 +1,10 @@
-// gate_pack: relu(x w^T) in the packed form, without ever writing it dense.
+// gate_pack: relu(x w^T) in the packed form; the dense matrix is never in global memory.
 //
-// A product of pairs (common/pairs.cuh), whose finished tiles three warps pack, four rows at a time.
+// For more than 64 tokens it is a product of pairs (common/pairs.cuh): three warps pack a finished tile, four rows at a
+// time, while the next tile is multiplied. Fewer tokens have kernels of their own (small.cuh, fewest.cuh).
 //
-// Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where that
-// is not zero (NaN is active). Deterministic: words, counts, masks do not depend on timing.
+// Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active where the
+// rounded value is not zero (NaN is active). Words, counts and masks are the same in every run.
 #include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "gate_pack/fewest.cuh"

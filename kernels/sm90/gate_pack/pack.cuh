@@ -1,4 +1,4 @@
-// What the kernels of gate_pack for few tokens pack their finished tiles with.
+// How the kernels of gate_pack for few tokens (small.cuh, fewest.cuh) pack their finished tiles.
 #pragma once
 
 #include "common/host.h"
@@ -15,9 +15,9 @@ struct Sums {
   }
 };
 
-// Packs four tokens of a column tile, a warp together: the one of lanes 8 r .. 8 r + 7 is `token`, if there is `some`,
-// its columns are at `chunks` as pack_four_rows has them, whose `seen` it returns. counts: adds to row_counts and the
-// sums.
+// Packs the segments of four tokens in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 pass the same
+// `token`, the r-th of the four; `some` is false where there is no such token. chunks, kApart and the result, `seen`,
+// are those of pack_four_rows. counts: also add to row_counts and to the CTA's sums.
 template <uint32_t kApart>
 __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
                                                 int column_tile, int column_tiles, const Packed& out, Sums& sums,
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   return seen;
 }
 
-// Adds a CTA's sums to the counters, a warp together.
+// Adds a CTA's sums to the counters, by all lanes of a warp.
 __device__ __forceinline__ void add_counts(const Packed& out, const Sums& sums, uint32_t lane) {
   const uint32_t more = lane < kCounters ? sums.counts[lane] : 0;
   if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);

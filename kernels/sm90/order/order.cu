@@ -1,16 +1,22 @@
-// token_order: clusters of tokens that fire the same neurons, put one after the other; binary profiles, no state.
+// token_order: an order of the tokens in which neighbours fire the same neurons, because a token tile costs what the
+// union of its tokens' neurons costs. Tokens are assigned to clusters, and the clusters stand one after the other.
+// Nothing is kept from one call to the next.
 //
-// Chunks of at most 8,192 tokens, cut between token tiles, are ordered alone, one after the other. In each:
-//   leaders   C = 16..128 tokens evenly spaced are the first profiles (a profile: a set of neurons, one bit in each row
-//             of a table [N + 1][128 bits] whose last row is empty); f[n] = how many leaders fire n
-//   assign    4,096 tokens evenly spaced, then all: token t goes to the cluster with the largest
-//             C |t & profile| - sum of f over the profile: the overlap less what a mean token would have
-//   profile   after the first: the neurons that at least 1/16 of the cluster's tokens fire
-//   order     a greedy chain of the clusters by |c & d| / (|c| + |d|), from the one least like the others; within a
-//             cluster tokens by count, fewest first, every other cluster reversed
-// Ties go to the lowest index. All is integer sums and fixed orders: the same answer always, on any machine.
-// Overlaps are bytes: of a row of more than 255 nonzeros every other sixteen count, twice, and of no row more than the
-// first 495.
+// Chunks of at most 8,192 tokens, cut between token tiles, are ordered each by itself. A cluster has a profile, which
+// is a set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:
+//   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is how many
+//   leaders
+//             fire neuron n
+//   assign    4,096 evenly spaced tokens each go to the cluster with the largest score C |token & profile| - sum of f
+//   over
+//             the profile: C times what the token's overlap has above that of a mean leader
+//   profile   a cluster's new profile: the neurons that at least 1/16 of its tokens fire
+//   assign    all tokens, by the new profiles
+//   sort      a greedy chain of the clusters c, d, ... by |c & d| / (|c| + |d|), from the one least like all others;
+//             within a cluster tokens by count, fewest first, in every other cluster of the chain fewest last
+// Ties go to the lowest index, and all is integer sums and fixed orders: the result is the same in every run.
+// An overlap is counted in a byte: of a row with more than 255 nonzeros every other sixteen count, twice each, and of
+// no row more than the first 495.
 #include <algorithm>
 #include <type_traits>
 
@@ -24,12 +30,14 @@ namespace {
 
 using namespace order;
 
-constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`
-constexpr int kMinParts = 8;  // all chunks' ranges together, at least: with the groups, a CTA of `profile` for each SM
+constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`, at most
+// Ranges of all chunks together, at least: times the 16 groups of clusters, `profile` has 128 CTAs, about one for each
+// SM.
+constexpr int kMinParts = 8;
 constexpr int kSharedTokens = 96;      // from so many tokens per CTA on, a copy of the table in shared memory pays
-constexpr int kMaxTable = 208 * 1024;  // bytes of it
+constexpr int kMaxTable = 208 * 1024;  // bytes of a table that shared memory has room for
 
-// Sizes and places of the workspace; returns its bytes.
+// Sets the sizes, and lays the arrays out in the workspace; returns its bytes. workspace: null to count bytes only.
 int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;
   order.n = static_cast<int>(n);

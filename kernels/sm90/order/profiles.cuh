@@ -1,4 +1,5 @@
-// token_order: the clusters' profiles, of the leaders at first, then of the tokens that were assigned.
+// token_order: the clusters' profiles: at first those of the leaders, then those of the tokens that were assigned to
+// each cluster (order.cu: the algorithm).
 #pragma once
 
 #include "order/common.cuh"
@@ -6,12 +7,12 @@
 namespace sparsellm::order {
 
 constexpr int kSamples = 4096;  // tokens that the profiles are made of
-constexpr int kGroup = 8;       // clusters of one CTA of `profile`: a byte of each table row
+constexpr int kGroup = 8;       // clusters that a CTA of `profile` has: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
-constexpr int kShare = 16;  // a profile's neurons are fired by at least 1 / kShare of its tokens
+constexpr int kShare = 16;  // a neuron is in a cluster's profile if 1 / kShare of the cluster's tokens fire it
 
-// Sets the leaders' bits in `rows`, which has rows [first, first + range) of the table, all zero; returns, to each
-// leader's eight lanes, its price there. A CTA of kThreads together.
+// Sets the leaders' bits in `rows`: rows [first, first + range) of the table, all zero before. Returns a leader's
+// price, over the neurons of these rows, in the leader's eight lanes. By all threads of a CTA.
 __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
                                             uint4* rows) {
   static_assert(kThreads == 8 * kClusters, "eight lanes to a leader");
@@ -37,7 +38,8 @@ __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chu
   return price;
 }
 
-// The table of the leaders and its prices, where it does not fit the shared memory of `assign`: CTA (chunk, range).
+// Makes the leaders' table and their prices, where the table is too large for the shared memory of `assign`. A CTA has
+// one range of one chunk's neurons.
 __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   extern __shared__ uint4 shared[];  // this range of the table
   ptx::griddepcontrol_launch_dependents();
@@ -54,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
 }
 
-// Lists the sampled tokens of a group of 8 clusters, in any order, for they are only summed over; and how many tokens
-// each of the clusters has.
+// Lists the sampled tokens that belong to a group of 8 clusters, and counts each cluster's tokens (members). Tokens
+// stand in any order: integers are summed over them, so no result depends on it.
 __device__ __forceinline__ void list_members(const Order& order, int index, int group, int samples,
                                              uint16_t (&list)[kSamples], int& listed, int (&members)[kGroup]) {
   static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
@@ -74,8 +76,8 @@ __device__ __forceinline__ void list_members(const Order& order, int index, int 
   __syncthreads();
 }
 
-// In counts, 8 16-bit numbers for each neuron of a range: how many of the listed tokens of each cluster fire the
-// neuron.
+// Counts how many of the listed tokens of each cluster fire each neuron of a range: 8 numbers of 16 bits for each
+// neuron, in `shared`.
 __device__ __forceinline__ void count_neurons(const Order& order, const Chunk& chunk, uint32_t first, int samples,
                                               const uint16_t (&list)[kSamples], const int& listed, uint4* shared) {
   for (int i = threadIdx.x / 8; i < listed; i += kThreads / 8) {
@@ -90,8 +92,9 @@ __device__ __forceinline__ void count_neurons(const Order& order, const Chunk& c
   __syncthreads();
 }
 
-// The profile of a cluster: the neurons that at least one in kShare of its tokens fire. Of the group's profiles, the
-// part in this range: to the table, a byte for each neuron, and to the masks; and the sums of their prices and sizes.
+// Writes the part of the group's profiles that lies in this range. A neuron is in a cluster's profile if at least one
+// in kShare of the cluster's tokens fire it: of 40 tokens, three. Profiles go to the table, as a byte for each neuron,
+// and to the masks; their prices and sizes are added to price_sums and size_sums.
 __device__ __forceinline__ void make_profiles(const Order& order, int index, int group, uint32_t first, uint32_t lane,
                                               const uint4* shared, const int (&members)[kGroup],
                                               int (&price_sums)[kGroup], int (&size_sums)[kGroup]) {
@@ -103,7 +106,7 @@ __device__ __forceinline__ void make_profiles(const Order& order, int index, int
     price[c] = 0;
   }
   const int64_t table = static_cast<int64_t>(index) * (order.n + 1);
-  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // whole warps
+  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // by whole warps: range is a multiple of 128
     const int neuron = first + i;
     const uint4 counts = shared[i];
     const int weight = neuron < order.n ? bits_of(__ldcg(order.leaders + table + neuron)) : 0;
@@ -140,10 +143,10 @@ __device__ __forceinline__ void make_profiles(const Order& order, int index, int
   }
 }
 
-// New profiles from the clusters of the sample: CTA (chunk, range, group of 8 clusters) counts, in shared memory, how
-// many tokens of each cluster fire each neuron.
+// Makes new profiles from the clusters of the sampled tokens. A CTA has one chunk, one range of its neurons and one
+// group of 8 clusters, and counts in shared memory how many tokens of each cluster fire each neuron.
 __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
-  extern __shared__ uint4 shared[];    // [range] 8 16-bit counts of each neuron
+  extern __shared__ uint4 shared[];    // [range] 8 counts of 16 bits for each neuron
   __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
   __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
   ptx::griddepcontrol_launch_dependents();

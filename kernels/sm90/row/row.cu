@@ -1,13 +1,15 @@
-// row_ffn: the row engine. For each token y = sum over its nonzeros of h_n w_down_t[n], with h_n = g_n (x . w_up[n]),
-// from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one for up to
-// 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh).
+// row_ffn: the row engine. For each token, y = sum over the token's nonzeros of h_n w_down_t[n], with h_n = g_n (x .
+// w_up[n]), from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one
+// for up to 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh). row_rest is the one for many,
+// launched behind the tile engine, and ends at once where there is no rest.
 //
-// Numerics: u is accumulated in float32 and rounded to bf16 once, h = g u rounded to bf16 once (not gated: h = g), y
-// accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks: where depends on M
-// and on how many each row has, for few tokens on the number of SMs too. A chunk is summed in order from zero, and
-// chunks are added in order, whether one worker does them or many. (With clusters a chunk is what one warp has of a row
-// or piece: every eighth eight, or four where a cluster has four CTAs.) l1, the float32 sum of |h|, is in a fixed order
-// too. Same bits in every run on the same kind of device. Rows without nonzeros give zeros.
+// Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (not gated: h = g); y
+// is accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks. Where the cuts
+// are depends on M and on the rows' counts, for few tokens on the number of SMs too. A chunk is summed in order from
+// zero, and chunks are added in order, whether one worker does them all or several do. (With clusters of eight CTAs, a
+// chunk in this sense is what one of the eight warps has of a row or piece: eight nonzeros of every 64. With clusters
+// of four, it is four of every 32.) l1, the float32 sum of |h|, is in a fixed order too. So the bits are the same in
+// every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/few.cuh"
@@ -18,9 +20,9 @@ namespace {
 
 using namespace row;
 
-constexpr int64_t kSlotBytes = 64 << 20;   // bound on the partials of split rows,
+constexpr int64_t kSlotBytes = 64 << 20;   // bound on the sums of the chunks of rows that are cut,
 constexpr int64_t kMaxSlots = 8192;        // of which there are no more than this,
-constexpr int64_t kMinSlots = 64;          // nor less
+constexpr int64_t kMinSlots = 64;          // and, however wide a row, room for this many
 constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chunks, unless one warp per SM takes more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
@@ -33,11 +35,11 @@ int many_warps(int64_t k) {
   return static_cast<int>(warps < 1 ? 1 : warps > kManyWarps ? kManyWarps : warps);
 }
 
-// Where things are in the workspace: byte offsets.
+// Where the arrays lie in the workspace: byte offsets.
 struct Layout {
   int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
 
-  // planned: by the plan and the kernel for many tokens, or one for few; else by the one for many alone.
+  // planned: row_ffn, for any number of tokens. Otherwise row_rest: the kernel for many tokens, without a plan.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && for_clusters(m, k)) {
       partials = take((m + kMaxClusters) * k * 4);
@@ -110,9 +112,10 @@ cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream
   int grid = 0;
   const cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
-  // For more rows, clusters that are all on the device at once: its SMs are in groups, so that of 132 it has room for
-  // 15 clusters of eight, not 16; where two CTAs share an SM, for twice as many. Of four 60 to 62 were seen at once,
-  // where the driver says 64; and all wait for one that starts only when another has ended.
+  // Where there are more rows than clusters, all clusters should be on the device at once, because a cluster that
+  // starts only when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not
+  // divide evenly: 132 SMs have room for 15 clusters of eight, not 16, and for twice as many where two CTAs share an
+  // SM. Of clusters of four, 60 to 62 were seen at once, where the driver says 64.
   const bool full = a.k == 2048;
   const int cluster = full && a.m > max_clusters(8) ? 4 : 8;
   int clusters = grid / cluster;
@@ -145,7 +148,8 @@ cudaError_t run_few(const RowArguments& common, void* workspace, cudaStream_t st
   return launch_few(gated ? row_few_kernel<2, true> : row_few_kernel<2, false>);
 }
 
-// Many tokens. only_if: null, or nothing is done where it points to zero, and no row is planned.
+// Many tokens. only_if: null for row_ffn. For row_rest it points to a word; where that is zero, nothing is done, and no
+// row is planned.
 cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* workspace, cudaStream_t stream) {
   const bool planned = only_if == nullptr;
   const int64_t m = common.m, k = common.k;
@@ -156,7 +160,8 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
   if (error != cudaSuccess) return error;
   ManyArguments a = {common};
   a.only_if = only_if;
-  // With few rows, short chunks are what fills the device; with many, only a row that would make a tail is cut.
+  // Few rows fill the device only if they are cut into short chunks. Of many rows, only those are cut that would still
+  // be worked on after all others are done.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = !planned ? 1 << 30 : m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
   const int64_t range = m / (grid * kManyWarps);

@@ -1,19 +1,22 @@
-// neuron_plan: the nonzeros of a tile plan once more, by neuron: for the gradients of the weights, which are sums over
-// tokens. Neurons are put in order of frequency, so that a tile's 128 fire for few tokens, or for many, all alike; the
-// tokens that fire any of them are its slots, numbered as a token tile's neurons are (tile/plan.cuh).
+// neuron_plan: the nonzeros of a tile plan once more, by neuron, because the gradients of the weights are sums over
+// tokens. Neurons are put in order of frequency: the 128 neurons of a tile then fire for about as many tokens each, and
+// a tile of rare neurons has few slots. The tokens that fire any neuron of a tile are the tile's slots, numbered as a
+// token tile's neurons are (tile/plan.cuh). In the example of docs/ARCHITECTURE.md, with tiles of four neurons: neurons
+// 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6} has slots for tokens 0 to 3.
 //
-//   frequency  how many tokens fire each neuron                                             CTA: token tile
-//   rank       the order of the neurons                                                     CTA: 16 neurons
-//   mask       which tokens fire some neuron of each half tile                              CTA: token tile
-//   slots      the tokens of each neuron tile                                               CTA: part of a neuron tile
-//   count      how many nonzeros each token tile has in each block of each half             CTA: token tile
-//   starts     where each block starts; pieces of tiles, fullest first                      CTA: neuron tile, or pieces
-//   place      where each nonzero goes                                                      CTA: token tile
+//   kernel     computes                                                                     a CTA has
+//   frequency  how many tokens fire each neuron                                             a token tile
+//   rank       the order of the neurons                                                     16 neurons
+//   mask       which tokens fire some neuron of each half tile                              a token tile
+//   slots      the tokens of each neuron tile                                               part of a neuron tile
+//   count      how many nonzeros each token tile has in each block of each half             a token tile
+//   starts     where each block starts; the pieces of the tiles, fullest first              a neuron tile, or the
+//   pieces place      where each nonzero goes                                                      a token tile
 //
-// A token tile's nonzeros lie side by side: the threads of its CTA have as many each, wherever blocks start, and load
-// several at a time.
+// A token tile's nonzeros lie side by side in the lists. So the threads of a token tile's CTA each take as many of
+// them, wherever blocks start, and load several at a time.
 //
-// Integers only. The order of a block's nonzeros may differ between runs; no result depends on it.
+// All is integers. The order of a block's nonzeros may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -25,13 +28,16 @@ constexpr int kRankThreads = 128;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "a thread for each neuron tile");
 constexpr int kMaxBlocks = 65536 / kBlockColumns;  // of a token tile
-constexpr int kSlotParts = 3;                      // CTAs of a neuron tile in `slots`
-constexpr int kShares = 128;                       // of all work: one for each CTA, or nearly
-constexpr int kMinShare = 32;                      // blocks
-constexpr int kBatch = 4;                          // loads of a thread at a time
-constexpr int kParts = 6;  // a token tile's tokens lie in at most three blocks of what one half has, three of both's
+constexpr int kSlotParts = 3;                      // CTAs that share a neuron tile in `slots`
+constexpr int kShares = 128;                       // shares of all work: one for each CTA, or nearly
+constexpr int kMinShare = 32;                      // blocks; a smaller tile is not worth cutting
+constexpr int kBatch = 4;                          // loads of a thread in flight
+// The slots of one half fall in two groups, those of its own and those of both halves. In a group, a token tile's 128
+// tokens have slots side by side, at most 128, which begin anywhere: slots 60 to 187 are in blocks 0, 1 and 2. So a
+// token tile has part in at most three blocks of a group, six of a half.
+constexpr int kParts = 6;
 
-// use(i, load(i)) for i = first, first + stride, ... below `end`.
+// Calls use(i, load(i)) for i = first, first + stride, ... below `end`, with kBatch loads in flight.
 template <class Load, class Use>
 __device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_t stride, Load load, Use use) {
   using Loaded = decltype(load(first));
@@ -46,7 +52,7 @@ __device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_
   }
 }
 
-// Where a token tile's nonzeros lie in the lists: the second half's from `middle` on.
+// Where a token tile's nonzeros lie in the lists: those of the first half from `begin` on, of the second from `middle`.
 struct Range {
   uint32_t begin, middle, end;
 };
@@ -56,12 +62,14 @@ __device__ __forceinline__ Range list_of(const TilePlan& plan, int tile, int col
   return {*starts_of(plan, tile, 0, column_tiles), *second, second[plan.tiles[tile].y]};
 }
 
-// The nonzeros of a token tile: use(index in the lists, position within the tile, slot). A warp has those side by side.
+// Calls use(index in the lists, position within the tile, slot) for all nonzeros of a token tile, by all threads of a
+// CTA. Each warp has an equal run of them.
 template <class Use>
 __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
-  __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second's, and the end
+  __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second half's, and the end
   const int blocks = plan.tiles[tile].y;
-  for (int b = threadIdx.x; b <= column_tiles * 4; b += kPlanThreads) {  // not only `blocks`, which is on its way
+  // All that could be: `blocks` is still being loaded.
+  for (int b = threadIdx.x; b <= column_tiles * 4; b += kPlanThreads) {
     const uint32_t first = starts_of(plan, tile, 0, column_tiles)[b];
     const uint32_t second = starts_of(plan, tile, 1, column_tiles)[b];
     if (b < blocks) starts[b] = first;
@@ -72,7 +80,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
   const uint32_t share = (all + kPlanThreads - 1) / kPlanThreads * 32;
   const uint32_t first = begin + threadIdx.x / 32 * share, end = begin + min((threadIdx.x / 32 + 1) * share, all);
   if (first >= end) return;
-  int piece = 0;  // the last one that starts at `first` or before
+  int piece = 0;  // of the list (a block of a half): the last one that starts at `first` or before
   for (int above = 2 * blocks; above - piece > 1;) {
     const int middle = (piece + above) / 2;
     (starts[middle] <= first ? piece : above) = middle;
@@ -88,7 +96,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
 
 __global__ void __launch_bounds__(kPlanThreads, 2)
     frequency_kernel(const TilePlan plan, int column_tiles, int32_t* frequencies) {
-  extern __shared__ uint32_t counts[];  // [slots] bytes: a neuron fires for at most 128 tokens of a tile
+  extern __shared__ uint32_t counts[];  // [slots] a byte each: a neuron fires for at most 128 tokens of a tile
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < column_tiles * kColumnTile / 4; i += kPlanThreads) counts[i] = 0;
   __syncthreads();
@@ -103,7 +111,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// A warp for four neurons; N is a multiple of 8.
+// A neuron's rank is how many neurons fire for more tokens, and how many with a lower number for as many. A warp counts
+// them for four neurons; N is a multiple of 8.
 __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronPlan out) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -118,7 +127,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
     const int4 its = frequencies[other];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int least = mine[i] + (other > quad);  // of equal ones the lower is first
+      const int least = mine[i] + (other > quad);  // of equally frequent neurons the lower number is first
       before[i] += (its.x >= least) + (its.y >= least) + (its.z >= least) + (its.w >= least);
     }
   }
@@ -126,7 +135,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   for (int i = 0; i < 4; ++i) {
     int rank = __reduce_add_sync(~0u, before[i]);
 #pragma unroll
-    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // itself, and equal ones behind it
+    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // the neuron itself, and equal ones behind it
     if (lane == 0) {
       out.ranks[4 * quad + i] = rank;
       out.neurons[rank] = 4 * quad + i;
@@ -134,10 +143,11 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   }
 }
 
-// Leaves each nonzero's rank in `places`.
+// Which tokens of a token tile fire some neuron of each half of a neuron tile. Leaves the rank of each nonzero's neuron
+// in `places`, where `count` and `place` find it.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     mask_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t masks[];  // [halves][4], then the ranks of the slots
+  extern __shared__ uint32_t masks[];  // [halves][4], then the rank of each slot's neuron
   uint16_t* ranks = reinterpret_cast<uint16_t*>(masks + 4 * halves);
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < 4 * halves; i += kPlanThreads) masks[i] = 0;
@@ -158,7 +168,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// Sum over the threads before this one; `total` over all.
+// The sum of the values of the threads before this one; `total` is the sum of all.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t before = exclusive_scan(value, lane);
@@ -171,16 +181,19 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, ui
   return so_far + before;
 }
 
-// The tokens of word w that fire neurons of the first half alone (0), of both (1), of the second alone (2).
+// The tokens of one word that fire neurons of the first half alone (`which` is 0), of both halves (1), of the second
+// half alone (2). first, second: the word of each half's mask.
 __device__ __forceinline__ uint32_t group_of(uint32_t first, uint32_t second, int which) {
   return which == 0 ? first & ~second : which == 1 ? first & second : second & ~first;
 }
 
+// The group of the token of `bit`: 0, 1 or 2.
 __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_t bit) {
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-// By all threads: how many tokens each group has (sizes), and how many of them are before word `begin` (earlier).
+// By all threads of a CTA: how many tokens each group has (sizes), and how many of them are in words before `begin`
+// (earlier).
 __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32_t* second, int words, int begin,
                                              uint32_t (&sizes)[3], uint32_t (&earlier)[3]) {
   uint32_t mine[3] = {}, mine_earlier[3] = {};
@@ -206,10 +219,11 @@ __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32
   __syncthreads();
 }
 
-// CTA (neuron tile, part of its words): counts the tokens of all words, and numbers those of its part.
+// The slots of a neuron tile, by kSlotParts CTAs. Each counts the tokens in all words of the tile's masks, and numbers
+// those of its own part of the words.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens, those before the part
+  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens; those before this CTA's part
   __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
@@ -249,7 +263,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
       const int which = which_of(first_words[i], second_words[i], bit);
       const uint32_t slot = starts[which][i] + __popc(group_of(first_words[i], second_words[i], which) & (bit - 1));
       slots[slot] = token;
-      // The last block is filled up with its last token: it has no nonzeros there, so nothing comes of it.
+      // The last block's empty slots name the last token. That token's row is multiplied by zeros there, for
+      // these slots have no nonzeros.
       if (slot == size - 1) {
         for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = token;
       }
@@ -263,18 +278,21 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The block that part `part` of a token tile's `halves` x kParts lies in: of the half tile part / kParts.
+// The block that part `part` of a token tile is, in half tile part / kParts. A half's parts 0 to 2 are the blocks of
+// its own group from the token tile's first slot on, parts 3 to 5 those of both halves' group.
 __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, int token_tile, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
   const int64_t words = token_tiles * 4;
   return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
 }
 
+// Counts a token tile's nonzeros in each part, and takes room for them among each block's nonzeros. Leaves in `at`, for
+// each nonzero: its number in the part << 16 | the part << 8 | its slot within the block.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     count_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t parts[];         // [halves][kParts]
-  uint32_t* masks = parts + halves * kParts;  // [halves][4] of this token tile, and so the next
-  uint32_t* before = masks + halves * 4;      // [halves / 2][3][4]
+  extern __shared__ uint32_t parts[];         // [halves][kParts] nonzeros
+  uint32_t* masks = parts + halves * kParts;  // [halves][4] of this token tile
+  uint32_t* before = masks + halves * 4;      // [halves / 2][3][4] of this token tile
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) parts[i] = 0;
   ptx::griddepcontrol_wait();
@@ -298,7 +316,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     const uint32_t token_slot = of_group[w] + __popc(group_of(first, second, which) & (bit - 1));
     const int part = (which == 1 ? 3 : 0) + token_slot / kBlockColumns - of_group[0] / kBlockColumns;
     const uint32_t number = atomicAdd(&parts[rank / kHalf * kParts + part], 1u);
-    out.at[at] = number << 16 | part << 8 | token_slot % kBlockColumns;  // at most 64 x 64 in a block
+    out.at[at] = number << 16 | part << 8 | token_slot % kBlockColumns;  // the number is less than 64 x 64
   });
   __syncthreads();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {
@@ -309,7 +327,9 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// A tile with more blocks than a CTA's share is cut into pieces of at most half of that.
+// A tile with more blocks than a CTA's share is cut into pieces of at most half a share, so that what is left at the
+// end is small. Of 1,000 blocks in all, and 8 column tiles, a share is 1,000 * 8 / 128 = 63 blocks: a tile of 60 blocks
+// is one piece, a tile of 70 is three pieces of 23 or 24 blocks.
 __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, const NeuronPlan& out,
                                                 uint32_t* warp_sums) {
   __shared__ int parts_of[kMaxNeuronTiles], sizes[kMaxNeuronTiles];
@@ -344,7 +364,8 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
   if (threadIdx.x == 0) out.totals[kPieces] = pieces_of_all;
 }
 
-// One more CTA than there are tiles: the last one is for the pieces.
+// Where each block's nonzeros start in the lists by neuron. There is one more CTA than there are tiles: the last one
+// cuts the tiles into pieces.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     starts_kernel(int token_tiles, int column_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32];
@@ -355,14 +376,14 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     cut_into_pieces(tiles, column_tiles, out, warp_sums);
     return;
   }
-  uint32_t earlier = 0, so_far;  // nonzeros of the tiles before: their lists lie before this one's
+  uint32_t earlier = 0, so_far;  // nonzeros of the tiles before, whose lists lie before this tile's
 #pragma unroll 4
   for (int i = threadIdx.x; i < tile * kTileM; i += kPlanThreads) earlier += out.frequencies[out.neurons[i]];
   scan(earlier, warp_sums, so_far);
   const uint4* counts = reinterpret_cast<const uint4*>(out.counts + static_cast<int64_t>(tile) * 2 * per_half);
   uint32_t* starts = out.starts + static_cast<int64_t>(tile) * 2 * (per_half + 1);
   for (int from = 0; from < 2 * per_half; from += 4 * kPlanThreads) {
-    const int at = from + 4 * threadIdx.x;  // of the first half's blocks, then the second's: all that there could be
+    const int at = from + 4 * threadIdx.x;  // of the first half's blocks, then the second's, as many as there could be
     const uint4 four = at < 2 * per_half ? counts[at / 4] : make_uint4(0, 0, 0, 0);
     const uint32_t of_block[4] = {four.x, four.y, four.z, four.w};
     uint32_t total, start = so_far + scan(four.x + four.y + four.z + four.w, warp_sums, total);
@@ -378,15 +399,16 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
 }
 
+// Turns what `count` and `mask` left in `at` and `places` into each nonzero's index and place.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     place_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t parts[];  // [halves][kParts] where this tile's nonzeros of each start
+  extern __shared__ uint32_t parts[];  // [halves][kParts] where this token tile's nonzeros of each part start
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int token_tiles = gridDim.x, per_half = token_tiles * 2 + 1;
   const Range list = list_of(plan, blockIdx.x, column_tiles);
   const uint32_t* bases = out.bases + static_cast<int64_t>(blockIdx.x) * halves * kParts;
-  for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // parts without nonzeros have any start
+  for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // a part without nonzeros may have any start
     const int block = min(block_of(out, token_tiles, blockIdx.x, i), per_half - 1);
     parts[i] = out.starts[static_cast<int64_t>(i / kParts) * per_half + block] + bases[i];
   }

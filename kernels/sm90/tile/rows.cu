@@ -1,8 +1,12 @@
-// pack_rows: the nonzeros of each row side by side, out of its packed tiles. One warp to a row, one lane to a tile; a
-// wide segment is the whole warp's.
+// pack_rows: each token's nonzeros side by side, out of the segments of the packed gate. A warp has one row, and each
+// of its lanes one segment at a time; all lanes together read a wide segment.
 //
-// A long row (more than kRowCapacity nonzeros) goes behind all others; its own place has what fits there, and at the
-// end where the row is. If long rows have no room, plan.totals tells.
+// A long row (more than kRowCapacity nonzeros) stands behind all others. Its own place, of 512 words, has the row's
+// first 511 nonzeros, and in its last word the index in plan.rows where the whole row starts. Long rows take their room
+// by adding to totals[kLongWords]; a row that finds no room is not written, and tile_plan, which reads that sum, leaves
+// the whole call to the rest.
+//
+// Numerics: copies. Where a long row lies may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "common/twell.cuh"
 
@@ -10,14 +14,15 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRowsThreads = 256;
-constexpr int kRowsCtas = 6;  // per SM, at least: each warp waits for one load after the other
+constexpr int kRowsCtas = 6;  // per SM, at least: a warp waits for one load after the other, so many warps are needed
 
-// Eight words of a segment: what memory is read in.
+// Eight words of a segment, 32 bytes: the unit in which memory is read.
 struct Sector {
   uint4 low, high;
 };
 
-// Sector `index` of the row's segment in tile `tile`; all zeros, and so a count of none, behind the last tile.
+// Sector `index` of the row's segment of column tile `tile`. Behind the last column tile all is zero, and so is the
+// count.
 __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t token, int column_tiles, int tile,
                                               uint32_t index) {
   Sector sector = {};
@@ -30,12 +35,12 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
   return sector;
 }
 
-// Calls put(i, word) with the row's i-th nonzero, columns ascending, for all i; a warp together. sector: the first of
-// tile `lane`.
+// Calls put(i, word) with the row's i-th nonzero, columns ascending, for all i; by all lanes of a warp. sector: the
+// first sector of column tile `lane`.
 template <class Put>
 __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int64_t n, int column_tiles,
                                                 uint32_t lane, Sector sector, Put put) {
-  uint32_t done = 0;  // nonzeros in the tiles before
+  uint32_t done = 0;  // nonzeros in the column tiles before `first`
   for (int first = 0;;) {
     const int tile = first + lane;
     const uint32_t count = sector.low.x;
@@ -57,7 +62,8 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
       }
     }
     __syncwarp();
-    for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {  // all lanes on one tile, loads of several in flight
+    // All lanes read one wide segment after the other, with two in flight.
+    for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {
       constexpr int kLoads = 2;
       uint4 eight[kLoads];
       uint32_t ahead = wide;
@@ -102,13 +108,13 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   ptx::griddepcontrol_wait();
   if (token >= m) return;
   const uint32_t count = packed.row_counts[token];
-  const Sector sector = load_sector(packed, token, column_tiles, lane, 0);  // before count is known
+  const Sector sector = load_sector(packed, token, column_tiles, lane, 0);  // loaded before `count` has arrived
   uint32_t* own = plan.rows + token * kRowCapacity;
   if (count <= kRowCapacity) {
     uint32_t* row = reinterpret_cast<uint32_t*>(staged[warp]);
     for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) { row[i] = word; });
     __syncwarp();
-    // Whole sectors: what is behind the last nonzero is undefined.
+    // Whole sectors are stored; what stands behind the last nonzero is undefined.
     for (uint32_t i = lane; i / 2 * 8 < count; i += 32) reinterpret_cast<uint4*>(own)[i] = staged[warp][i];
     return;
   }
