@@ -31,7 +31,8 @@ from scripts import ffn_patterns as patterns
 from scripts.bench_model import CONFIG, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.distributed import process_group
-from sparsellm.evaluation.tasks import TASKS, load, offline
+from sparsellm.evaluation.tasks import TASKS, load
+from sparsellm.hub import offline
 from sparsellm.model import pretrained
 
 Answers = list[tuple[float, bool]]

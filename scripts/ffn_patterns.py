@@ -10,8 +10,7 @@ and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
 
 All but the synthetic ones need a folder of recordings, the argument `activations`, which `python -m sparsellm.analyze
 checkpoint=PATH recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the recording of a 0.5B
-model has layers 0 to 7). Recorded tokens repeat, in their order, to reach any M. `gate_values` returns the recorded
-pattern itself, exactly, as a dense relu(z) without x.
+model has layers 0 to 7). Recorded tokens repeat, in their order, to reach any M.
 """
 
 import argparse
@@ -267,19 +266,6 @@ def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> T
 def repeat(rows: Tensor, tokens: int) -> Tensor:
     """`tokens` rows: those of `rows` in their order, over and over."""
     return rows[torch.arange(tokens, device=rows.device) % len(rows)]
-
-
-def gate_values(firing: Tensor, tokens: int, seed: int = 0) -> Tensor:
-    """bfloat16 [tokens, N]: absolute values of normal numbers where the repeated pattern fires, else 0. firing: bool
-    [rows, N]."""
-    generator = torch.Generator(firing.device).manual_seed(seed)
-    g = torch.empty((tokens, firing.shape[1]), dtype=torch.bfloat16, device=firing.device)
-    for start in range(0, tokens, CHUNK):
-        part = g[start : start + CHUNK]
-        fires = firing[torch.arange(start, start + len(part), device=firing.device) % len(firing)]
-        values = torch.randn(part.shape, device=firing.device, generator=generator).abs_().clamp_(min=1e-3)
-        part.copy_(values * fires)
-    return g
 
 
 def _bfloat16(path: Path) -> Tensor:

@@ -94,11 +94,6 @@ def test_a_fit_that_cannot_succeed_says_by_how_much(few_neurons_firing):
     assert fitted.mismatches == (found != few_neurons_firing).sum() > 0
 
 
-def test_gate_values_are_the_pattern_repeated(few_neurons_firing):
-    g = patterns.gate_values(few_neurons_firing, 1000)
-    assert torch.equal(g > 0, few_neurons_firing.repeat(3, 1)[:1000])
-
-
 HOW = r"`python -m sparsellm\.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 
 

@@ -77,7 +77,7 @@ def test_each_layer_is_timed_on_its_own_inputs(gated):
     results = []
 
     def clock(candidates):
-        results.append((candidates["eager"](), candidates["engine"]().y))
+        results.append((candidates["eager"](), candidates["engine"]()[0]))
         return {"eager": 3.0, "compiled": 2.0, "engine": 1.0 + len(results)}
 
     rows = speed.layer_speeds(model, blocks, clock)
