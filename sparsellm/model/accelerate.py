@@ -15,6 +15,9 @@ An accelerated model compiles as any other, whole or by layer: the decision is d
 runs, so a new decision recompiles nothing.
 """
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +76,9 @@ class SparseFeedForward(nn.Module):
     taken the tensor as an input.
     """
 
+    down_proj: nn.Linear
+    handle: Tensor
+
     def __init__(self, original: nn.Module, traced: bool, engine: str | None) -> None:
         super().__init__()
         self.original = (original,)  # in a tuple, for a plain attribute would make it a child
@@ -124,9 +130,9 @@ class SparseFeedForward(nn.Module):
                 f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
                 " sparsellm.restore(model) before changing its modules"
             )
-        return linear._parameters["weight"]
+        return linear._parameters["weight"]  # type: ignore[return-value]  # cast() would take time in every call
 
-    def _apply(self, fn, recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the block, as nn.Module does for `to` or `cuda`, and registers the handle at its new address."""
         super()._apply(fn, recurse)
         register(self.handle, self.choice)

@@ -83,7 +83,7 @@ class EngineChoice:
         return {"engine": self.engine, "plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["engine"])
+        EngineChoice.__init__(self, state["engine"])
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
@@ -173,6 +173,7 @@ class EngineChoice:
         if not self.deciding.acquire(blocking=False):
             return
         try:
+            assert self.counts is not None
             nnz, *others, union = self.counts.tolist()
             if self.counted and UNDER_WAY not in (nnz, *others, union):
                 m, self.counted = self.counted, 0
@@ -238,7 +239,9 @@ def _chosen_feedforward(
 
 
 @_chosen_feedforward.register_fake
-def _(x, w_gate, w_up, w_down, handle):
+def _(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return fake_results(x, w_down.shape[1])
 
 
@@ -249,5 +252,5 @@ def _chosen_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tenso
 
 
 @_chosen_output.register_fake
-def _(x, w_gate, w_up, w_down, handle):
+def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor) -> Tensor:
     return fake_results(x, w_down.shape[1])[0]

@@ -17,7 +17,6 @@ nothing that a later one could take for whole. The builder holds a file lock, wh
 dies; so one of many ranks builds, and the others wait.
 """
 
-import fcntl
 import os
 import shutil
 import sys
@@ -29,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from sparsellm import locks
+from sparsellm.console import is_main_rank, warn
 from sparsellm.ops import compiler
 from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable
 from sparsellm.ops.resources import resources, table
@@ -89,7 +90,9 @@ def available() -> tuple[bool, str]:
         raise
     except KernelsUnavailable as error:
         if not _said:
-            _say_on_main_rank(f"PyTorch computes the feedforward layers, for the CUDA kernels are unavailable: {error}")
+            _warn_on_main_rank(
+                f"PyTorch computes the feedforward layers, for the CUDA kernels are unavailable: {error}"
+            )
         _said = True
         return False, str(error)
     return True, ""
@@ -136,7 +139,7 @@ def prebuilt() -> Path | None:
     if packaged.is_file():
         if compiler.fits(packaged):
             return packaged
-        _say_on_main_rank(
+        _warn_on_main_rank(
             f"{packaged} is not used, for it was not built from the sources beside it: install sparsellm anew, or"
             " remove this library"
         )
@@ -188,7 +191,7 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
     failed.unlink(missing_ok=True)
     for abandoned in folder.parent.glob(f"{folder.name}.build.*"):
         shutil.rmtree(abandoned)
-    _say(f"building the CUDA kernels into {folder}: a minute or two, once")
+    warn(f"building the CUDA kernels into {folder}: a minute or two, once")
     private = Path(tempfile.mkdtemp(prefix=f"{folder.name}.build.", dir=folder.parent))
     try:
         done, log = compiler.compile_into(private, nvcc)
@@ -209,12 +212,13 @@ def _exclusive(folder: Path) -> Iterator[bool]:
     """Holds the lock of `folder`, so that one process at a time builds it. Yields whether this one had to wait."""
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         waited = False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+
+        def waiting() -> None:
+            nonlocal waited
             waited = True
-            _say(f"another process is building the CUDA kernels into {folder}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            warn(f"another process is building the CUDA kernels into {folder}; waiting for it")
+
+        locks.take(file, waiting)
         yield waited
 
 
@@ -235,7 +239,7 @@ def main(arguments: list[str]) -> int:
     try:
         path = build()
     except KernelsUnavailable as error:
-        _say(str(error))
+        warn(str(error))
         return 1
     log = path.with_name(LOG).read_text()
     rows = resources(log)
@@ -250,17 +254,13 @@ def main(arguments: list[str]) -> int:
     print(f"The kernels are built: {path}")
     spilling = [row.function for row in rows if row.spills]
     if spilling:
-        _say(f"registers spill to memory in {', '.join(spilling)}: no kernel should")
+        warn(f"registers spill to memory in {', '.join(spilling)}: no kernel should")
     return 1 if spilling else 0
 
 
-def _say(message: str) -> None:
-    print(f"sparsellm: {message}", file=sys.stderr, flush=True)
-
-
-def _say_on_main_rank(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        _say(message)
+def _warn_on_main_rank(message: str) -> None:
+    if is_main_rank():
+        warn(message)
 
 
 if __name__ == "__main__":

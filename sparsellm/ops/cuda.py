@@ -108,12 +108,13 @@ def _dense_backward(
 ) -> list[Tensor]:
     ops, (m, n) = torch.ops.sparsellm_cuda, (x.shape[0], w_up.shape[0])
     factors = [w for w in (w_gate, w_up) if w is not None]
-    g, *u = planes_of(saved, len(factors), m, n, x.dtype)
+    planes = planes_of(saved, len(factors), m, n, x.dtype)
+    g, u = planes[0], planes[1] if len(factors) == 2 else None
     if dispatch.fuses(m):
-        h, dz, *du = ops.dense_backward(dy, w_down, g, *(u or [None]), dl1)
+        h, dz, *du = ops.dense_backward(dy, w_down, g, u, dl1)
     else:
         dz = torch.mm(dy, w_down)
-        h, *du = ops.pointwise_backward(g, *(u or [None]), dz, dl1)
+        h, *du = ops.pointwise_backward(g, u, dz, dl1)
     dx = torch.mm(dz, factors[0])
     if du:
         dx.addmm_(du[0], w_up)
@@ -122,9 +123,8 @@ def _dense_backward(
 
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
-    *packed, counts = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
-    nnz, wide_segments, _, union = counts
-    return PackedGate(*packed, nnz, wide_segments, union)
+    *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
+    return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # a list has any length to mypy
 
 
 def capacity_of(m: int, n: int, room: int) -> int:

@@ -14,7 +14,8 @@ The row and tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or ra
 and on kernels of its own where they are already loaded (sparsellm.ops.build). No engine ever stands in for another.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,8 +91,10 @@ def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)), True
 
 
-def _in(dtype: torch.dtype, *weights: Tensor | None) -> list[Tensor | None]:
-    return [None if weight is None else weight.to(dtype) for weight in weights]
+def _in(
+    dtype: torch.dtype, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    return None if w_gate is None else w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype)
 
 
 def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: bool) -> None:
@@ -138,20 +141,22 @@ def _traced(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> t
     return _Gated.apply(x, w_gate, w_up, w_down)[:4]
 
 
-def _gated_context(ctx, inputs, output) -> None:
+def _gated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:4], *output[4:])
 
 
-def _gated_gradients(ctx, dy, dl1, *_unused):
-    return reference.gated_backward(*ctx.saved_tensors, dy, dl1)
+def _gated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+    x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
+    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, dy, dl1)
 
 
-def _nongated_context(ctx, inputs, output) -> None:
+def _nongated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:3], *output[4:])
 
 
-def _nongated_gradients(ctx, dy, dl1, *_unused):
-    return reference.nongated_backward(*ctx.saved_tensors, dy, dl1)
+def _nongated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+    x, w_up, w_down, h = ctx.saved_tensors
+    return reference.nongated_backward(x, w_up, w_down, h, dy, dl1)
 
 
 class _Gated(torch.autograd.Function):
@@ -223,7 +228,7 @@ def _on_kernels(x: Tensor, engine: Engine) -> bool:
 
 
 @_feedforward.register_fake
-def _(x, w_gate, w_up, w_down, plan, saving):
+def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Tensor, saving: bool) -> tuple[Tensor, ...]:
     length = torch.library.get_ctx().new_dynamic_size() if saving else 0
     return *fake_results(x, w_down.shape[1]), x.new_empty(length, dtype=torch.uint8)
 
@@ -231,11 +236,8 @@ def _(x, w_gate, w_up, w_down, plan, saving):
 def fake_results(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, l1, fired and counts without values, from which compilers learn shapes and dtypes."""
     l1 = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        l1,
-        *(x.new_empty(shape, dtype=dtype) for shape, dtype in (((n,), torch.bool), ((4,), torch.int64))),
-    )
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, l1, x.new_empty(n, dtype=torch.bool), x.new_empty(4, dtype=torch.int64)
 
 
 @torch.library.custom_op("sparsellm::feedforward_backward", mutates_args=())
@@ -248,31 +250,35 @@ def _feedforward_backward(
     return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
 
 
-def _backward(x, w_gate, w_up, w_down, dy, dl1, saved):
+def _backward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
+) -> Sequence[Tensor]:
     if _on_kernels(x, cuda.engine_of(saved)):
         return cuda.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
     gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
     planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
-    if w_gate is None:
-        return reference.nongated_backward(x, up, down, *planes, dy, dl1)
-    return reference.gated_backward(x, gate, up, down, *planes, dy, dl1)
+    if gate is None:
+        return reference.nongated_backward(x, up, down, planes[0], dy, dl1)
+    return reference.gated_backward(x, gate, up, down, planes[0], planes[1], dy, dl1)
 
 
 @_feedforward_backward.register_fake
-def _(x, w_gate, w_up, w_down, dy, dl1, saved):
+def _(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
+) -> list[Tensor]:
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, w_gate, w_up, w_down) if t is not None
     ]
 
 
-def _feedforward_context(ctx, inputs, output) -> None:
+def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, w_gate, w_up, w_down, *_, saving = inputs
     ctx.set_materialize_grads(False)  # else autograd would make a gradient of zeros as large as `saved`
     if saving:
         ctx.save_for_backward(x, w_gate, w_up, w_down, output[4])
 
 
-def _feedforward_gradients(ctx, dy, dl1, *_unused):
+def _feedforward_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, saved = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     dl1 = x.new_zeros(()) if dl1 is None else dl1

@@ -3,7 +3,7 @@
 import re
 import shutil
 import subprocess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Resources(NamedTuple):
@@ -19,7 +19,7 @@ class Resources(NamedTuple):
 
 def resources(log: str) -> list[Resources]:
     """The resources of every function in the log of a build."""
-    found: dict[tuple[str, str], dict[str, int | None]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     file, function, kernel = "", "", ""
     for line in log.splitlines():
         if match := re.match(r"\[\d+/\d+\] (.+\.(?:cu|cpp))$", line):
