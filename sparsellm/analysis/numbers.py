@@ -4,12 +4,14 @@ Nonzeros are neurons that fired, per token and layer. T: the length of a sequenc
 """
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from sparsellm.analysis.activity import Activity
+
+if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+    from transformers import PreTrainedTokenizerBase
 
 PERCENTILES = {"p01": 1, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
 TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # of a layer's neurons, the busiest

@@ -15,15 +15,17 @@ layer 4, and the last two files are left out.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sparsellm.files import whole
 from sparsellm.model.acceptance import feedforward_blocks
+
+if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+    from transformers import PreTrainedModel
 
 FIRING = "firing_patterns.npz"
 LAYER = 4  # of which input and gate weight are recorded

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsellm.analysis import figures, numbers
+from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
 from sparsellm.files import write_whole
 from sparsellm.ops.twell import TOKEN_TILE
@@ -34,6 +34,9 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}
         for at, row in enumerate(means)
     ]
+    # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
+    from sparsellm.analysis import figures
+
     pictures = figures.draw(title(results), activity, results["layers"], speeds)
     files = {
         "layers.csv": as_csv([flat(row) for row in results["layers"]]),

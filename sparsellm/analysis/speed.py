@@ -3,11 +3,10 @@
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
 from sparsellm.model.engine_choice import NeuronMajor
@@ -16,6 +15,9 @@ from sparsellm.ops.dispatch import room_for
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
+
+if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+    from transformers import PreTrainedModel
 
 TOKENS = 16_384  # at most, in whole sequences: enough to fill the GPU
 ROUNDS, UNTIMED = 20, 3

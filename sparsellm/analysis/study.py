@@ -3,15 +3,13 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from sparsellm import hub
-from sparsellm.analysis import activity, numbers, recordings, report, speed, text
+from sparsellm.analysis import activity, numbers, recordings, report, speed
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.console import progress
@@ -21,6 +19,9 @@ from sparsellm.model import pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build
 from sparsellm.run_layout import ANALYSIS, CONFIG
+
+if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {"llama": "gated", "arcee": "non-gated"}  # model_type
 LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
@@ -104,8 +105,8 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
 
 @dataclass(frozen=True)
 class Opened:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
     blocks: Tensor  # int64 [S, T]
     identity: str
     output: Path
@@ -115,6 +116,8 @@ class Opened:
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     """Everything that can be refused, before anything is counted. Raises AnalysisError."""
     if not sys.stderr.isatty():
+        from transformers.utils import logging
+
         logging.disable_progress_bar()
     try:
         described = pretrained.read_config(checkpoint.model)
@@ -131,6 +134,9 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
         recorded = _for_recordings(config)
         tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
+        # Here, for `datasets` takes long to import, and a refusal need not wait for it.
+        from sparsellm.analysis import text
+
         if config.text is None:
             assert checkpoint.run is not None
             assert run is not None  # `mistakes` has asked for a text otherwise

@@ -5,16 +5,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import IterableDataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import Config
 from sparsellm.evaluation.locate import Checkpoint
+
+if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+    from transformers import PreTrainedTokenizerBase
 
 COLUMN = "text"  # of a parquet file
 DOCUMENTS_AT_ONCE = 64
