@@ -37,7 +37,7 @@ class Activity:
 
 @torch.inference_mode()
 def count(
-    model: PreTrainedModel, blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
+    model: "PreTrainedModel", blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
 ) -> Activity:
     """What fires while `model` reads `blocks` (int64 [S, T]), `batch_size` sequences per forward pass.
 

@@ -94,7 +94,7 @@ def extremes(types: list[Row], min_count: int) -> tuple[list[Row], list[Row]]:
     return sorted(common[-SHOWN:], key=lambda row: (-row["nonzeros"], row["id"])), common[:SHOWN]
 
 
-def occurrences(activity: Activity, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def occurrences(activity: Activity, tokenizer: "PreTrainedTokenizerBase") -> list[Row]:
     """The single tokens, from position `settled` on, with the most nonzeros; and the text around them."""
     first, depth = settled(activity), activity.nonzeros.shape[2]
     fired = activity.nonzeros[:, first:].sum(-1, dtype=np.int64)
@@ -116,7 +116,7 @@ def occurrences(activity: Activity, tokenizer: PreTrainedTokenizerBase) -> list[
     return found
 
 
-def spelled(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def spelled(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     """A token as text, or, if it is a part of a character, as the vocabulary spells it."""
     text = tokenizer.decode([token])
     return str(tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text else text)

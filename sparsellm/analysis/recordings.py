@@ -41,7 +41,7 @@ def other_recordings(folder: Path) -> list[str]:
 @torch.no_grad()
 def write(
     folder: Path,
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     blocks: Tensor,
     batch_size: int,
     advance: Callable[[int], object] = lambda _: None,

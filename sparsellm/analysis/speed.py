@@ -27,7 +27,7 @@ Candidates = dict[str, Callable[[], object]]
 
 
 def layer_speeds(
-    model: PreTrainedModel, blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
+    model: "PreTrainedModel", blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
 ) -> list[dict[str, Any]]:
     """A row per layer, in bfloat16, on the first blocks (int64 [S, T]) of `TOKENS` tokens.
 

@@ -33,7 +33,7 @@ def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) ->
     return blocks[:, :-1]  # the last token is only a target
 
 
-def of_file(path: Path, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int) -> Tensor:
+def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
     """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
 
     Every document ends with the tokenizer's end-of-text token. A text of fewer than `length` tokens is one sequence.
