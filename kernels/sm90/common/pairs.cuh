@@ -276,9 +276,9 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
 //   said                      uint8 [neurons]: 1 is written where a neuron fires
 //   fetch(column_tile, rank, kb, b, full)  starts the copy of CTA `rank`'s share of w to the stage's B of both CTAs
 //   bf16(j, low, high)        rounds two sums, which are of the tile's 16 columns from 16 j on
-//   take(tile, warp, fired)   what finishing warp 0, 1 or 2 does with a finished tile; sets the bits of neurons that
-//   fire tell(tile, lane, word)    called by lanes 4 w of one warp, once all three have taken the tile, with word w of
-//   the bits end(warp)                 called by the finishing warps after the last tile
+//   take(tile, warp, fired)   what finishing warp 0, 1 or 2 does with a finished tile; sets bits of neurons that fire
+//   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
+//   end(warp)                 by the finishing warps, after the last tile
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
           class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,

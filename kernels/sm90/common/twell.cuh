@@ -8,7 +8,7 @@ namespace sparsellm {
 
 __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
-// The counts of all segments, [NT, kCountedTokens], of a packed gate of M <= kCountedTokens tokens; undefined from M
+// The counts of all segments of a packed gate of up to kCountedTokens tokens: [NT, kCountedTokens], undefined from M
 // on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);

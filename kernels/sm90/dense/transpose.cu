@@ -18,8 +18,7 @@ __device__ __forceinline__ void convert(float from, __nv_bfloat16& to) { to = __
 template <class From, class To>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const From* from, int64_t rows, int64_t columns, To* to) {
-  // [column][row], padded so that neither reads nor writes have more bank conflicts than they must; bf16 is read in
-  // pairs.
+  // [column][row], padded so that reads and writes have no more bank conflicts than they must; bf16 is read in pairs.
   constexpr int kPitch = kSide + (sizeof(To) == 2 ? 2 : 1);
   __shared__ alignas(16) To tile[kSide * kPitch];
   const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kSide, row0 = static_cast<int64_t>(blockIdx.y) * kSide;

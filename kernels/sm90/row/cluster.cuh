@@ -400,8 +400,7 @@ struct ClusterCta {
     }
   }
 
-  // Fetches to L2 the rows of W_u and W_d that will be loaded, 128 bytes a lane: of W_d, 32 / kCluster lanes have one
-  // nonzero.
+  // Fetches to L2 the rows that will be loaded, 128 bytes a lane: of W_d, 32 / kCluster lanes have one nonzero.
   __device__ __forceinline__ void prefetch(const List& list, uint32_t at, bool with_up) const {
     constexpr int kLanes = 32 / kCluster, kStep = 8;
     const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);

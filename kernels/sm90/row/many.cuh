@@ -1,5 +1,4 @@
-// The row engine for many tokens, which the bandwidth of L2 limits: a warp has a unit of work, which mostly is a whole
-// row.
+// The row engine for many tokens, which L2's bandwidth limits. A warp has a unit of work, which mostly is a whole row.
 //
 // One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns in each lane: first of x, while it
 // streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros. Either way

@@ -28,8 +28,7 @@ struct Gather {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }
 
-  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; zeros from column `end`
-  // on.
+  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; from `end` on, zeros.
   __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
                                        int64_t column, int64_t k, int64_t end) const {
     const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;
