@@ -1,5 +1,4 @@
-// Implements engines.h for Hopper: the layout of every buffer, and the order in which the stages (launch.h) are
-// launched.
+// Implements engines.h for Hopper: the layout of every buffer, and the order of the stages (launch.h).
 #include "engines.h"
 
 #include <algorithm>
@@ -20,8 +19,7 @@ namespace {
 // Kernels count words in uint32, in strides of up to 4,096. The last stride must not pass 2^32.
 constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
-// What a saved buffer's length is above a multiple of 16: 2 if the tile engine made it, and 4 more if tokens are
-// ordered.
+// What the tile engine adds to a saved buffer's length, a multiple of 16: 2, and 4 more if tokens are ordered.
 constexpr int64_t kTileEngine = 2, kOrdered = 4;
 // Scratch behind the counters, in int64: totals, then tickets. Stages find it zero and leave it zero.
 constexpr int kScratch = (kTotals + kRowTickets) / 2;
@@ -302,8 +300,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
 }
 
 Field tile_saved_field(const TileShape& s, const char* name) {
-  // An address that the layout's addresses are counted from; nothing is read there. Without a base, an arena only
-  // counts.
+  // Without a base, an arena only counts bytes. Addresses are counted from this one, and nothing is read there.
   static char base[1];
   Arena arena(base);
   const Kept kept(arena, s, true);

@@ -61,8 +61,7 @@ enum Total {
   kTotals = 8
 };
 
-// The work list of the tile engine. tile/plan.cuh says what slots, blocks, items and places are, and what the int4
-// hold.
+// The work list of the tile engine. What slots, blocks, items and places are, and what int4 hold, is in tile/plan.cuh.
 struct TilePlan {
   uint32_t* rows;  // [M, kRowCapacity] the nonzeros of each row; then [long_capacity] those of long rows, and room for
                    // three more words, because rows are read four words at a time

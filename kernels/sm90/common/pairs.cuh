@@ -40,8 +40,9 @@ struct PairShared {
 constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // and a bit per neuron
 static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
 
-// Pairs are visited column tile by column tile, and then in the next rows: what is in flight shares few rows of x, and
-// all of w stays in L2. Where w is too large for that, one band of its columns is done after the other.
+// Pairs are visited column tile by column tile for one pair of token tiles, then for the next pair of token tiles. So
+// the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is done in bands of
+// columns, one after the other; this is the size of a band.
 constexpr int64_t kBandBytes = 24 << 20;
 
 // What is multiplied: tokens by column tiles of 256.
@@ -59,8 +60,8 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs, early: the kernel of `clear` comes before, and is not early. neurons: of a column tile, 0
-// if it does not count who fires.
+// Launches a kernel of pairs early; the kernel before it is that of `clear`, which is not early. neurons: how many a
+// column tile has, 0 if the kernel does not count which neurons fire.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -93,8 +94,8 @@ struct PairMemory {
 // A finished tile, as the warps that finish it see it.
 struct FinishedTile {
   int64_t token_tile;
-  int column_tile, rows;  // rows: <= 0 beyond the last token
-  uint32_t parity;        // of the tiles of this CTA
+  int column_tile, rows;  // rows: those with tokens, <= 0 beyond the last token
+  uint32_t parity;        // of the tile's number among the CTA's tiles
 
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
@@ -140,7 +141,7 @@ struct PairCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Waits until a round's pair is known. One that is not less than `pairs` is none.
+  // Waits until a round's pair is known, and returns it. A number that is not less than `pairs` is no pair.
   __device__ __forceinline__ uint32_t pair_in(uint32_t round) const {
     ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
     return shared.pairs[round % kRounds];
@@ -158,7 +159,8 @@ struct PairCta {
     return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
   }
 
-  // The drawing thread of each CTA: the pair of the round kDealtRounds from this one. The first CTA draws it, for both.
+  // By the drawing thread of each CTA: fetches the pair of the round kDealtRounds after this one. The first CTA of the
+  // cluster draws it, for both.
   __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
     const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
     ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
@@ -169,7 +171,7 @@ struct PairCta {
   }
 };
 
-// The producer, one thread: this CTA's tile of x, and through fetch what it copies of w.
+// The producer, one thread: copies this CTA's tile of x, and, by `fetch`, its share of w.
 template <class Fetch>
 __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                               Fetch fetch) {
@@ -191,8 +193,9 @@ __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensor
   }
 }
 
-// What the finishing warps have set of a tile's bits of neurons that fire: tells them, and in `said` those that this
-// CTA has not said before. Lanes 4 w .. 4 w + 3 of one warp have word w; returns how many neurons fire.
+// Passes on the bits of the neurons that fire in a tile, which the finishing warps have set: all of them to `tell`, and
+// to `said` those that this CTA has not said before. By one warp, of which lanes 4 w .. 4 w + 3 have word w. Returns
+// how many neurons fire.
 template <int kWords, class Tell>
 __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile& of, uint8_t* said, Tell tell) {
   constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
@@ -218,7 +221,7 @@ template <int kWords, class Take, class Tell, class End>
 __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
                                              Tell tell, End end) {
   const int finisher = cta.warp - 1;
-  ptx::griddepcontrol_wait();  // for what zeroes the counters
+  ptx::griddepcontrol_wait();  // until the kernel of `clear` has zeroed the counters
   unsigned long long in_union = 0;
   uint32_t round = 0, pair;
   for (; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
@@ -232,7 +235,7 @@ __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long l
       if (finisher == 0 && of.rows > 0 && cta.lane < 4 * kWords) in_union += tell_fired<kWords>(cta, of, said, tell);
     }
   }
-  cta.pair_in(round + kDealtRounds - 1);  // drawn for no one, but it must have come before this CTA ends
+  cta.pair_in(round + kDealtRounds - 1);  // no one needs this pair, but its arrival must come before this CTA ends
   end(finisher);
   if (in_union != 0) atomicAdd(counters + kUnion, in_union);
 }
@@ -242,7 +245,7 @@ template <int kMajorMN, class Bf16>
 __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   const uint32_t lane = cta.lane;
   const int warpgroup = cta.warp / 4 - 1;
-  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // of the tile: the row whose address this lane gives
+  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // whose address this lane gives to stmatrix
   Ring ring;
   bool more = true;
   for (uint32_t round = 0; more; ++round) {
@@ -265,17 +268,17 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   }
 }
 
-// All of a kernel.
-//   kWords                    of 32 neurons each, in a column tile; 0 if it is not counted who fires
-//   kMajorMN                  of w, as in multiply
-//   kFinishRegisters          of a thread of the warps that finish tiles; what they have more, the consumers have less
-//   counters                  kDrawn and kUnion are counted
+// The whole body of a kernel of pairs.
+//   kWords                    how many words of 32 neurons a column tile has; 0 if the kernel does not count who fires
+//   kMajorMN                  whether w is MN-major, as in multiply
+//   kFinishRegisters          registers of a thread that finishes tiles; what these have more, the consumers have less
+//   counters                  where kDrawn and kUnion are counted
 //   said                      uint8 [neurons]: 1 is written where a neuron fires
-//   fetch(column_tile, rank, kb, b, full)  starts what CTA `rank` of a cluster copies of w to the stage's B, for both
-//   bf16(j, low, high)        two columns of the tile's 16 from 16 j on, rounded
-//   take(tile, warp, fired)   what warp 0, 1 or 2 makes of the finished tile; sets the bits of neurons that fire
+//   fetch(column_tile, rank, kb, b, full)  starts the copy of CTA `rank`'s share of w to the stage's B of both CTAs
+//   bf16(j, low, high)        rounds two sums, which are of the tile's 16 columns from 16 j on
+//   take(tile, warp, fired)   what finishing warp 0, 1 or 2 does with a finished tile; sets bits of neurons that fire
 //   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
-//   end(warp)                 after the last tile
+//   end(warp)                 by the finishing warps, after the last tile
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
           class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,

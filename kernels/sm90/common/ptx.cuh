@@ -119,16 +119,16 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Programmatic dependent launch: the first waits for the kernel before this one in the stream, the second lets the next
-// kernel start. What a kernel reads after the wait it reads with ordinary loads: __ldg promises that data never change,
-// so the compiler may move it before the wait.
+// Programmatic dependent launch: griddepcontrol_wait waits for the kernel before this one in the stream, and
+// griddepcontrol_launch_dependents lets the next kernel start. What a kernel reads after the wait it reads with
+// ordinary loads: __ldg promises that data never change, so the compiler may move it before the wait.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // The warp's index in its CTA, in a uniform register. The compiler does not know that threadIdx.x / 32 is the same in
-// all lanes; of this it knows, and computes what follows from it once for a warp.
+// all lanes; that a shuffle from lane 0 is, it knows, and computes what follows from the index once for a warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
 // One bit for each lane up to this one: of lane 2, 0b111.

@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// For `ahead`, where there is nothing to do.
+// The default for `ahead` of multiply: nothing to do.
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };

@@ -8,7 +8,8 @@ namespace sparsellm {
 
 __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
-// The counts of each column tile's segments, of up to kCountedTokens rows: [NT, kCountedTokens], undefined from M on.
+// The counts of all segments of a packed gate of up to kCountedTokens tokens: [NT, kCountedTokens], undefined from M
+// on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
@@ -52,14 +53,14 @@ __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
   return __byte_perm(spread[0] | spread[0] >> 16, spread[1] | spread[1] >> 16, 0x5410);
 }
 
-// How many bits are set in each byte, in that byte.
+// Byte b of the result is how many bits are set in byte b of v.
 __device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
   v -= v >> 1 & 0x55555555;
   v = (v & 0x33333333) + (v >> 2 & 0x33333333);
   return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
-// Sum over the lanes before this one: of values 2, 0, 3, ..., 0, 2, 2, 5, ...
+// The sum of the values of the lanes before this one: values 2, 0, 3, ... give 0, 2, 2, 5, ...
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane) {
   uint32_t sum = value;
 #pragma unroll
@@ -70,18 +71,20 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
   return sum - value;
 }
 
-// Packs four rows of one tile, a warp together: lanes 8 r .. 8 r + 7 have row r of the four, and lane s of them columns
-// first + 64 j + 8 s .. + 7 for j = 0..3. chunks: the shared address of those of j = 0; j's are kApart j bytes on.
-// Writes all words but the count, word 0, which it returns. Where the words do not fit, the segment goes to `wide` (its
-// column `first`). Nothing of a row that is not `some` is written, nor of columns >= n. Bit 8 j + i of `seen` is set
-// where the lane's column i of j is not zero.
+// Packs the segments of four rows in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of the
+// four; the s-th of these eight lanes has columns first + 64 j + 8 s .. + 7 for j = 0..3. Lane 10 has columns 16 to 23,
+// 80 to 87, 144 to 151 and 208 to 215 of row 1. chunks: the shared address of the lane's columns for j = 0; those for j
+// are kApart j bytes on. Writes all words of the segment but word 0, the count, which it returns. If the nonzeros do
+// not fit the words, it writes the segment's values to `wide`, which points to the row's column `first`. Nothing is
+// written for a row that is not `some`, nor of columns >= n. Sets bit 8 j + i of `seen` where column i of the lane's
+// eight for j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t* words, __nv_bfloat16* wide,
                                                    uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
-  uint32_t there = 0;  // Behind the last column stand zeros of w, but zero times infinity is no zero.
+  uint32_t there = 0;  // Behind the last column w is read as zeros, but zero times an infinite x is NaN.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     v[j] = ptx::ld_shared_v4(chunks + kApart * j);
@@ -118,7 +121,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   return count;
 }
 
-// Adds the `seen` of pack_four_rows, a warp together, to the bits of 256 columns in shared memory.
+// Adds the `seen` of pack_four_rows to the bits of 256 columns in shared memory, by all lanes of a warp.
 __device__ __forceinline__ void add_fired(uint32_t* fired, uint32_t seen, uint32_t lane) {
   seen |= __shfl_xor_sync(~0u, seen, 8);
   seen |= __shfl_xor_sync(~0u, seen, 16);

@@ -1,4 +1,5 @@
-// transpose: a matrix by tiles of 64 x 64, 16 bytes at a time on both sides; float32 to bf16 rounds, else exact.
+// transpose: transposes a matrix in tiles of 64 x 64 through shared memory, reading and writing 16 bytes at a time.
+// Numerics: float32 to bf16 is rounded to nearest even; else values are copied.
 #include "common/host.h"
 #include "engines.h"
 #include "common/ptx.cuh"
@@ -17,7 +18,7 @@ __device__ __forceinline__ void convert(float from, __nv_bfloat16& to) { to = __
 template <class From, class To>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const From* from, int64_t rows, int64_t columns, To* to) {
-  // [column][row], padded so that neither side meets in a bank more often than it must; bf16 is read in pairs.
+  // [column][row], padded so that reads and writes have no more bank conflicts than they must; bf16 is read in pairs.
   constexpr int kPitch = kSide + (sizeof(To) == 2 ? 2 : 1);
   __shared__ alignas(16) To tile[kSide * kPitch];
   const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kSide, row0 = static_cast<int64_t>(blockIdx.y) * kSide;
@@ -59,7 +60,7 @@ cudaError_t run(const void* from, int64_t rows, int64_t columns, void* to, cudaS
 
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream) {
-  if (to_float && !from_float) return cudaErrorInvalidValue;  // nobody asks for it
+  if (to_float && !from_float) return cudaErrorInvalidValue;  // no caller needs it
   return (to_float     ? run<float, float>
           : from_float ? run<float, __nv_bfloat16>
                        : run<__nv_bfloat16, __nv_bfloat16>)(from, rows, columns, to, stream);

@@ -162,7 +162,7 @@ struct FewestCta {
     return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
   }
 
-  // The other warps: their share of K of all products, float32, to `sums`.
+  // The other warps: compute all products over their share of K, in float32, and leave them in `sums`.
   __device__ __forceinline__ void multiply(float* sums) {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
@@ -278,11 +278,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace fewest
 
-// zeroed: as of gate_pack_small.
+// zeroed: as for gate_pack_small.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                     int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
-  const cudaError_t error =  // it has room without, but was timed so
+  const cudaError_t error =  // the kernel fits without this, but was timed with it
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;

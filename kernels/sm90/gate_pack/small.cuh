@@ -12,7 +12,7 @@
 
 namespace sparsellm {
 
-constexpr int kSmallTokens = kCountedTokens;  // there is room for their tiles' counts
+constexpr int kSmallTokens = kCountedTokens;  // at most: there is room for the counts of so many tokens' segments
 
 namespace small {
 
@@ -63,7 +63,7 @@ struct SmallCta {
   int64_t n;
   int k_blocks;
   const Packed& out;
-  bool counts;  // it adds to the counters
+  bool counts;  // whether this kernel adds to the counters
   int warp;
   uint32_t lane, rank;
   int column_tile, column_tiles;
@@ -168,7 +168,7 @@ struct SmallCta {
     ptx::wgmma_wait_group<0>();
   }
 
-  // The products as bf16: to each CTA of the cluster the part that is of its tokens.
+  // Sends the products, as bf16, to the CTAs of the cluster: to each the part of its tokens.
   __device__ __forceinline__ void hand_out(const Accumulators& d) const {
 #pragma unroll
     for (int j = 0; j < kCluster; ++j) {
@@ -194,7 +194,7 @@ struct SmallCta {
 #pragma unroll
     for (int j = 0; j < kSmallTokens / 8; ++j) {
       const int first = 8 * j + lane % 4 * 2;
-      // Behind the last token stand zeros of x, but zero times infinity is no zero.
+      // Behind the last token x is read as zeros, but zero times an infinite weight is NaN.
       const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
       fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
       fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 
 }  // namespace small
 
-// zeroed: int64 of the counters and behind that it zeroes, counting nothing; 0: it adds to what is zero already.
+// zeroed: if not 0, this kernel counts nothing, and zeroes so many int64 from the counters on. If 0, it adds to
+// counters that are zero already.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                    int64_t zeroed, cudaStream_t stream) {
   using namespace small;

@@ -4,12 +4,10 @@
 //
 // Chunks of at most 8,192 tokens, cut between token tiles, are ordered each by itself. A cluster has a profile, which
 // is a set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:
-//   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is how many
-//   leaders
-//             fire neuron n
-//   assign    4,096 evenly spaced tokens each go to the cluster with the largest score C |token & profile| - sum of f
-//   over
-//             the profile: C times what the token's overlap has above that of a mean leader
+//   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is how many of
+//             them fire neuron n
+//   assign    4,096 evenly spaced tokens each go to the cluster with the largest score C |token & profile| - (sum of f
+//             over the profile): C times what the token's overlap has above that of a mean leader
 //   profile   a cluster's new profile: the neurons that at least 1/16 of its tokens fire
 //   assign    all tokens, by the new profiles
 //   sort      a greedy chain of the clusters c, d, ... by |c & d| / (|c| + |d|), from the one least like all others;

@@ -1,11 +1,11 @@
 // rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's
-// lists: dense, from the inputs alone, in one launch that ends at once where there is no rest. No matrix of M x N is
-// kept: for the gradients of the weights, 128 neurons are done at a time, for all tokens, and then, for that of x, 512
-// tokens at a time, for all neurons. z, u and dh are computed anew for either, so this multiplies twice as much as
-// dense PyTorch, and by plain warp-wide products (mma.sync), not WGMMA.
+// lists. It computes them densely, from the inputs alone, in one launch that ends at once where there is no rest. It
+// keeps no matrix of M x N: the gradients of the weights are computed for 128 neurons at a time and all tokens, then
+// that of x for 512 tokens at a time and all neurons. z, u and dh are computed anew for each of the two, so this
+// multiplies twice as much as dense PyTorch; and it multiplies by plain warp-wide products (mma.sync), not WGMMA.
 //
-// Numerics: as sparsellm/ops/reference.py: products in float32 rounded to bf16 once (gradients of weights that are
-// float32: not rounded), elementwise in float32 rounded to bf16 once. Deterministic.
+// Numerics: those of sparsellm/ops/reference.py. Products are in float32 and rounded to bf16 once (gradients of float32
+// weights are not rounded); elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "common/ptx.cuh"
 #include "launch.h"
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int kRestThreads = 256;
 constexpr int kRows = 128, kColumns = 64;  // of an output tile: 4 x 2 warps of 32 x 32
-constexpr int kDepth = 64;                 // of the inner dimension at a time
-constexpr int kNeurons = 128;              // whose hidden values are kept at a time, for all tokens
-constexpr int kTokens = 512;               // whose hidden values are kept at a time, for all neurons
-constexpr int kPad = 8;                    // values between rows in shared memory: neighbours lie in other banks
+constexpr int kDepth = 64;                 // how much of the inner dimension is multiplied at a time
+constexpr int kNeurons = 128;              // neurons whose hidden values are kept at a time, for all tokens
+constexpr int kTokens = 512;               // tokens whose hidden values are kept at a time, for all neurons
+constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours use other banks
 
 using Bf16 = __nv_bfloat16;
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   left.load(0, depth, a);
   right.load(0, depth, b);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    __syncthreads();  // nobody reads the operands before these any more
+    __syncthreads();  // all threads have read the operands of the step before
     left.store(tiles.a);
     right.store(tiles.b);
     __syncthreads();
@@ -187,9 +187,10 @@ __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, 
   }
 }
 
-// dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons): to three planes of
-// [tokens, neurons]. One by one and not as a struct, and with the stores in this function, for ptxas: else the guards
-// of the other products' loads no longer fit the registers, and are computed in the loops (204 instructions for 198).
+// Computes dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons), and writes them
+// to three planes of [tokens, neurons]. The arguments are passed one by one rather than as a struct, and the stores are
+// in this function, because of ptxas: otherwise the guards of the other products' loads no longer fit the registers,
+// and are computed in the loops (204 instructions instead of 198).
 __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
                                        const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
                                        float dl1, int token0, int tokens, int neuron0, int neurons) {
@@ -220,7 +221,7 @@ __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* 
       for (int c = 0; c < 2; ++c) {
         const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
         const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
-        const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays
+        const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays NaN
         h[c] = rounded(g * its_u);
         const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
         const float total = of(dh) + dl1 * sign;
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const Re
     grid_barrier(p.arrivals, passed);
   }
   if (threadIdx.x == 0 && atomicAdd(p.arrivals + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-    p.arrivals[0] = p.arrivals[1] = 0;  // none waits any more
+    p.arrivals[0] = p.arrivals[1] = 0;  // no CTA waits at the barrier any more
   }
 }
 

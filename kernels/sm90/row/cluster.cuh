@@ -48,7 +48,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   uint32_t seen = 0;  // nonzeros in the column tiles before
   for (int start = 0; start < tiles && seen < last; start += 32) {
     const uint32_t* words = segment_of(packed, row, start + lane, tiles);
-    uint4 v[4];  // 16 words: no format has less of a column tile
+    uint4 v[4];  // the first 16 words of a segment
     v[0].x = 0;
     if (start + static_cast<int>(lane) < tiles) {
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t 
   if (rows < 2) count[1] = 0;
 }
 
-// Sets the counters, from the column tiles' counts and masks; a warp together.
+// Sets the counters, from the column tiles' counts and masks, by all lanes of a warp.
 __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t lane) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   uint32_t nonzeros = 0, wide_segments = 0, in_union = 0;
@@ -168,12 +168,12 @@ struct ClusterCta {
     float4 (&sums_of)[kWarps][kSlices][2][32];
     uint32_t (&list)[2][kClusterListed];
     float (&hidden)[2][kWarps][kCluster];
-    uint64_t (&received)[2][kWarps];  // barrier: all h of a chunk
-    uint64_t (&x_full)[2];            // barrier: x of a row
+    uint64_t (&received)[2][kWarps];  // barrier: all h of a chunk are there
+    uint64_t (&x_full)[2];            // barrier: x of a row is there
     uint32_t (&counts)[kClusterTokens];
     uint32_t (&keys)[kClusterTokens];
-    // The pieces but the first of all rows before a row. Of rows cut into 1, 3, 1 and 2 pieces: 0, 0, 2, 2 and 3, the
-    // last one, behind the last row, being all of them.
+    // How many second and later pieces all rows before a row have. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
+    // and, behind the last row, 3: all of them.
     uint32_t (&cuts)[kClusterTokens + 1];
     uint32_t& piece;                // nonzeros of a piece of a row that is cut
     int (&row_of)[kClusterTokens];  // of a unit that is a row or its first piece
@@ -400,7 +400,7 @@ struct ClusterCta {
     }
   }
 
-  // Fetches to L2 what the two will load, 128 bytes a lane: of W_d, 32 / kCluster lanes have one nonzero.
+  // Fetches to L2 the rows that will be loaded, 128 bytes a lane: of W_d, 32 / kCluster lanes have one nonzero.
   __device__ __forceinline__ void prefetch(const List& list, uint32_t at, bool with_up) const {
     constexpr int kLanes = 32 / kCluster, kStep = 8;
     const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);
@@ -416,7 +416,7 @@ struct ClusterCta {
     }
   }
 
-  // The unit's h times W_d, this CTA's columns, each warp its own chunks: sums.
+  // Computes `sums`: the unit's h times W_d in this CTA's columns; each warp does its own chunks.
   __device__ __forceinline__ void multiply_unit(const Unit& u, UnitSums& sums) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -444,7 +444,7 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // Behind the loads, for the others do not wait to know what comes next.
+    // This comes behind the loads, because the other warps do not wait to know what comes next.
     if (warp == kListing && (!ends || next_unit() < units)) {
       const Unit then = ends ? unit_at(next_unit()) : Unit{u.row, from + kClusterListed};
       list_part(then.row, then.begin, listed ^ 1);
@@ -471,8 +471,8 @@ struct ClusterCta {
     }
   }
 
-  // h of the chunk from `at` on: this CTA's one, to the same warp of all CTAs, and theirs. Meanwhile the chunk's rows
-  // of W_d are loaded, and the next chunk's row of W_u.
+  // Exchanges the h of the chunk from `at` on: sends this CTA's h to the same warp of all CTAs, and receives theirs.
+  // Meanwhile the chunk's rows of W_d are loaded, and the next chunk's row of W_u.
   __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, Down& down,
                                                   float (&h)[kCluster]) {
     float mine = at + rank < list.size ? dot_x(up) : 0.0f;
@@ -514,7 +514,7 @@ struct ClusterCta {
     return (four[0] + four[1]) + (four[2] + four[3]);
   }
 
-  // Adds up the warps' sums in order, half a vector to a thread, and with those of other pieces of the row stores y.
+  // Adds the warps' sums in order, half a vector to a thread; if the row is cut, adds the other pieces' sums; stores y.
   __device__ __forceinline__ void add_warps(const Unit& u, int unit, const UnitSums& sums) const {
     if (turn > 0) __syncthreads();  // the sums of the unit before have been added
 #pragma unroll
@@ -544,8 +544,8 @@ struct ClusterCta {
     sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
   }
 
-  // The adders: leave a piece's sum; whether this CTA is the last of those that have the row's pieces and its columns.
-  // If so, `sum` becomes that of all pieces, in order.
+  // By the adders: leaves a piece's sum. Returns whether this CTA is the last of those that have the row's pieces and
+  // this CTA's columns; if so, `sum` becomes the sum of all pieces, in order.
   __device__ __forceinline__ bool add_pieces(int row, int unit, uint32_t pieces, int quad, bool some,
                                              float4& sum) const {
     const auto place = [&](int64_t at) { return reinterpret_cast<float4*>(a.partials + at * a.k) + quad; };
@@ -570,8 +570,8 @@ struct ClusterCta {
     return done;
   }
 
-  // One warp of each cluster: leaves the cluster's l1, and if it finds those of all there, adds them in order. If two
-  // warps do, they write the same.
+  // By one warp of each cluster: leaves the cluster's l1, and, if it then finds the l1 of all clusters, adds them in
+  // order. Two warps may both find all; they write the same sum.
   __device__ __forceinline__ void add_l1() const {
     const int used = min(clusters, units);
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);
@@ -598,8 +598,8 @@ struct ClusterCta {
   }
 };
 
-// Where kFull, two CTAs share an SM: of clusters of eight that have their SMs alone, 15 fit an H100 or H200, of such at
-// least 30; of clusters of four 60.
+// Where kFull, two CTAs share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or H200 has room for
+// 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
 template <int kCluster, int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
   using Cta = ClusterCta<kCluster, kVectors, kFull, kGated>;

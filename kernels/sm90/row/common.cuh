@@ -6,7 +6,7 @@
 
 namespace sparsellm::row {
 
-// What all kernels of the row engine take.
+// The arguments that all kernels of the row engine take.
 struct RowArguments {
   const __nv_bfloat16* x;
   const __nv_bfloat16* w_up;
@@ -21,8 +21,9 @@ struct RowArguments {
 
 constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
-// Of column tile `tile` of a row, whose segment is in `wide`, and before which the row has `before` nonzeros: those
-// among nonzeros first..first + size - 1 of the row, to list[0..]. One warp together.
+// Lists the nonzeros of a wide segment, as list_nonzeros does for a whole row: those that are among nonzeros first ..
+// first + size - 1 of the row, the row's nonzero `first` at list[0]. The segment is that of column tile `tile`, before
+// which the row has `before` nonzeros. By all lanes of a warp.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
   const uint32_t column = tile * kColumnTile + 8 * lane;
@@ -40,8 +41,8 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
   }
 }
 
-// Nonzeros first..last - 1 of the row, columns ascending, to list[0..] as packed words. One warp together; its lanes
-// may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which mostly hold all its
+// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..] as packed words, by all lanes of a warp,
+// which may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which mostly hold all its
 // nonzeros.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                               uint32_t last, uint32_t lane, uint32_t* list) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ uint4 pack(const float (&v)[8]) {
                     ptx::cvt_bf16x2(v[6], v[7]));
 }
 
-// Four sums side by side, so that no chain of additions is long.
+// Adds w x to four sums side by side, so that no chain of additions is long.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, const float (&x)[8]) {
   float v[8];
   unpack(w, v);
@@ -116,6 +117,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, c
   for (int i = 0; i < 8; ++i) sums[i % 4] = fmaf(v[i], x[i], sums[i % 4]);
 }
 
+// Adds h w to eight sums.
 __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, float h) {
   float v[8];
   unpack(w, v);
@@ -123,15 +125,15 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// sums = from + sums. `from` is written by this kernel, so it is read past L1.
+// sums = from + sums. This kernel has written `from`, maybe in another CTA, so it is read past L1.
 __device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
   const float4 p = __ldcg(from), q = __ldcg(from + 1);
   sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];
   sums[4] = q.x + sums[4], sums[5] = q.y + sums[5], sums[6] = q.z + sums[6], sums[7] = q.w + sums[7];
 }
 
-// g of a packed word, and h = g u with u and the product each rounded to bf16 (the float32 product of two bf16 values
-// is exact).
+// g of a packed word; and h = g u, where u and the product are each rounded to bf16 once (the float32 product of two
+// bf16 values is exact).
 __device__ __forceinline__ float gate_of(uint32_t word) { return high(word); }
 __device__ __forceinline__ float hidden_of(uint32_t word, float u) {
   const float rounded = __bfloat162float(__float2bfloat16_rn(u));

@@ -17,11 +17,11 @@ namespace sparsellm::row {
 
 constexpr int kFewTokens = 128;     // M at most
 constexpr int kFewMaxWidth = 4096;  // K at most
-constexpr int kFewWarps = 8;        // that compute; as many nonzeros a batch has, at most
+constexpr int kFewWarps = 8;        // warps that compute; a batch has at most one nonzero for each
 constexpr int kFewWorkers = 32 * kFewWarps;
 constexpr int kFewThreads = kFewWorkers + 32;
-constexpr int kFewStages = 3;              // batches in flight,
-constexpr uint32_t kFewBytes = 220 << 10;  // in so much shared memory, at most
+constexpr int kFewStages = 3;              // batches in flight
+constexpr uint32_t kFewBytes = 220 << 10;  // shared memory that they take, at most
 constexpr int kFewListed = 512;            // nonzeros of a run that are listed at a time
 constexpr uint32_t kShortestRun = 8;
 static_assert(1 + kFewTokens <= kRowTickets, "l1 and each row have a ticket");
@@ -169,7 +169,7 @@ struct FewCta {
     if (shared.starts[kFewTokens] == 0 && cta == 0 && threadIdx.x == 0) *a.l1 = 0.0f;
   }
 
-  // The row that the run's first nonzero is of: as many rows end before it.
+  // The row of the run's first nonzero: its number is how many rows end before that nonzero.
   __device__ __forceinline__ int row_at_begin() const {
     constexpr int kRows = kFewTokens / 32;
     int row = 0;
@@ -178,7 +178,7 @@ struct FewCta {
     return __reduce_add_sync(~0u, row);
   }
 
-  // Nonzeros [from, to) of the run, a warp a row, and which rows they are of.
+  // Lists nonzeros [from, to) of the run, and the row of each; a warp lists one row at a time.
   __device__ __forceinline__ void list_nonzeros_of_run(uint32_t from, uint32_t to, int first_row) const {
     for (int row = first_row + warp; row < a.m && shared.starts[row] < to; row += kFewThreads / 32) {
       const uint32_t row_begin = shared.starts[row];
@@ -189,7 +189,7 @@ struct FewCta {
     }
   }
 
-  // The batch from nonzero `at` on, while [from, to) are listed. It ends with its row.
+  // The batch from nonzero `at` on, while nonzeros [from, to) are listed. A batch ends where its row ends.
   __device__ __forceinline__ Batch batch_at(uint32_t at, uint32_t from, uint32_t to) const {
     Batch batch;
     batch.at = at;
@@ -205,7 +205,7 @@ struct FewCta {
     return batch;
   }
 
-  // The copying warp: the weight rows of a nonzero a lane; the last lane the row of x.
+  // The copying warp: a lane copies the weight rows of one nonzero; the last lane copies the row of x.
   __device__ __forceinline__ void copy(const Batch& batch) const {
     ptx::mbarrier_wait(batch.empty, ring.phase ^ 1);
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(batch.full, few_stage_rows(batch.size, kGated) * row_bytes);
@@ -221,7 +221,8 @@ struct FewCta {
     }
   }
 
-  // The other warps: one h each, then all columns of y; at the end of a row, or of the run, the row's sums are left.
+  // The other warps: compute one h each, then all columns of y. At the end of a row, or of the run, they leave the
+  // row's sums.
   __device__ __forceinline__ void compute(const Batch& batch, RowSums& sums) {
     ptx::mbarrier_wait(batch.full, ring.phase);
     if (static_cast<uint32_t>(warp) < batch.size) compute_hidden(batch);
@@ -268,7 +269,7 @@ struct FewCta {
     if (lane == 0) shared.hidden[parity][warp] = h;
   }
 
-  // sums, from zero where the run or the row begins, plus the batch's h times its rows of W_d.
+  // Adds the batch's h times its rows of W_d to `sums`, which begin at zero where the run or the row begins.
   __device__ __forceinline__ void add_batch(const Batch& batch, RowSums& sums) const {
     if (batch.at == begin || batch.at == batch.row_begin) {
 #pragma unroll

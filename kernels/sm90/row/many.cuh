@@ -1,14 +1,15 @@
-// The row engine for many tokens, bound by what L2 gives: a warp for each unit of work, which mostly is a whole row.
+// The row engine for many tokens, which L2's bandwidth limits. A warp has a unit of work, which mostly is a whole row.
 //
 // One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns in each lane: first of x, while it
 // streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros. Either way
-// 8 KB are in flight in each warp, 96 KB in each SM, whose shared memory nearly all stays L1. A warp to a row rather
-// than a CTA: nothing has to be synchronised, a short row wastes no threads, and x and y take turns in the registers.
-// The warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in L1.
+// 8 KB are in flight in each warp, 96 KB in each SM; nearly all of its shared memory stays L1. A row is given to a warp
+// rather than to a CTA, because then nothing has to be synchronised, a short row wastes no threads, and x and y take
+// turns in the registers. The warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in
+// L1.
 //
-// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks, each of which is a unit
-// that leaves a float32 sum; the last to finish adds the sums. Where the room for such sums ends, one warp does the
-// chunks in turn and adds them up in the same order: the bits are the same.
+// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks. Each chunk is a unit that
+// leaves a float32 sum, and the warp that finishes last adds the sums. Where there is no room left for such sums, one
+// warp does all chunks of the row in turn and adds them in the same order, so the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -19,20 +20,21 @@ constexpr int kManyWarps = 12;
 constexpr int kListed = 64;       // nonzeros of a row that a warp lists at a time
 constexpr int kEqualChunks = 16;  // a row is cut into this many chunks before they grow to kListed nonzeros
 
-// Counters in global memory: planned units and slots taken; the next unit; CTAs that are done.
+// Counters in global memory: how many planned units there are, and how many slots are taken; the next unit to give out;
+// how many CTAs are done.
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4]
-  const int32_t* only_if;              // null, or nothing is done where it points to zero
+  const int32_t* only_if;              // null, or a word: where it is zero, the kernel ends at once
   int smallest_chunk;
   int heavy_above;  // rows with more nonzeros are planned
-  int range;        // neighbouring units a CTA takes at a time
+  int range;        // how many neighbouring units a CTA takes at a time
   int slot_capacity;
   int4* units;        // [m + slot_capacity] row, chunk (-1: the whole row), the row's first slot
-  int32_t* arrivals;  // [slot_capacity] of a row, at its first slot
+  int32_t* arrivals;  // [slot_capacity] how many chunks of a row are done, at the row's first slot
   float* slots;       // [slot_capacity, k + 8] a chunk's sum, then its l1
   float* totals;      // [warps, k] a warp's sum over the chunks so far
-  float* row_l1;      // [m]
+  float* row_l1;      // [m] each row's sum of |h|
 };
 
 // Nonzeros of a chunk. They depend on the row's count and the number of tokens alone: with smallest = 8, a row of 100
@@ -41,7 +43,8 @@ __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
 }
 
-// A thread for each row: those with many nonzeros become units, as many as they have chunks if there are slots for all.
+// Plans the rows with many nonzeros, a thread for each row: a row becomes as many units as it has chunks if there are
+// slots for all of them, else one unit.
 __global__ void row_plan_kernel(const ManyArguments a) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   const int count = row < a.m ? a.packed.row_counts[row] : 0;
@@ -245,8 +248,8 @@ struct ManyWarp {
     }
   }
 
-  // Chunk `chunk` of a row has left its sum. Whether this warp is the last of the row's warps; if so, it adds the
-  // chunks in order, to y, and their l1 to row_l1.
+  // After chunk `chunk` of a row has left its sum: returns whether this warp is the last of the row's warps. If so, it
+  // adds the chunks in order, writes y, and the sum of their l1 to row_l1.
   template <class FirstSlot>
   __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
                                              float& row_l1) const {
@@ -293,7 +296,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   __syncthreads();
   for (int index; (index = range.take(a, warp.lane)) < units + a.m;) warp.do_unit(index, units);
 
-  // l1: the last CTA adds what all have written, always in the same order.
+  // l1: the last CTA to be done adds all rows' l1, in a fixed order.
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(a.tickets + kDone, 1) == static_cast<int>(gridDim.x) - 1;

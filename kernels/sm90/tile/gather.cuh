@@ -8,7 +8,7 @@
 namespace sparsellm {
 
 constexpr uint32_t kPanelBytes = kTileK * 128;
-constexpr int kThreadRows = 4;  // side by side, of which a thread copies one 16-byte chunk in each panel
+constexpr int kThreadRows = 4;  // neighbouring rows, of which a thread copies one 16-byte chunk in each panel
 
 // What a thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one instruction.
 // A thread needs few addresses, for a row's panels are constants apart in both memories: computing addresses takes
@@ -28,7 +28,7 @@ struct Gather {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }
 
-  // To the stage at `to`: rows `rows` of a bf16 matrix of k columns, from `column` on; zeros from column `end` on.
+  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; from `end` on, zeros.
   __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
                                        int64_t column, int64_t k, int64_t end) const {
     const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;

@@ -10,8 +10,8 @@
 //   mask       which tokens fire some neuron of each half tile                              a token tile
 //   slots      the tokens of each neuron tile                                               part of a neuron tile
 //   count      how many nonzeros each token tile has in each block of each half             a token tile
-//   starts     where each block starts; the pieces of the tiles, fullest first              a neuron tile, or the
-//   pieces place      where each nonzero goes                                                      a token tile
+//   starts     where each block starts; the pieces of all tiles, fullest first              a neuron tile (pieces: one)
+//   place      where each nonzero goes                                                      a token tile
 //
 // A token tile's nonzeros lie side by side in the lists. So the threads of a token tile's CTA each take as many of
 // them, wherever blocks start, and load several at a time.

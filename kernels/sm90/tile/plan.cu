@@ -5,9 +5,9 @@
 // A tile's list is one piece of `lists`, taken when its size is known. Where all nonzeros together have no room there,
 // no tile gets any blocks, and all is left to row_rest: no decision depends on which CTA comes first.
 //
-// A CTA looks at its tile's rows three times: to see which neurons fire; how many nonzeros each warp has in each block;
-// and where they go. A warp's rows are read as one sequence of quads (16 aligned bytes of a row), 32 quads at a time:
-// with a row to each lane, all lanes would wait for the longest row.
+// A CTA reads its tile's rows three times: to see which neurons fire; to count how many nonzeros each warp has in each
+// block; and to put the nonzeros into the lists. A warp's rows are read as one sequence of quads (16 aligned bytes of a
+// row), 32 quads at a time: if each lane had a row, all lanes would wait for the longest one.
 //
 // Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
 // row, then by column: the same in every run. Where a tile's list lies, and the order of equally full tiles, may differ
@@ -18,7 +18,7 @@
 namespace sparsellm {
 namespace {
 
-constexpr int kFewTiles = 256;  // up to so many tiles, a CTA has 1,024 threads
+constexpr int kFewTiles = 256;  // up to so many token tiles, a CTA has 1,024 threads
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
 constexpr int kStaticBytes = 4096;  // no more shared memory than this beside the tables
 
@@ -27,7 +27,7 @@ static_assert(kMaxBlocks < 0x8000, "blocks fit half of an item's word");
 // What depends on n: everything that is per neuron or per block.
 struct Tables {
   int blocks;
-  uint16_t* slot_of;  // [neurons] at first a byte for each half, whether it fires the neuron; then the neuron's slot
+  uint16_t* slot_of;  // [neurons] at first two bytes: whether each half fires the neuron; then the neuron's slot
   uint32_t* counts;   // [warps][blocks] nonzeros of each warp in each block
   uint32_t* next;     // [warps][blocks + 1] where in `lists` each warp's next nonzero of each block goes
 
@@ -41,7 +41,8 @@ struct Tables {
     next = counts + warps * blocks;
   }
 
-  // Those of neurons 32 w .. 32 w + 31 that each half fires, while slot_of still holds flags.
+  // Sets bit i of `first` if the first half fires neuron 32 w + i, of `second` likewise; while slot_of still holds
+  // flags.
   __device__ __forceinline__ void fired(int w, uint32_t& first, uint32_t& second) const {
     const uint4* flags = reinterpret_cast<const uint4*>(slot_of + 32 * w);
     first = second = 0;
@@ -72,7 +73,7 @@ __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
   return value;
 }
 
-// Sum over the threads before this one; `total` over all.
+// The sum of the values of the threads before this one; `total` is the sum of all.
 template <int kPlanThreads>
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = warp_scan(value);
@@ -91,7 +92,7 @@ __device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePla
          static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
 }
 
-// The order of the tiles, fullest first, and their items, by one CTA. memory: room for 2 (blocks + 1) words.
+// Writes the order of the tiles, fullest first, and their items, by one CTA. memory: room for 2 (blocks + 1) words.
 template <int kPlanThreads>
 __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, const TilePlan& plan, int blocks,
                                             uint32_t* memory, uint32_t* warp_sums) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     const bool fits = nonzeros_fit(packed, plan);
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
-    if (fits) packed.counters[kUnion] = in_union;  // else that of the tiles of 128 tokens in a row stays
+    if (fits) packed.counters[kUnion] = in_union;  // else gate_pack's stays: the union of tokens as they come
     if (!fits) packed.counters[kRestCalls] += 1;
   }
   uint32_t tiles_so_far = 0, items_so_far = 0;
@@ -159,7 +160,7 @@ struct TilePlanner {
   struct Shared {
     Row (&rows_of)[kPlanWarps][kRows];
     uint2 (&slots_of)[kPlanWarps];
-    uint32_t (&of_half)[2];  // this tile's nonzeros
+    uint32_t (&of_half)[2];  // nonzeros of each half of this tile
     uint32_t& list;          // where the tile's list starts
   };
 
@@ -296,7 +297,7 @@ struct TilePlanner {
         slots[slot] = column;
       }
     }
-    if (threadIdx.x == kPlanThreads - 1) {  // rather than one that has neurons
+    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, which mostly has no neurons
       shared.list =
           atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
     }
@@ -306,7 +307,7 @@ struct TilePlanner {
       plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + both), own == size ? blocks : own / kBlockColumns);
       ptx::add_release(plan.totals + kPlanTickets, 1);
     }
-    // The last block is filled up with its last neuron: no token's gate is there, so nothing comes of it.
+    // The last block's empty slots name the last neuron. No nonzero is in them, so this adds nothing to a result.
     if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
       const uint16_t neuron = slots[size - 1];
 #pragma unroll 1
@@ -409,7 +410,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
   planner.start_blocks();
   planner.place_nonzeros();
 
-  // The CTA that finds the tickets of all orders the tiles: no other waits for that.
+  // The CTA that finds the tickets of all others orders the tiles; no other CTA waits for that.
   if (threadIdx.x == 0) {
     const int tiles = gridDim.x;
     takes_all = atomicCAS(plan.totals + kPlanTickets, tiles, 0) == tiles;
@@ -423,8 +424,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
 }  // namespace
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
-  // With about a tile for each multiprocessor or less, the fullest one is what takes time; else they fill one another's
-  // gaps. The widest tables leave room for fewer warps.
+  // With up to about a tile for each multiprocessor, the fullest tile decides the time, so it gets many threads; with
+  // more tiles, CTAs on one multiprocessor fill one another's gaps. The widest tables leave room for fewer warps.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const auto bytes = [&](int threads) { return Tables::bytes(column_tiles, threads / 32); };

@@ -1,6 +1,6 @@
 // tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products,
-// SDDMM), and what is made of each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, and du and
-// dz from it.
+// SDDMM), and what follows from each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, then du
+// and dz.
 //
 // The unit of work is an item (tile/plan.cuh): one token tile of 128 tokens, times up to four blocks of 64 of its
 // slots. An item's product is dense; of its 128 x 256 values only those are used that the tile's list names. Roles:
@@ -45,8 +45,8 @@ constexpr int kDrawingThread = 32 * kGatherWarps;  // the first thread of the co
 enum HalfBarrier { kFirstHalfBarrier = 1, kSecondHalfBarrier = 2 };
 __device__ __forceinline__ void sync_half(int half) { ptx::bar_sync(kFirstHalfBarrier + half, 128); }
 
-// What is made of a product: kL1 multiplies nothing (non-gated: h is g, only l1 is missing), kUp is forward, kGradient
-// backward.
+// What the kernel computes. kUp is forward, kGradient backward. kL1 is forward of a non-gated layer: h is g, so nothing
+// is multiplied, and only l1 is computed.
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
 struct Outputs {
@@ -54,7 +54,7 @@ struct Outputs {
   uint16_t* ups;
   float* l1_partials;
   float* l1;
-  int32_t* tickets;  // [2] CTAs that are done, items drawn
+  int32_t* tickets;  // [2] how many CTAs are done, how many items are drawn
   Gradient gradient;
 };
 static_assert(kNextItem == kUpTickets + 1, "tile_up has its tickets side by side among the totals");
@@ -109,7 +109,7 @@ struct Memory {
   }
 };
 
-// What is to be done, for all roles.
+// The problem, as all roles see it.
 struct Problem {
   const TilePlan& plan;
   const Outputs& out;
@@ -244,7 +244,7 @@ struct ItemEpilogue {
     return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
   }
 
-  // While the last stage is multiplied; the words were asked for before the first.
+  // Called while the last stage is multiplied; the words were asked for before the first stage.
   __device__ __forceinline__ void load_known() {
     if constexpr (kEpilogue == kGradient) {
 #pragma unroll
@@ -427,8 +427,8 @@ struct Consumer {
     for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
   }
 
-  // Publishes the item drawn two rounds ahead, in the place of this round's. That one is read no more: every reader has
-  // read it before this warpgroup gets the round's last stage.
+  // Publishes the item that was drawn two rounds ahead, in the place of this round's item. Every reader has read this
+  // round's item before this warpgroup gets the round's last stage, so it may be overwritten.
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;
     memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);
@@ -451,7 +451,7 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
   }
 
-  // An item of which this half needs no block.
+  // Does an item of which this half needs no block.
   __device__ __forceinline__ void skip(int round) {
     pass_by(ring, problem.k_blocks, memory.full, [&](uint32_t stage) { release(stage); });
     publish_draw(round);
@@ -486,7 +486,7 @@ struct Consumer {
       sync_half(half);  // all of the half's product is there
       if (first == 0) look_ahead(round);
       epilogue.pick(first, first + kPanels);
-      sync_half(half);  // and all of it has been read
+      sync_half(half);  // all of the half's product has been read
     }
   }
 
@@ -497,7 +497,7 @@ struct Consumer {
   }
 };
 
-// Whether this CTA is the last of the grid to come here. If so, the counters are zero again.
+// Returns whether this CTA is the last of the grid to come here. The last one sets the counters back to zero.
 __device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -509,8 +509,8 @@ __device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
   return shared.last;
 }
 
-// l1 from what all CTAs have left, always in the same order: thread t sums token tiles t, t + 384, ...; then the
-// threads of a warp are added, then the warps.
+// Adds up l1 from what all CTAs have left, always in the same order: thread t sums token tiles t, t + 384, ...; then
+// the threads of a warp are added, then the warps.
 __device__ __forceinline__ void sum_l1(Shared& shared, const Problem& problem, int warp, uint32_t lane) {
   __threadfence();
   float sum = 0.0f;

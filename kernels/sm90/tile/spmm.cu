@@ -1,6 +1,6 @@
-// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots; the sum
-// of two such, with one set of slots, where two lists and weights are given. Forward: y = h W_d. Backward: dx = dz W_g
-// + du W_u.
+// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots. Where
+// two lists and weights are given, y is the sum of two such products over the same slots. Forward: y = h W_d. Backward:
+// dx = dz W_g + du W_u.
 //
 // A unit is one token tile times 256 columns of y, over all blocks of the tile; fuller tiles come first, and all
 // columns of one come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
@@ -150,7 +150,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load(const Tile& of, int block) {
-    if (of.size == 0) return;  // nothing is there, not even to look at
+    if (of.size == 0) return;  // the tile has no slots, and its entries are undefined
     const uint16_t* slots = a.slots + of.index * a.slots_per_tile + block * kTileK + gather.first_row;
     const uint32_t* starts = a.starts + (static_cast<int64_t>(of.index) * 2 + consumer) * a.starts_per_half + block;
 #pragma unroll
@@ -239,7 +239,7 @@ struct Consumer {
       pass(passing + kSources * from);
       if (needed != 0) {
         multiply_tile(needed, d);
-      } else {  // nothing is there for this half
+      } else {  // this half needs no block, so its y is zero
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
@@ -301,7 +301,7 @@ struct Consumer {
     ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
     piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * kBoundsBytes);
 #pragma unroll
-    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all, whatever the bounds: beside them, not after them
+    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all that there may be, so as not to wait for the bounds
       piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
     }
   }
@@ -341,7 +341,7 @@ struct Consumer {
     sync();
   }
 
-  // A product that has ended: its stage is let go, its operand tile zeroed.
+  // Called once a product has ended: lets its stage go, and zeroes its operand tile.
   __device__ __forceinline__ void finish(uint32_t stage, uint32_t operand_tile) const {
     release(stage);
     zero(operand_tile);

@@ -8,12 +8,12 @@
 //
 //   Producer        warps 0-3: copy the rows of x (or dy) of a block's tokens, an MN-major operand
 //   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
-//                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps: a warp's
-//                   share of a WGMMA reads the rows of its own accumulators and no others, which PTX does not say, but
-//                   bits do.
-//   drawing thread  the first producer thread draws all units, the first ones too: with a CTA that has to wait for its
-//                   SM, no unit waits. It draws the next unit late in the one before, so that the CTA that is through
-//                   first gets it.
+//                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps. This
+//                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators; PTX does not
+//                   promise that, but the tests compare every bit.
+//   drawing thread  the first producer thread draws all units, the first ones too, so that no unit waits for a CTA that
+//                   has to wait for its SM. It draws the next unit late in the unit before, so that the unit goes to
+//                   the CTA that is through first.
 //
 // A consumer stores its sums before it lets those blocks pass that it does not need: the other consumer multiplies
 // meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile ("paired"),
@@ -31,7 +31,7 @@ namespace {
 
 constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // of an operand tile, 16 rows
 constexpr int kOperands = 4;                     // operand tiles of a consumer in flight
-constexpr int kRowStages = 5;                    // of B
+constexpr int kRowStages = 5;                    // stages of B
 constexpr uint32_t kPlaces = 4;                  // for units that are drawn: round r's is in place r % 4
 constexpr int kDrawAhead = 6;                    // the next unit is drawn so many blocks before the end of this one,
 constexpr int kTicketBlocks = 2;                 // and its ticket is used so many blocks later, when it has arrived
@@ -56,7 +56,7 @@ struct Shared {
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
   uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile
-  bool last[2];                                 // [consumer] to finish a tile in pieces
+  bool last[2];                                 // [consumer] whether it is the last to finish a tile in pieces
 };
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
@@ -182,7 +182,7 @@ struct Producer {
     if (threadIdx.x != kDrawingThread) return;
     Unit& unit = memory.unit_in(round);
     const uint32_t drawn = ptx::smem_address(memory.shared.drawn + round % kPlaces);
-    const bool exists = ticket < count;  // what does not repeats the first piece
+    const bool exists = ticket < count;  // a unit that does not exist gets the code of the first piece
     ptx::cp_async_16(ptx::smem_address(&unit.code), a.plan.order + (exists ? ticket / of_piece : 0));
     ptx::cp_async_mbarrier_arrive(drawn);
     unit.column = exists ? ticket % columns_of(a) : -1;
@@ -199,14 +199,14 @@ struct Producer {
     int from;
     const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
     if constexpr (kPaired) range.first = from, range.last = from + steps;
-    // Where the first consumer ends, it wants the next unit, and lets no block pass before.
+    // Where the first consumer has no block left, it waits for the next unit before it lets any block pass.
     range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
     return range;
   }
 
   // Asks for this thread's slots of a block, one block ahead.
   __device__ __forceinline__ void load(const Range& of, int block) {
-    if (of.first == of.last) return;  // nothing is there, not even to look at
+    if (of.first == of.last) return;  // the unit has no slots, and its entries are undefined
     next =
         *reinterpret_cast<const uint4*>(a.plan.slots + of.tile * slots_per_tile(a) + block * kTileK + gather.first_row);
   }
@@ -264,7 +264,7 @@ struct Consumer {
       if constexpr (!kPaired) pass(passing + work.from - work.piece.first);
       if (work.steps != 0) {
         multiply_work(work, d);
-      } else {  // nothing is there for this half
+      } else {  // this half needs no block, so its sums are zero
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
@@ -295,7 +295,7 @@ struct Consumer {
     const Unit& unit = memory.unit_in(round);
     Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
     work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
-    if (work.steps == 0) work.from = work.piece.last;  // it lets all pass, then stores
+    if (work.steps == 0) work.from = work.piece.last;  // the consumer lets all blocks pass, then stores
     return work;
   }
 
@@ -354,8 +354,8 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Whether this consumer
-  // is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
+  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Returns whether this
+  // consumer is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
   __device__ __forceinline__ bool add_pieces(const Piece& piece, int half, int column, Accumulators& d) const {
     const int place = column + piece.base * columns_of(a);
     const auto partials_of = [&](int part) {
