@@ -52,7 +52,7 @@ def exact(step: Step) -> list[Tensor]:
     for x_part, dy_part in zip(x.split(patterns.CHUNK), step.dy.split(patterns.CHUNK), strict=True):
         x_part, dy_part = x_part.double(), dy_part.double()
         y, *_ = outputs = forward(x_part, *weights)
-        dx, *dws = backward(x_part, *weights, *outputs[5:], dy_part, step.dl1.double())
+        dx, *dws = backward(x_part, *weights, *outputs[4:], dy_part, step.dl1.double())
         ys.append(y)
         dxs.append(dx)
         for total, dw in zip(sums, dws, strict=True):
