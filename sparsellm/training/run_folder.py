@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOCK = "lock"
-PATIENCE = 1  # seconds for which a start waits for another process that is about to end, as after a kill
+PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
 HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
