@@ -28,7 +28,10 @@ from sparsellm.ops import Engine, Plan, choose_engine
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
-COUNT_EVERY = 64  # of so many calls, one is counted; that one takes twice the host's time
+# Of so many calls of few tokens, and of many, one is counted. Counting takes the host as long as the call itself, which
+# few tokens feel. A call of many is the device's time, and one that outgrows its room takes ten times as long until the
+# next count.
+COUNT_EVERY = (64, 16)
 UNDER_WAY = -1  # in place of counts that have not arrived
 DENSE = Plan()
 
@@ -115,7 +118,7 @@ class EngineChoice:
             return DENSE, False
         if self.counted:
             self._read()
-        due = self.calls[kind] % COUNT_EVERY == 0
+        due = self.calls[kind] % COUNT_EVERY[kind] == 0
         self.calls[kind] += 1
         return self.plans[kind], due and not self.counted
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_ROOM = 65_536  # nonzeros per token: a layer has no more neurons (twell.MAX_COLUMNS)
+from sparsellm.ops.twell import MAX_COLUMNS
+
 ROOM = 320  # nonzeros per token that the tile engine's lists hold, unless a plan says otherwise
 
 
@@ -34,7 +35,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, engine: str, room: int = ROOM) -> "Plan":
-        """The plan of the engine of this name. Raises ValueError for an unknown name, and for room beyond MAX_ROOM."""
+        """The plan of the engine of this name. Raises ValueError for an unknown name or impossible room."""
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}: it should be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}")
         return cls.read(cls(Engine[engine], room).tensor())
@@ -55,6 +56,6 @@ class Plan(NamedTuple):
         if not 0 <= engine < len(Engine):
             numbers = ", ".join(f"{member.value} ({member.name})" for member in Engine)
             raise ValueError(f"plan[0], the engine, is {engine}: it should be one of {numbers}")
-        if not 1 <= room <= MAX_ROOM:
-            raise ValueError(f"plan[1], the room per token, is {room}: it should be between 1 and {MAX_ROOM}")
+        if not 1 <= room <= MAX_COLUMNS:
+            raise ValueError(f"plan[1], the room per token, is {room}: it should be between 1 and {MAX_COLUMNS}")
         return cls(Engine(engine), room)

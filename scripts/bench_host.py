@@ -1,0 +1,68 @@
+"""How long the host takes for one feedforward block, called eagerly: transformers' own LlamaMLP, and accelerated.
+
+    python -m scripts.bench_host
+
+K 2,048, N 5,632, bfloat16, random weights of which enough fire for the automatic choice to be dense. What is timed is
+the enqueueing alone: no call waits for the device, and the device has caught up before each round begins. Microseconds,
+medians of five rounds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sparsellm
+
+ROUNDS, UNTIMED = 5, 10
+MODES: tuple[Callable[[], AbstractContextManager], ...] = (torch.no_grad, torch.inference_mode)
+
+
+def block(accelerate: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The feedforward block of a model of one layer, the same weights each time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, num_attention_heads=32, vocab_size=512,
+        hidden_act="relu",
+    )  # fmt: skip
+    return accelerate(LlamaForCausalLM(config).cuda().bfloat16().eval()).model.layers[0].mlp
+
+
+def microseconds(call: Callable[[], object], calls: int) -> float:
+    found = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(found)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("a CUDA GPU is needed")
+    blocks = {
+        "LlamaMLP": block(lambda model: model),
+        "accelerated": block(lambda model: sparsellm.accelerate(model, "cuda")),
+        "engine='row'": block(lambda model: sparsellm.accelerate(model, "cuda", "row")),
+    }
+    for mode in MODES:
+        for tokens in (1, 16, 64, 256, 4096):
+            x = torch.randn(1, tokens, 2048, device="cuda", dtype=torch.bfloat16)
+            calls = 20 if tokens > 1000 else 200  # more would fill the queue, and the host would wait
+            with mode():
+                for each in blocks.values():
+                    for _ in range(UNTIMED):
+                        each(x)
+                times = {name: microseconds(lambda each=each, x=x: each(x), calls) for name, each in blocks.items()}
+            line = "".join(f"{name} {time_:7.1f}   " for name, time_ in times.items())
+            print(f"{mode.__name__:<15}{tokens:>6} tokens   {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
