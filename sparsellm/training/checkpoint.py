@@ -258,11 +258,13 @@ class Checkpoints:
         """`error` with what is free for a save, once the failed one has given back what it had taken."""
         free = shutil.disk_usage(self.folder).free
         room = f"its tensors take {spelled(wanted)}, hf/ comes on top, with {spelled(free)} free there"
-        # What libraries say of a full disk does not always name it. Files beside the tensors may be what had no room.
+        # Libraries do not always name a full disk, so the room that is free now is asked, too. Where that would do for
+        # the tensors, hf/ had none, or a quota is less than the disk.
         if free < wanted or os.strerror(errno.ENOSPC) in str(error):
+            full = "the disk is full" if free < wanted else "the disk is full or a quota reached"
             return (
-                f"{task} failed, for the disk is full: {room}. What was written of it is removed, and the checkpoints"
-                " before it are untouched"
+                f"{task} failed, for {full}: {room}. What was written of it is removed, and the checkpoints before it"
+                " are untouched"
             )
         return f"{error}. What was written of it is removed: {room}"
 
