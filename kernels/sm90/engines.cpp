@@ -128,6 +128,32 @@ struct BackwardWorkspace {
   }
 };
 
+// A product of the plan's lists, or of others with the same places, with weights by neuron: y [M, K]. The second list
+// and weight may be null.
+struct Lists {
+  const uint32_t *first, *second;
+};
+struct Weights {
+  const void *first, *second;
+};
+Spmm product_over(const TilePlan& plan, const Layer& a, Lists lists, Weights weights, void* y) {
+  Spmm product = {};
+  product.lists[0] = lists.first;
+  product.lists[1] = lists.second;
+  product.weights[0] = weights.first;
+  product.weights[1] = weights.second;
+  product.slots = plan.slots;
+  product.slots_per_tile = column_tiles_of(a.n) * kColumnTile;
+  product.starts = plan.starts;
+  product.starts_per_half = column_tiles_of(a.n) * 4 + 1;
+  product.order = plan.order;
+  product.tokens = plan.tokens;
+  product.m = a.m;
+  product.k = a.k;
+  product.y = y;
+  return product;
+}
+
 // How many partial sums of l1 a dense forward pass has room for. dense_hidden and pointwise leave different numbers of
 // them; the larger one serves both.
 int64_t dense_partials(int64_t m, int64_t n) {
@@ -225,17 +251,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   uint32_t* hidden = w.hidden != nullptr ? w.hidden : plan.lists;
   SPARSELLM_TRY(tile_up(a.gated() ? a.x : nullptr, a.multiplier(), a.m, a.gated() ? a.k : 0, a.n, plan, hidden,
                         kept.ups, w.l1_partials, result.l1, stream));
-  const Spmm product = {{hidden, nullptr},
-                        {a.w_down_t, nullptr},
-                        plan.slots,
-                        column_tiles_of(a.n) * kColumnTile,
-                        plan.starts,
-                        column_tiles_of(a.n) * 4 + 1,
-                        plan.order,
-                        plan.tokens,
-                        a.m,
-                        a.k,
-                        result.y};
+  const Spmm product = product_over(plan, a, {hidden, nullptr}, {a.w_down_t, nullptr}, result.y);
   SPARSELLM_TRY(tile_spmm(product, stream));
   if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // the lists have room for any batch
   return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, w.packed, plan.totals, w.temporaries,
@@ -259,12 +275,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   const Gradient nonzeros = {kept.ups,       dl1,           w.dz,   w.du, w.plan.at, w.plan.places, w.dz_by_neuron,
                              w.du_by_neuron, w.h_by_neuron, w.drawn};
   SPARSELLM_TRY(tile_gradient(dy, a.w_down_t, a.m, a.k, a.n, plan, nonzeros, stream));
-  const Spmm dx = {{w.dz, w.du}, {a.thresholded(), a.multiplier()},
-                   plan.slots,   column_tiles_of(a.n) * kColumnTile,
-                   plan.starts,  column_tiles_of(a.n) * 4 + 1,
-                   plan.order,   plan.tokens,
-                   a.m,          a.k,
-                   d.dx};
+  const Spmm dx = product_over(plan, a, {w.dz, w.du}, {a.thresholded(), a.multiplier()}, d.dx);
   SPARSELLM_TRY(tile_spmm(dx, stream));
   void* dw_first = a.gated() ? d.dw_gate : d.dw_up;
   void* dw_second = a.gated() ? d.dw_up : nullptr;

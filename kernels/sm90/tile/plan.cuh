@@ -115,6 +115,27 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
   }
 }
 
+// Stores, as bf16, a consumer thread's sums of one row: row `i` (0 or 1) of the two that a thread has. `to` is where
+// the lane's first eight columns go; they begin at `column` of a matrix of `columns`. Four lanes have 32 columns of a
+// row in four registers each, 64 bytes, of which each lane then stores 16.
+template <int kColumns>
+__device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_t column, int64_t columns, int i,
+                                          const float* d, uint32_t lane) {
+#pragma unroll
+  for (int c = 0; c < kColumns / 32; ++c) {
+    uint32_t v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* pair = d + 4 * (4 * c + j) + 2 * i;
+      v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
+    }
+    transpose_quad(v, lane);
+    if (exists && column + 32 * c < columns) {
+      ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
+    }
+  }
+}
+
 // What CTA `cta` of `ctas` does in a round, of a list sorted by size. Every other round is dealt backwards, so that no
 // CTA always gets the larger work: of 3 CTAs, the first has 0, 5, 6, the second 1, 4, 7.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {

@@ -410,25 +410,12 @@ struct Consumer {
     }
   }
 
-  // Four lanes have 32 columns of a row in four registers each: 64 bytes, of which each lane then stores 16.
   __device__ __forceinline__ void store_halves(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
     const int64_t column = static_cast<int64_t>(unit_column) * kTileN + lane % 4 * 8;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       Out* to = dw + neurons[i] * a.k + column;
-#pragma unroll
-      for (int c = 0; c < kTileN / 32; ++c) {
-        uint32_t v[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* pair = d + 4 * (4 * c + j) + 2 * i;
-          v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
-        }
-        transpose_quad(v, lane);
-        if (neurons[i] >= 0 && column + 32 * c < a.k) {
-          ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
-        }
-      }
+      store_row<kTileN>(to, neurons[i] >= 0, column, a.k, i, d, lane);
     }
   }
 };
