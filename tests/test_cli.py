@@ -78,6 +78,8 @@ def test_an_interrupt_during_start_up_ends_with_a_sentence(during):
 import importlib, os, signal, types
 from sparsellm import cli
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, begin by ignoring it
+
 def interrupted(*_):
     try:
         os.kill(os.getpid(), signal.SIGINT)
