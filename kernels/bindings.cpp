@@ -3,6 +3,7 @@
 // current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls with no tokens;
 // here it is only checked that every tensor is contiguous, 16-byte aligned and on that device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -19,6 +20,8 @@
 
 namespace {
 
+using sparsellm::kColumnTile, sparsellm::kSectorWords, sparsellm::kTileWords, sparsellm::kTokenTile;
+using sparsellm::Layer;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -27,15 +30,19 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
   throw std::runtime_error(std::string("sparsellm_cuda::") + op + ": " + why);
 }
 
+// The tensor that `make(&handle)` makes.
+template <typename Make>
+Tensor made_by(const char* what, Make make) {
+  AtenTensorHandle made = nullptr;
+  if (make(&made) == AOTI_TORCH_SUCCESS) return Tensor(made);
+  throw std::runtime_error(std::string("sparsellm_cuda: torch could not ") + what);
+}
+
 // One call of an operator: its device, its stream, its name in errors, and how it allocates memory.
 class Call {
  public:
   Call(const char* op, const Tensor& first) : op_(op), device_(first.get_device_index()), guard_(device_) {
-    void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream(device_, &stream) != AOTI_TORCH_SUCCESS) {
-      refuse(op_, "torch has no current CUDA stream");
-    }
-    stream_ = static_cast<cudaStream_t>(stream);
+    if (aoti_torch_get_current_cuda_stream(device_, &stream_) != AOTI_TORCH_SUCCESS) refuse(op_, "no CUDA stream");
   }
 
   template <typename T = void>
@@ -46,26 +53,39 @@ class Call {
     return static_cast<T*>(tensor.data_ptr());
   }
 
-  template <typename T = void>
-  T* data(const OptionalTensor& tensor) const {
-    return tensor ? data<T>(*tensor) : nullptr;
-  }
-
   // A new contiguous tensor on this device, with undefined contents.
   Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype) const {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-    AtenTensorHandle made = nullptr;
-    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
-                                 aoti_torch_device_type_cuda(), device_, &made) != AOTI_TORCH_SUCCESS) {
-      refuse(op_, "torch could not allocate a tensor");
-    }
-    return Tensor(made);
+    return made_by("allocate memory", [&](AtenTensorHandle* made) {
+      return aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                      aoti_torch_device_type_cuda(), device_, made);
+    });
   }
   Tensor bytes(int64_t count) const { return empty({count}, aoti_torch_dtype_uint8()); }
   Tensor bf16(const std::vector<int64_t>& sizes) const { return empty(sizes, aoti_torch_dtype_bfloat16()); }
 
-  cudaStream_t stream() const { return stream_; }
+  // A matrix as a tensor that does not own its memory.
+  Tensor view(const sparsellm::Matrix& a) const {
+    const int64_t sizes[] = {a.rows, a.columns}, strides[] = {a.by_column ? 1 : a.columns, a.by_column ? a.rows : 1};
+    return made_by("make a view", [&](AtenTensorHandle* made) {
+      return aoti_torch_create_tensor_from_blob(const_cast<void*>(a.data), 2, sizes, strides, 0,
+                                                aoti_torch_dtype_bfloat16(), aoti_torch_device_type_cuda(), device_,
+                                                made);
+    });
+  }
+
+  // Plain products by cuBLAS, as torch.mm and torch.addmm call it.
+  sparsellm::Multiply multiply() const {
+    return [this](const sparsellm::Matrix& a, const sparsellm::Matrix& b, void* out, bool add) {
+      const Tensor left = view(a), right = view(b), to = view({out, a.rows, b.columns, false});
+      const auto error = add ? aoti_torch_cuda_addmm_out(to.get(), to.get(), left.get(), right.get(), 1, 1)
+                             : aoti_torch_cuda_mm_out(to.get(), left.get(), right.get());
+      if (error != AOTI_TORCH_SUCCESS) refuse(op_, "torch could not multiply two matrices");
+    };
+  }
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
 
   void check(cudaError_t error) const {
     if (error != cudaSuccess) refuse(op_, cudaGetErrorString(error));
@@ -75,22 +95,22 @@ class Call {
   const char* op_;
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;  // makes device_ the current device, for launches and tensor maps
-  cudaStream_t stream_ = nullptr;
+  void* stream_ = nullptr;
 };
 
 // Elements [first, first + count) of `whole`, as a tensor of one dimension that shares the memory of `whole`.
 Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
-  const int64_t sizes[] = {count}, strides[] = {1};
-  AtenTensorHandle made = nullptr;
-  if (aoti_torch__reinterpret_tensor(whole.get(), 1, sizes, strides, first, &made) != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error("sparsellm_cuda: torch could not make a view of a tensor");
-  }
-  return Tensor(made);
+  const int64_t stride = 1;
+  return made_by("make a view", [&](AtenTensorHandle* made) {
+    return aoti_torch__reinterpret_tensor(whole.get(), 1, &count, &stride, first, made);
+  });
 }
 
-sparsellm::Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, const Tensor& w_up,
-                          const OptionalTensor& w_down_t) {
-  return {call.data(x), call.data(w_gate), call.data(w_up), call.data(w_down_t), x.size(0), x.size(1), w_up.size(0)};
+Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, const Tensor& w_up,
+               const OptionalTensor& w_down_t) {
+  const void* gate = w_gate ? call.data(*w_gate) : nullptr;
+  return {call.data(x), gate,      call.data(w_up), w_down_t ? call.data(*w_down_t) : nullptr,
+          x.size(0),    x.size(1), w_up.size(0)};
 }
 
 // The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
@@ -111,15 +131,12 @@ struct Statistics {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, Tensor w) {
   const Call call("gate_pack", x);
-  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + sparsellm::kColumnTile - 1) / sparsellm::kColumnTile;
-  const int32_t int32 = aoti_torch_dtype_int32();
+  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + kColumnTile - 1) / kColumnTile;
+  const auto int32 = [&](const std::vector<int64_t>& sizes) { return call.empty(sizes, aoti_torch_dtype_int32()); };
+  const Tensor words = int32({m, kTileWords / kSectorWords, column_tiles, kSectorWords}), wide = call.bf16({m, n});
+  const Tensor mask = int32({(m + kTokenTile - 1) / kTokenTile, column_tiles * kColumnTile / 32});
+  const Tensor row_counts = int32({sparsellm::row_counts_length(m, n)});
   const Statistics counted(call, n);
-  const Tensor words = call.empty(
-                   {m, sparsellm::kTileWords / sparsellm::kSectorWords, column_tiles, sparsellm::kSectorWords}, int32),
-               wide = call.bf16({m, n});
-  const Tensor mask = call.empty(
-      {(m + sparsellm::kTokenTile - 1) / sparsellm::kTokenTile, column_tiles * sparsellm::kColumnTile / 32}, int32);
-  const Tensor row_counts = call.empty({sparsellm::row_counts_length(m, n)}, int32);
   call.check(sparsellm::pack(
       call.data(x), call.data(w), m, x.size(1), n,
       {call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask), call.data<int32_t>(row_counts),
@@ -130,29 +147,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t) {
   const Call call("row_forward", x);
-  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
-  const Tensor y = call.bf16({layer.m, layer.k});
-  const Statistics counted(call, layer.n);
-  const Tensor workspace = call.bytes(sparsellm::row_workspace_bytes(layer.m, layer.k, layer.n));
-  call.check(sparsellm::row_forward(layer, workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
+  const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+  const Tensor y = call.bf16({a.m, a.k});
+  const Statistics counted(call, a.n);
+  const Tensor workspace = call.bytes(sparsellm::row_workspace_bytes(a.m, a.k, a.n));
+  call.check(sparsellm::row_forward(a, workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
   return {y, counted.l1, counted.fired, counted.counts()};
 }
 
 Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, int64_t capacity,
                      std::optional<int64_t> long_capacity, bool ordered, bool saving) {
   const Call call("tile_forward", x);
-  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
+  const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
   if (capacity < 1 || capacity > sparsellm::tile_max_capacity()) {
-    refuse("tile_forward", "capacity is " + std::to_string(capacity) + ": it should be between 1 and " +
-                               std::to_string(sparsellm::tile_max_capacity()));
+    refuse("tile_forward", "capacity is " + std::to_string(capacity) + ": it should be 1 to limit('tile capacity')");
   }
-  const auto shape =
-      sparsellm::tile_shape(layer.m, layer.k, layer.n, layer.gated(), capacity, long_capacity.value_or(-1), ordered);
-  const Tensor y = call.bf16({layer.m, layer.k});
-  const Statistics counted(call, layer.n);
+  const auto shape = sparsellm::tile_shape(a.m, a.k, a.n, a.gated(), capacity, long_capacity.value_or(-1), ordered);
+  const Tensor y = call.bf16({a.m, a.k});
+  const Statistics counted(call, a.n);
   const Tensor saved = call.bytes(saving ? sparsellm::tile_saved_bytes(shape) : 0);
   const Tensor workspace = call.bytes(sparsellm::tile_workspace_bytes(shape, saving));
-  call.check(sparsellm::tile_forward(layer, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
+  call.check(sparsellm::tile_forward(a, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
                                      counted.result(y.data_ptr()), call.stream()));
   return {y, counted.l1, counted.fired, counted.counts(), saved};
 }
@@ -163,27 +178,31 @@ sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t
   refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: tile_forward saves so many for no such layer");
 }
 
+// The gradients that a backward pass returns: of x, w_gate (without rows if the layer is not gated), w_up, w_down.
+struct Made {
+  Made(const Call& call, const Layer& a, bool float_weights) : float_weights(float_weights) {
+    const int32_t dtype = float_weights ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+    tensors = {call.bf16({a.m, a.k}), call.empty({a.gated() ? a.n : 0, a.k}, dtype), call.empty({a.n, a.k}, dtype),
+               call.empty({a.k, a.n}, dtype)};
+  }
+  sparsellm::Gradients gradients() const {
+    const auto at = [&](int i) { return tensors[i].data_ptr(); };
+    return {at(0), at(1), at(2), at(3), float_weights};
+  }
+  std::vector<Tensor> tensors;
+  const bool float_weights;
+};
+
 std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1,
                                   Tensor saved, bool float_weights) {
   const Call call("tile_backward", x);
-  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, w_down_t);
-  const auto shape = shape_of_saved("tile_backward", saved, layer.m, layer.k, layer.n, layer.gated());
-  const int32_t dtype = float_weights ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
-  std::vector<Tensor> gradients = {call.bf16({layer.m, layer.k})};
-  for (int weight = layer.gated() ? 0 : 1; weight < 2; ++weight) {
-    gradients.push_back(call.empty({layer.n, layer.k}, dtype));
-  }
-  const Tensor by_neuron = call.empty({layer.n, layer.k}, dtype);
-  const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape));
-  call.check(sparsellm::tile_backward(layer, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(),
-                                      workspace.data_ptr(),
-                                      {gradients[0].data_ptr(), layer.gated() ? gradients[1].data_ptr() : nullptr,
-                                       gradients.back().data_ptr(), by_neuron.data_ptr(), float_weights},
-                                      call.stream()));
-  gradients.push_back(call.empty({layer.k, layer.n}, dtype));
-  call.check(sparsellm::transpose(by_neuron.data_ptr(), float_weights, layer.n, layer.k, gradients.back().data_ptr(),
-                                  float_weights, call.stream()));
-  return gradients;
+  const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+  const auto shape = shape_of_saved("tile_backward", saved, a.m, a.k, a.n, a.gated());
+  const Made made(call, a, float_weights);
+  const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape, float_weights));
+  call.check(sparsellm::tile_backward(a, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(),
+                                      workspace.data_ptr(), made.gradients(), call.stream()));
+  return made.tensors;
 }
 
 int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, bool ordered) {
@@ -204,47 +223,30 @@ int64_t limit(std::string name) {
   refuse("limit", "there is no limit of the name " + name);
 }
 
-Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, bool saving) {
+Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down, bool fused, bool saving) {
   const Call call("dense_forward", x);
-  const sparsellm::Layer layer = layer_of(call, x, w_gate, w_up, std::nullopt);
-  const int64_t plane = layer.m * layer.n * 2, planes = layer.gated() ? 2 : 1;
-  const Tensor h = call.bf16({layer.m, layer.n}), saved = call.bytes(saving ? planes * plane : 0);
-  const Statistics counted(call, layer.n);
-  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(layer.m, layer.n));
-  char* g = saving ? static_cast<char*>(saved.data_ptr()) : nullptr;
-  call.check(sparsellm::dense_forward(layer, workspace.data_ptr(), g, saving && layer.gated() ? g + plane : nullptr,
-                                      h.data_ptr(), counted.result(nullptr), call.stream()));
-  return {h, counted.l1, counted.fired, counted.counts(), saved};
+  const Layer a = layer_of(call, x, w_gate, w_up, std::nullopt);
+  const Tensor y = call.bf16({a.m, a.k});
+  const Statistics counted(call, a.n);
+  const Tensor saved = call.bytes(saving ? sparsellm::dense_saved_bytes(a) : 0);
+  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(a, fused, saving));
+  call.check(sparsellm::dense_forward(a, call.data(w_down), fused, call.multiply(), workspace.data_ptr(),
+                                      saving ? saved.data_ptr() : nullptr, counted.result(y.data_ptr()),
+                                      call.stream()));
+  return {y, counted.l1, counted.fired, counted.counts(), saved};
 }
 
-std::vector<Tensor> dense_backward(Tensor dy, Tensor w_down, Tensor g, OptionalTensor u, Tensor dl1) {
-  const Call call("dense_backward", dy);
-  const int64_t m = g.size(0), n = g.size(1);
-  const Tensor dz = call.bf16({m, n}), h = call.bf16({m, n}), du = call.bf16({u ? m : 0, n});
-  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(m, n));
-  call.check(sparsellm::dense_backward(call.data(dy), call.data(w_down), m, dy.size(1), n, call.data(g), call.data(u),
-                                       call.data<float>(dl1), workspace.data_ptr(), dz.data_ptr(),
-                                       u ? du.data_ptr() : nullptr, h.data_ptr(), call.stream()));
-  return u ? std::vector<Tensor>{h, dz, du} : std::vector<Tensor>{h, dz};
-}
-
-std::tuple<Tensor, Tensor, Tensor> pointwise_forward(Tensor z, OptionalTensor u, Tensor h) {
-  const Call call("pointwise_forward", z);
-  const int64_t m = z.size(0), n = z.size(1);
-  const Statistics counted(call, n);
-  const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(m, n));
-  call.check(sparsellm::pointwise_forward(call.data(z), call.data(u), m, n, workspace.data_ptr(), call.data(h),
-                                          counted.result(nullptr), call.stream()));
-  return {counted.l1, counted.fired, counted.counts()};
-}
-
-std::vector<Tensor> pointwise_backward(Tensor z, OptionalTensor u, Tensor dh, Tensor dl1) {
-  const Call call("pointwise_backward", z);
-  const int64_t m = z.size(0), n = z.size(1);
-  const Tensor h = call.bf16({m, n}), du = call.bf16({u ? m : 0, n});
-  call.check(sparsellm::pointwise_backward(call.data(z), call.data(u), call.data(dh), call.data<float>(dl1), m, n,
-                                           call.data(dh), u ? du.data_ptr() : nullptr, h.data_ptr(), call.stream()));
-  return u ? std::vector<Tensor>{h, du} : std::vector<Tensor>{h};
+std::vector<Tensor> dense_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down, Tensor dy, Tensor dl1,
+                                   Tensor saved, bool fused) {
+  const Call call("dense_backward", x);
+  const Layer a = layer_of(call, x, w_gate, w_up, std::nullopt);
+  if (saved.numel() != sparsellm::dense_saved_bytes(a)) refuse("dense_backward", "saved is of another layer");
+  const Made made(call, a, false);
+  const Tensor workspace = call.bytes(sparsellm::dense_backward_workspace_bytes(a));
+  call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call.multiply(), call.data(dy),
+                                       call.data<float>(dl1), call.data(saved), workspace.data_ptr(), made.gradients(),
+                                       call.stream()));
+  return made.tensors;
 }
 
 void transpose(Tensor from, Tensor to) {
@@ -272,11 +274,11 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def("tile_saved_field(Tensor saved, int m, int n, bool gated, str name) -> Tensor");
   library.def("limit(str name) -> int");
   library.def(
-      "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, bool saving) -> (Tensor h, Tensor l1, Tensor fired, "
-      "Tensor counts, Tensor saved)");
-  library.def("dense_backward(Tensor dy, Tensor w_down, Tensor g, Tensor? u, Tensor dl1) -> Tensor[]");
-  library.def("pointwise_forward(Tensor z, Tensor? u, Tensor(a!) h) -> (Tensor l1, Tensor fired, Tensor counts)");
-  library.def("pointwise_backward(Tensor z, Tensor? u, Tensor(a!) dh, Tensor dl1) -> Tensor[]");
+      "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, bool fused, bool saving) -> (Tensor y, "
+      "Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
+  library.def(
+      "dense_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor dy, Tensor dl1, Tensor saved, "
+      "bool fused) -> Tensor[]");
   library.def("transpose(Tensor from, Tensor(a!) to) -> ()");
 }
 
@@ -288,8 +290,6 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("tile_saved_field", TORCH_BOX(&tile_saved_field));
   library.impl("dense_forward", TORCH_BOX(&dense_forward));
   library.impl("dense_backward", TORCH_BOX(&dense_backward));
-  library.impl("pointwise_forward", TORCH_BOX(&pointwise_forward));
-  library.impl("pointwise_backward", TORCH_BOX(&pointwise_backward));
   library.impl("transpose", TORCH_BOX(&transpose));
 }
 

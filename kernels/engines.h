@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <functional>
 
 namespace sparsellm {
 
@@ -77,13 +78,14 @@ TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, b
 cudaError_t tile_forward(const Layer& layer, const TileShape& shape, void* workspace, void* saved, const Result& result,
                          cudaStream_t stream);
 
-// Where tile_backward writes the gradients, which it computes from dy, bf16 [M, K], and dl1, float32 [1].
+// Where a backward pass writes the gradients, which it computes from dy, bf16 [M, K], and dl1, float32 [1].
 struct Gradients {
-  void* dx;                           // bf16 [M, K]
-  void *dw_gate, *dw_up, *dw_down_t;  // [N, K]; dw_gate: null if the layer is not gated
-  bool float_weights;                 // the gradients of the weights are float32 rather than bf16
+  void* dx;               // bf16 [M, K]
+  void *dw_gate, *dw_up;  // [N, K]; dw_gate: null if the layer is not gated
+  void* dw_down;          // [K, N]
+  bool float_weights;     // the gradients of the weights are float32, which only tile_backward can give; else bf16
 };
-int64_t tile_backward_workspace_bytes(const TileShape& shape);
+int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights);
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
                           void* workspace, const Gradients& gradients, cudaStream_t stream);
 
@@ -95,23 +97,27 @@ struct Field {
 };
 Field tile_saved_field(const TileShape& shape, const char* name);
 
-// Dense: all of the engine but the plain matrix products, which cuBLAS computes.
+// Dense: plain matrix products, which the caller's library computes, and kernels for all between them.
 //
-// For many tokens, one kernel for each pass. Forward computes h [M, N], and writes g and u, bf16 [M, N], where these
-// are not null. Backward computes dz, du and h from dh = dy w_down; dh is never in memory. w_down: bf16 [K, N]. Not
-// gated: u and du are null.
-int64_t dense_workspace_bytes(int64_t m, int64_t n);
-cudaError_t dense_forward(const Layer& layer, void* workspace, void* g, void* u, void* h, const Result& result,
-                          cudaStream_t stream);
-cudaError_t dense_backward(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
-                           const void* u, const float* dl1, void* workspace, void* dz, void* du, void* h,
+// A bf16 matrix [rows, columns], which stands in memory row by row or column by column.
+struct Matrix {
+  const void* data;
+  int64_t rows, columns;
+  bool by_column;
+};
+// Writes a b to `out`, row by row, or with `add` adds it to what stands there. May throw.
+using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
+// fused: for many tokens, one kernel computes h, and one dz, du and h from dy w_down, without dh in memory; for few,
+// the products take all the time, so the library computes them, and elementwise kernels follow. What is saved is g and,
+// of gated layers, u, bf16 [M, N] each; not fused, it is z, g before the ReLU. w_down: bf16 [K, N].
+int64_t dense_saved_bytes(const Layer& layer);
+int64_t dense_workspace_bytes(const Layer& layer, bool fused, bool saving);
+cudaError_t dense_forward(const Layer& layer, const void* w_down, bool fused, const Multiply& multiply, void* workspace,
+                          void* saved, const Result& result, cudaStream_t stream);
+int64_t dense_backward_workspace_bytes(const Layer& layer);
+cudaError_t dense_backward(const Layer& layer, const void* w_down, bool fused, const Multiply& multiply, const void* dy,
+                           const float* dl1, const void* saved, void* workspace, const Gradients& gradients,
                            cudaStream_t stream);
-// For few tokens, the elementwise kernels between cuBLAS's products z, u and dh: forward computes h = relu(z) * u,
-// backward h, du and dz; all are bf16 [M, N]. Not gated: u and du are null. h may be z, dz may be dh.
-cudaError_t pointwise_forward(const void* z, const void* u, int64_t m, int64_t n, void* workspace, void* h,
-                              const Result& result, cudaStream_t stream);
-cudaError_t pointwise_backward(const void* z, const void* u, const void* dh, const float* dl1, int64_t m, int64_t n,
-                               void* dz, void* du, void* h, cudaStream_t stream);
 
 // relu(x w^T) in the packed form (README.md): what the row and the tile engine start from.
 struct PackedGate {

@@ -92,9 +92,10 @@ struct BackwardWorkspace {
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
   void *operand, *second_operand;
-  void* planes;  // of rest_backward
+  void* planes;     // of rest_backward
+  void* dw_down_t;  // [N, K], which is transposed last
 
-  BackwardWorkspace(Arena& arena, const TileShape& s)
+  BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)
       : plan(), du(nullptr), du_by_neuron(nullptr), second_operand(nullptr) {
     const int64_t tiles = tiles_of(s.m), neuron_tiles = (s.n + kTokenTile - 1) / kTokenTile;
     plan.frequencies = arena.take<int32_t>(s.n);
@@ -125,6 +126,7 @@ struct BackwardWorkspace {
     operand = arena.take<uint16_t>(places);
     if (s.gated) second_operand = arena.take<uint16_t>(places);
     planes = arena.take_bytes(rest_backward_workspace(s.m, s.n));
+    dw_down_t = arena.take_bytes(s.n * s.k * (float_weights ? 4 : 2));
   }
 };
 
@@ -154,11 +156,38 @@ Spmm product_over(const TilePlan& plan, const Layer& a, Lists lists, Weights wei
   return product;
 }
 
-// How many partial sums of l1 a dense forward pass has room for. dense_hidden and pointwise leave different numbers of
-// them; the larger one serves both.
-int64_t dense_partials(int64_t m, int64_t n) {
-  return tiles_of(m) * std::max(2 * column_tiles_of(n), (n + kPointwiseColumns - 1) / kPointwiseColumns);
-}
+// What the dense engine saves: g, or z where it does not fuse, and of gated layers u. Null if nothing is saved.
+struct DensePlanes {
+  void *g, *u;
+
+  DensePlanes(void* saved, const Layer& a)
+      : g(saved), u(saved != nullptr && a.gated() ? static_cast<char*>(saved) + a.m * a.n * 2 : nullptr) {}
+};
+
+struct DenseWorkspace {
+  void *h, *u;  // u: of gated layers, unless it is saved, or computed and used by one kernel
+  float* l1_partials;
+
+  DenseWorkspace(Arena& arena, const Layer& a, bool fused, bool saving) : u(nullptr) {
+    h = arena.take<uint16_t>(a.m * a.n);
+    // dense_hidden and pointwise leave different numbers of partial sums of l1: the larger one serves both.
+    const int64_t columns = std::max(2 * column_tiles_of(a.n), (a.n + kPointwiseColumns - 1) / kPointwiseColumns);
+    l1_partials = arena.take<float>(tiles_of(a.m) * columns);
+    if (a.gated() && !fused && !saving) u = arena.take<uint16_t>(a.m * a.n);
+  }
+};
+
+struct DenseBackwardWorkspace {
+  int64_t* counters;  // dense_gradient's own
+  void *dz, *du, *h;
+
+  DenseBackwardWorkspace(Arena& arena, const Layer& a) : du(nullptr) {
+    counters = arena.take<int64_t>(kCounters);
+    dz = arena.take<uint16_t>(a.m * a.n);
+    h = arena.take<uint16_t>(a.m * a.n);
+    if (a.gated()) du = arena.take<uint16_t>(a.m * a.n);
+  }
+};
 
 }  // namespace
 
@@ -258,16 +287,16 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
                   tickets_of(result.counts), result.l1, result.y, stream);
 }
 
-int64_t tile_backward_workspace_bytes(const TileShape& shape) {
+int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights) {
   Arena arena(nullptr);
-  BackwardWorkspace(arena, shape);
+  BackwardWorkspace(arena, shape, float_weights);
   return arena.bytes();
 }
 
 cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, const float* dl1, void* saved,
                           void* workspace, const Gradients& d, cudaStream_t stream) {
   Arena arena(workspace), theirs(saved);
-  const BackwardWorkspace w(arena, s);
+  const BackwardWorkspace w(arena, s, d.float_weights);
   const Kept kept(theirs, s, true);
   const TilePlan& plan = kept.plan;
   SPARSELLM_TRY(cudaMemsetAsync(workspace, 0, w.zeroed, stream));
@@ -288,7 +317,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
         stream);
   };
   SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second));
-  SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, d.dw_down_t, nullptr));
+  SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, w.dw_down_t, nullptr));
   RestBackward rest = {};
   rest.rest = plan.totals + kRest;
   rest.x = a.x;
@@ -300,14 +329,15 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   rest.dx = d.dx;
   rest.dw_gate = dw_first;
   rest.dw_up = dw_second;
-  rest.dw_down_t = d.dw_down_t;
+  rest.dw_down_t = w.dw_down_t;
   rest.float_gradients = d.float_weights;
   rest.planes = w.planes;
   rest.arrivals = w.arrivals;
   rest.m = static_cast<int>(a.m);
   rest.k = static_cast<int>(a.k);
   rest.n = static_cast<int>(a.n);
-  return rest_backward(rest, stream);
+  SPARSELLM_TRY(rest_backward(rest, stream));
+  return transpose(w.dw_down_t, d.float_weights, a.n, a.k, d.dw_down, d.float_weights, stream);
 }
 
 Field tile_saved_field(const TileShape& s, const char* name) {
@@ -342,35 +372,61 @@ Field tile_saved_field(const TileShape& s, const char* name) {
 
 // ---- dense
 
-int64_t dense_workspace_bytes(int64_t m, int64_t n) {
+int64_t dense_saved_bytes(const Layer& a) { return (a.gated() ? 2 : 1) * a.m * a.n * 2; }
+
+int64_t dense_workspace_bytes(const Layer& a, bool fused, bool saving) {
   Arena arena(nullptr);
-  arena.take<float>(dense_partials(m, n));
-  arena.take<int64_t>(kCountsLength);  // dense_gradient's own counters, which lie at the start of the workspace
+  DenseWorkspace(arena, a, fused, saving);
   return arena.bytes();
 }
 
-cudaError_t dense_forward(const Layer& a, void* workspace, void* g, void* u, void* h, const Result& result,
-                          cudaStream_t stream) {
-  float* l1_partials = Arena(workspace).take<float>(dense_partials(a.m, a.n));
-  return dense_hidden(a.x, a.thresholded(), a.multiplier(), a.m, a.k, a.n, g, u, h, l1_partials, result.l1,
-                      result.fired, result.counts, stream);
+cudaError_t dense_forward(const Layer& a, const void* w_down, bool fused, const Multiply& multiply, void* workspace,
+                          void* saved, const Result& result, cudaStream_t stream) {
+  Arena arena(workspace);
+  const DenseWorkspace w(arena, a, fused, saved != nullptr);
+  const DensePlanes planes(saved, a);
+  if (fused) {
+    SPARSELLM_TRY(dense_hidden(a.x, a.thresholded(), a.multiplier(), a.m, a.k, a.n, planes.g, planes.u, w.h,
+                               w.l1_partials, result.l1, result.fired, result.counts, stream));
+  } else {
+    void* z = saved != nullptr ? planes.g : w.h;
+    void* u = saved != nullptr ? planes.u : w.u;
+    const Matrix x = {a.x, a.m, a.k, false};
+    multiply(x, {a.thresholded(), a.k, a.n, true}, z, false);
+    if (a.gated()) multiply(x, {a.multiplier(), a.k, a.n, true}, u, false);
+    SPARSELLM_TRY(pointwise(z, u, a.m, a.n, w.h, w.l1_partials, result.l1, result.fired, result.counts, stream));
+  }
+  multiply({w.h, a.m, a.n, false}, {w_down, a.n, a.k, true}, result.y, false);
+  return cudaSuccess;
 }
 
-cudaError_t dense_backward(const void* dy, const void* w_down, int64_t m, int64_t k, int64_t n, const void* g,
-                           const void* u, const float* dl1, void* workspace, void* dz, void* du, void* h,
+int64_t dense_backward_workspace_bytes(const Layer& a) {
+  Arena arena(nullptr);
+  DenseBackwardWorkspace(arena, a);
+  return arena.bytes();
+}
+
+cudaError_t dense_backward(const Layer& a, const void* w_down, bool fused, const Multiply& multiply, const void* dy,
+                           const float* dl1, const void* saved, void* workspace, const Gradients& d,
                            cudaStream_t stream) {
-  return dense_gradient(dy, w_down, m, k, n, g, u, dl1, dz, du, h, static_cast<int64_t*>(workspace), stream);
-}
-
-cudaError_t pointwise_forward(const void* z, const void* u, int64_t m, int64_t n, void* workspace, void* h,
-                              const Result& result, cudaStream_t stream) {
-  float* l1_partials = Arena(workspace).take<float>(dense_partials(m, n));
-  return pointwise(z, u, m, n, h, l1_partials, result.l1, result.fired, result.counts, stream);
-}
-
-cudaError_t pointwise_backward(const void* z, const void* u, const void* dh, const float* dl1, int64_t m, int64_t n,
-                               void* dz, void* du, void* h, cudaStream_t stream) {
-  return pointwise_gradient(z, u, dh, dl1, m * n, dz, du, h, stream);
+  Arena arena(workspace);
+  const DenseBackwardWorkspace w(arena, a);
+  const DensePlanes planes(const_cast<void*>(saved), a);
+  if (fused) {
+    SPARSELLM_TRY(
+        dense_gradient(dy, w_down, a.m, a.k, a.n, planes.g, planes.u, dl1, w.dz, w.du, w.h, w.counters, stream));
+  } else {
+    void* dh = w.dz;
+    multiply({dy, a.m, a.k, false}, {w_down, a.k, a.n, false}, dh, false);
+    SPARSELLM_TRY(pointwise_gradient(planes.g, planes.u, dh, dl1, a.m * a.n, w.dz, w.du, w.h, stream));
+  }
+  multiply({w.dz, a.m, a.n, false}, {a.thresholded(), a.n, a.k, false}, d.dx, false);
+  if (a.gated()) multiply({w.du, a.m, a.n, false}, {a.multiplier(), a.n, a.k, false}, d.dx, true);
+  const Matrix x = {a.x, a.m, a.k, false};
+  multiply({w.dz, a.n, a.m, true}, x, a.gated() ? d.dw_gate : d.dw_up, false);
+  if (a.gated()) multiply({w.du, a.n, a.m, true}, x, d.dw_up, false);
+  multiply({dy, a.k, a.m, true}, {w.h, a.m, a.n, false}, d.dw_down, false);
+  return cudaSuccess;
 }
 
 }  // namespace sparsellm

@@ -38,10 +38,11 @@ BINDINGS = ["-std=c++17", "-O2", "-I.", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x
 LINK = ["-shared", "-cudart", "static", "-Xlinker", "--no-undefined"]
 LIBRARIES = ["-ltorch_cpu", "-ltorch_cuda"]
 
-# A CPU build of torch has no libtorch_cuda.so to link with. Every build links with this stand-in, which has the one
-# function of libtorch_cuda.so that the bindings call; torch's own library takes its place when the kernels are loaded.
+# A CPU build of torch has no libtorch_cuda.so to link with. Every build links with this stand-in, which has what the
+# bindings call of libtorch_cuda.so; torch's own library takes its place when the kernels are loaded.
 TORCH_CUDA = "libtorch_cuda.so"
-STAND_IN = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
+CALLED = ("aoti_torch_get_current_cuda_stream", "aoti_torch_cuda_mm_out", "aoti_torch_cuda_addmm_out")
+STAND_IN = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in CALLED)
 LINK_STAND_IN = ["-shared", "-cudart", "none", "-Xlinker", f"-soname={TORCH_CUDA}"]
 
 

@@ -44,7 +44,8 @@ def forward(
     x, w_up = readable(x), readable(w_up, x.dtype)
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if plan.engine == Engine.dense:
-        return _dense_forward(x, w_gate, w_up, w_down.to(x.dtype), saving)
+        w_down = readable(w_down, x.dtype)
+        return torch.ops.sparsellm_cuda.dense_forward(x, w_gate, w_up, w_down, dispatch.fuses(m), saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
         return *torch.ops.sparsellm_cuda.row_forward(x, w_gate, w_up, w_down_t), x.new_empty(0, dtype=torch.uint8)
@@ -65,9 +66,12 @@ def backward(
     x, dy, dl1, w_up = readable(x), readable(dy), dl1.float().reshape(1), readable(w_up, x.dtype)
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if engine == Engine.dense:
-        return _dense_backward(x, w_gate, w_up, readable(w_down, x.dtype), dy, dl1, saved)
-    w_down_t = _by_neuron(w_down, None, x.dtype)
-    return torch.ops.sparsellm_cuda.tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights)
+        w_down, fused = readable(w_down, x.dtype), dispatch.fuses(x.shape[0])
+        made = torch.ops.sparsellm_cuda.dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused)
+    else:
+        w_down_t = _by_neuron(w_down, None, x.dtype)
+        made = torch.ops.sparsellm_cuda.tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights)
+    return made if w_gate is not None else [made[0], *made[2:]]
 
 
 def engine_of(saved: Tensor) -> Engine:
@@ -80,45 +84,6 @@ def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> 
     """What the dense engine saved: `count` planes [M, N], which are g and, of gated layers, u. Instead of g it is z, g
     before the ReLU, where the kernels do not fuse (sparsellm.ops.dispatch)."""
     return list(saved.view(dtype).view(count, m, n).unbind())
-
-
-def _dense_forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, saving: bool) -> Forward:
-    """Of many tokens, one kernel computes h. Of few, the products take all the time: they are cuBLAS's, and elementwise
-    kernels follow."""
-    ops, m, n = torch.ops.sparsellm_cuda, x.shape[0], w_up.shape[0]
-    if dispatch.fuses(m):
-        h, *statistics, saved = ops.dense_forward(x, w_gate, w_up, saving)
-        return torch.mm(h, w_down.T), *statistics, saved
-    factors = [w for w in (w_gate, w_up) if w is not None]
-    saved = x.new_empty(len(factors) * m * n * x.element_size() if saving else 0, dtype=torch.uint8)
-    if saving:
-        planes = planes_of(saved, len(factors), m, n, x.dtype)
-        for plane, weight in zip(planes, factors, strict=True):
-            torch.mm(x, weight.T, out=plane)
-    else:
-        planes = [torch.mm(x, weight.T) for weight in factors]
-    z, u = planes[0], planes[1] if len(factors) == 2 else None
-    h = torch.empty_like(z) if saving else z
-    statistics = ops.pointwise_forward(z, u, h)
-    return torch.mm(h, w_down.T), *statistics, saved
-
-
-def _dense_backward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
-) -> list[Tensor]:
-    ops, (m, n) = torch.ops.sparsellm_cuda, (x.shape[0], w_up.shape[0])
-    factors = [w for w in (w_gate, w_up) if w is not None]
-    planes = planes_of(saved, len(factors), m, n, x.dtype)
-    g, u = planes[0], planes[1] if len(factors) == 2 else None
-    if dispatch.fuses(m):
-        h, dz, *du = ops.dense_backward(dy, w_down, g, u, dl1)
-    else:
-        dz = torch.mm(dy, w_down)
-        h, *du = ops.pointwise_backward(g, u, dz, dl1)
-    dx = torch.mm(dz, factors[0])
-    if du:
-        dx.addmm_(du[0], w_up)
-    return [dx, *(torch.mm(d.T, x) for d in (dz, *du)), torch.mm(dy.T, h)]
 
 
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:

@@ -261,6 +261,34 @@ def test_our_decoder_under_autocast(engine, gated):
 
 
 @GATED
+@pytest.mark.parametrize(("engine", "m"), [("row", 300), ("tile", 300), ("dense", 300), ("dense", 2048)])
+def test_a_threads_first_call_of_cuda_may_be_the_operators(engine, m, gated):
+    """A new thread has no CUDA context until the runtime gives it one, and tensor maps are made by the driver. The same
+    holds for autograd's own thread, whose first call may be the backward pass."""
+    x, ws = cases.integers(m, 264, 1000, gated)
+    x.requires_grad_(engine != "row")
+    plan, found = Plan.of(engine), []
+
+    def work():
+        try:
+            out = feedforward(x, *([] if gated else [None]), *ws, plan)
+            if x.requires_grad:
+                torch.autograd.grad(out.y, x, out.y.detach())
+            found.append(out)
+        except BaseException as error:
+            found.append(error)
+
+    with torch.set_grad_enabled(engine != "row"):
+        expected = feedforward(x, *([] if gated else [None]), *ws, plan)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    assert_same(found[0], expected, "in the thread")
+
+
+@GATED
 def test_threads_with_layers_of_other_sizes_do_not_disturb_each_other(gated):
     """How much shared memory a kernel may use is an attribute of the kernel, which all threads share: a thread with a
     narrow layer must not lower it for a thread with a wide one."""

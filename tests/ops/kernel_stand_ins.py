@@ -92,7 +92,8 @@ def tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights):
     planes = saved[: 2 * shape[0] * shape[1] * shape[2]].view(torch.bfloat16).view(shape).unbind()
     backward = reference.gated_backward if w_gate is not None else reference.nongated_backward
     dx, *dws = backward(x, *layer, *planes, dy, dl1[0])
-    return [dx, *(dw.to(torch.float32 if float_weights else torch.bfloat16).contiguous() for dw in dws)]
+    dtype = torch.float32 if float_weights else torch.bfloat16
+    return gradients(w_gate, [dx, *(dw.to(dtype).contiguous() for dw in dws)])
 
 
 def tile_saved_field(saved, m, n, gated, name):
@@ -103,52 +104,31 @@ def limit(name):
     return LIMITS[name]
 
 
-def statistics(z, u, h):
-    g = torch.relu(z)
-    h.copy_(g if u is None else g * u)
-    l1, nnz, fired = reference.statistics(h, g != 0)
-    return l1, fired, torch.stack([nnz, nnz * 0, nnz * 0, reference.union(g != 0)])
-
-
-def dense_forward(x, w_gate, w_up, saving):
+def dense_forward(x, w_gate, w_up, w_down, fused, saving):
     expect_layer(x, w_gate, w_up)
-    assert len(x) >= dispatch.MIN_FUSED_TOKENS
-    z, u = (x @ w_up.T, None) if w_gate is None else (x @ w_gate.T, x @ w_up.T)
-    h = torch.empty_like(z)
-    counted = statistics(z, u, h)
-    planes = [torch.relu(z), *([] if u is None else [u])] if saving else [z[:0]]
-    return h, *counted, torch.stack(planes).view(torch.uint8).flatten()
+    expect(w_down, torch.bfloat16, x.shape[1], len(w_up))
+    assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
+    *outputs, planes = computed(x, w_gate, w_up, w_down.t().contiguous())
+    if not fused:
+        planes[0] = x @ (w_up if w_gate is None else w_gate).T  # z in the place of g
+    return *outputs, torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
 
 
-def pointwise_forward(z, u, h):
-    assert len(z) < dispatch.MIN_FUSED_TOKENS
-    for tensor in (z, u, h):
-        if tensor is not None:
-            expect(tensor, torch.bfloat16, *z.shape)
-    return statistics(z, u, h)
-
-
-def dense_backward(dy, w_down, g, u, dl1):
-    assert len(dy) >= dispatch.MIN_FUSED_TOKENS
-    expect(w_down, torch.bfloat16, dy.shape[1], g.shape[1])
-    dh = dy @ w_down
-    h, *du = pointwise_gradients(g, u, dh, dl1)
-    return [h, dh, *du]
-
-
-def pointwise_backward(z, u, dh, dl1):
-    assert len(z) < dispatch.MIN_FUSED_TOKENS
-    return pointwise_gradients(z, u, dh, dl1)
-
-
-def pointwise_gradients(z, u, dh, dl1):
+def dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused):
+    expect_layer(x, w_gate, w_up)
+    expect(dy, torch.bfloat16, *x.shape)
     expect(dl1, torch.float32, 1)
-    expect(dh, torch.bfloat16, *z.shape)
-    g = torch.relu(z)
-    h = g.clone() if u is None else g * u
-    total = dh.float() + dl1 * (h.float().sign() if u is not None else 1)
-    dh.copy_(torch.where(g != 0, total * u if u is not None else total, 0))
-    return [h] if u is None else [h, (total * g).bfloat16()]
+    assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
+    layer = [w for w in (w_gate, w_up, w_down) if w is not None]
+    g, *u = saved.view(torch.bfloat16).view(len(layer) - 1, len(x), len(w_up)).unbind()
+    backward = reference.gated_backward if w_gate is not None else reference.nongated_backward
+    return gradients(w_gate, backward(x, *layer, torch.relu(g), *u, dy, dl1[0]))
+
+
+def gradients(w_gate, found):
+    """As the kernels return them: without rows where there is no w_gate."""
+    dx, *dws = found
+    return [dx, *([] if w_gate is not None else [dx.new_empty(0, dx.shape[1])]), *dws]
 
 
 def transpose(matrix, transposed):
@@ -162,7 +142,7 @@ def transpose(matrix, transposed):
 def registered() -> Iterator[None]:
     functions = (
         gate_pack, row_forward, tile_forward, tile_backward, tile_saved_bytes, tile_saved_field, limit, dense_forward,
-        dense_backward, pointwise_forward, pointwise_backward, transpose,
+        dense_backward, transpose,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
