@@ -113,19 +113,17 @@ Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, 
           x.size(0),    x.size(1), w_up.size(0)};
 }
 
-// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4] (engines.h).
+// The statistics that an operator returns, all [0] if not wanted: l1 float32 [], fired bool [N], counts int64 [4].
 struct Statistics {
-  Statistics(const Call& call, int64_t n)
-      : l1(call.empty({}, aoti_torch_dtype_float32())),
-        fired(call.empty({n}, aoti_torch_dtype_bool())),
-        all_counts(call.empty({sparsellm::counts_length()}, aoti_torch_dtype_int64())) {}
-
+  Statistics(const Call& call, int64_t n, bool wanted = true)
+      : l1(call.empty(std::vector<int64_t>(wanted ? 0 : 1), aoti_torch_dtype_float32())),
+        fired(call.empty({wanted ? n : 0}, aoti_torch_dtype_bool())),
+        all_counts(call.empty({wanted ? sparsellm::counts_length() : 0}, aoti_torch_dtype_int64())) {}
   sparsellm::Result result(void* y) const {
     return {y, static_cast<float*>(l1.data_ptr()), static_cast<uint8_t*>(fired.data_ptr()),
             static_cast<int64_t*>(all_counts.data_ptr())};
   }
-  Tensor counts() const { return part_of(all_counts, 0, 4); }
-
+  Tensor counts() const { return part_of(all_counts, 0, all_counts.numel() == 0 ? 0 : 4); }
   const Tensor l1, fired, all_counts;
 };
 
@@ -223,11 +221,12 @@ int64_t limit(std::string name) {
   refuse("limit", "there is no limit of the name " + name);
 }
 
-Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down, bool fused, bool saving) {
+Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down, bool fused, bool counting,
+                      bool saving) {
   const Call call("dense_forward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, std::nullopt);
   const Tensor y = call.bf16({a.m, a.k});
-  const Statistics counted(call, a.n);
+  const Statistics counted(call, a.n, counting || fused);
   const Tensor saved = call.bytes(saving ? sparsellm::dense_saved_bytes(a) : 0);
   const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(a, fused, saving));
   call.check(sparsellm::dense_forward(a, call.data(w_down), fused, call.multiply(), workspace.data_ptr(),
@@ -274,7 +273,8 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def("tile_saved_field(Tensor saved, int m, int n, bool gated, str name) -> Tensor");
   library.def("limit(str name) -> int");
   library.def(
-      "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, bool fused, bool saving) -> (Tensor y, "
+      "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, bool fused, bool counting, bool saving) -> "
+      "(Tensor y, "
       "Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
   library.def(
       "dense_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor dy, Tensor dl1, Tensor saved, "

@@ -110,6 +110,7 @@ using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out,
 // fused: for many tokens, one kernel computes h, and one dz, du and h from dy w_down, without dh in memory; for few,
 // the products take all the time, so the library computes them, and elementwise kernels follow. What is saved is g and,
 // of gated layers, u, bf16 [M, N] each; not fused, it is z, g before the ReLU. w_down: bf16 [K, N].
+// Not fused, a forward pass may go without its statistics: l1, fired and counts are then null.
 int64_t dense_saved_bytes(const Layer& layer);
 int64_t dense_workspace_bytes(const Layer& layer, bool fused, bool saving);
 cudaError_t dense_forward(const Layer& layer, const void* w_down, bool fused, const Multiply& multiply, void* workspace,

@@ -394,7 +394,11 @@ cudaError_t dense_forward(const Layer& a, const void* w_down, bool fused, const 
     const Matrix x = {a.x, a.m, a.k, false};
     multiply(x, {a.thresholded(), a.k, a.n, true}, z, false);
     if (a.gated()) multiply(x, {a.multiplier(), a.k, a.n, true}, u, false);
-    SPARSELLM_TRY(pointwise(z, u, a.m, a.n, w.h, w.l1_partials, result.l1, result.fired, result.counts, stream));
+    if (result.counts == nullptr) {
+      SPARSELLM_TRY(pointwise_hidden(z, u, a.m * a.n, w.h, stream));
+    } else {
+      SPARSELLM_TRY(pointwise(z, u, a.m, a.n, w.h, w.l1_partials, result.l1, result.fired, result.counts, stream));
+    }
   }
   multiply({w.h, a.m, a.n, false}, {w_down, a.n, a.k, true}, result.y, false);
   return cudaSuccess;

@@ -8,6 +8,7 @@
 // until the kernel before it is done, with two exceptions:
 //   - Within gate_pack, token_order and the dense engine's launchers, a kernel that knows what the kernel before it
 //     writes waits for no more than that (common/clear.cuh, order/order.cu).
+//   - pointwise_hidden, too, waits for the kernel before it, whichever that is.
 //   - The first kernel of these starts as any kernel does, when all before it are done: gate_pack for more than 64
 //     tokens, row_ffn for many tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient, transpose.
 //
@@ -241,6 +242,8 @@ cudaError_t dense_hidden(const void* x, const void* w_gate, const void* w_up, in
 constexpr int kPointwiseColumns = 64;
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
                       uint8_t* fired, int64_t* counters, cudaStream_t stream);
+// h alone, of `count` (a multiple of 8) entries, without the statistics.
+cudaError_t pointwise_hidden(const void* z, const void* u, int64_t count, void* h, cudaStream_t stream);
 
 // dz, du and h, bf16 [M, N], from dh = dy w_down, g and u (DESIGN.md §2); w_down [K, N]. Non-gated: u and du are null.
 // counters: int64 [kCounters], the kernel's own scratch.

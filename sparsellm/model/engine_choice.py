@@ -94,10 +94,15 @@ class EngineChoice:
         return self._run(x, w_gate, w_up, w_down, *self._plan(x))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-        """y of `run` alone. A dense call that need not count either takes fewer launches this way."""
+        """y of `run` alone, which a dense call that need not count either computes without statistics.
+
+        If the call is captured in a CUDA graph, only the device's time matters, and the operator takes least of it. If
+        not, the host is what calls of few tokens wait for, and PyTorch's own five take least of its time.
+        """
         plan, counting = self._plan(x)
-        if plan.engine != Engine.dense or counting or fuses(x.shape[0]) or w_down.dtype != x.dtype:
-            return self._run(x, w_gate, w_up, w_down, plan, counting)[0]
+        of_pytorch = plan.engine == Engine.dense and not counting and not fuses(x.shape[0]) and w_down.dtype == x.dtype
+        if not of_pytorch or is_capturing():
+            return self._run(x, w_gate, w_up, w_down, plan, counting, returning=False)[0]
         h = F.linear(x, w_up if w_gate is None else w_gate).relu_()
         if w_gate is not None:
             h.mul_(F.linear(x, w_up))
@@ -123,13 +128,21 @@ class EngineChoice:
         return self.plans[kind], due and not self.counted
 
     def _run(
-        self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, counting: bool
+        self,
+        x: Tensor,
+        w_gate: Tensor | None,
+        w_up: Tensor,
+        w_down: Tensor,
+        plan: Plan,
+        sending: bool,
+        returning: bool = True,
     ) -> Results:
+        """sending, returning: whether the host, and the caller, are to have the call's statistics."""
         w_down_t = None
         if plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
-        results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False)[:4]
-        if counting:
+        results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
+        if sending:
             self._send(x.shape[0], results[3], w_up)
         return results
 

@@ -23,14 +23,22 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def forward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, w_down_t: Tensor | None, saving: bool
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    plan: Plan,
+    w_down_t: Tensor | None,
+    saving: bool,
+    counting: bool = True,
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, by the engine of `plan`.
 
     y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8, one buffer with what `backward` needs,
     whose length says which engine made it (`engine_of`); it is empty unless `saving`. w_down_t [N, K]: w_down by
-    neuron, or None. Weights of another dtype than x are cast to that of x. Raises ValueError for saving by the row
-    engine, which has no backward, and for more tokens than the tile engine can take.
+    neuron, or None. Weights of another dtype than x are cast to that of x. Without `counting`, the dense engine may
+    leave out the statistics: l1, fired and counts are then empty. Raises ValueError for saving by the row engine, which
+    has no backward, and for more tokens than the tile engine can take.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
@@ -45,7 +53,7 @@ def forward(
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if plan.engine == Engine.dense:
         w_down = readable(w_down, x.dtype)
-        return torch.ops.sparsellm_cuda.dense_forward(x, w_gate, w_up, w_down, dispatch.fuses(m), saving)
+        return torch.ops.sparsellm_cuda.dense_forward(x, w_gate, w_up, w_down, dispatch.fuses(m), counting, saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
         return *torch.ops.sparsellm_cuda.row_forward(x, w_gate, w_up, w_down_t), x.new_empty(0, dtype=torch.uint8)

@@ -38,7 +38,8 @@ FEW_TOKENS_MAX_DENSITY = 0.15  # nonzeros per token over N; above, the row engin
 FEW_TOKENS_MAX_SHARE = 1.5
 FEWEST_TOKENS = 16  # at most; dense is faster on so few tokens than on more, so the row engine must have less to do:
 FEWEST_TOKENS_MAX_SHARE = 0.7  # as FEW_TOKENS_MAX_SHARE
-MANY_TOKENS = 2048  # at least; between FEW_TOKENS and this, cuBLAS is faster than engines that pack the gate first
+MANY_TOKENS = 1536  # at least; between FEW_TOKENS and this, cuBLAS is faster than engines that pack the gate first
+MANY_TRAINING_TOKENS = 2048  # at least; smaller micro-batches were not measured
 TILE_MAX_NONZEROS = 320  # per token, in a batch of LARGE_BATCH tokens or more: the tile engine was measured up to 300
 LARGE_BATCH = 16_384  # tokens
 # Fewer tokens stay in their own order: ordering them would take longer than it saves (LOG.md, "Ordering tokens by the
@@ -135,7 +136,7 @@ def choose_training_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
 ) -> Engine:
     """The engine, dense or tile, for a micro-batch's forward and backward pass; arguments as of `choose_engine`."""
-    if tokens < MANY_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
+    if tokens < MANY_TRAINING_TOKENS or union < 0 or not _is_near_what_was_measured(tokens, nnz):
         return Engine.dense
     seconds = training_estimates(tokens, width, neurons, nnz, union)
     needed = seconds[Engine.dense] * (1 if current == Engine.tile else 1 - TILE_MARGIN)

@@ -188,18 +188,26 @@ def _feedforward(
 
 
 def forward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan, w_down_t: Tensor | None, saving: bool
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    plan: Plan,
+    w_down_t: Tensor | None,
+    saving: bool,
+    counting: bool = True,
 ) -> cuda.Forward:
     """(y, l1, fired, counts, saved) by the engine of `plan`; the inputs have been checked.
 
-    w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Raises ValueError
-    or KernelsUnavailable where the plan's engine cannot run.
+    w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Without
+    `counting`, the kernels' dense engine may leave out the statistics: l1, fired and counts are then empty.
+    Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
     """
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
-            return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+            return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     if _on_kernels(x, plan.engine):
-        return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving)
+        return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_gate is None:
         y, l1, nnz, fired, *planes = reference.nongated_forward(x, w_up, w_down)

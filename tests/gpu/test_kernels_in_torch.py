@@ -14,7 +14,8 @@ import sparsellm
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model import Decoder
 from sparsellm.model.engine_choice import EngineChoice
-from sparsellm.ops import ENGINES, Plan, feedforward
+from sparsellm.ops import ENGINES, Plan, dispatch, feedforward
+from sparsellm.ops.feedforward import forward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -258,6 +259,18 @@ def test_our_decoder_under_autocast(engine, gated):
         assert out.fired.shape == plain.fired.shape
         assert out.ce.isfinite()
         torch.cuda.synchronize()
+
+
+@GATED
+@pytest.mark.parametrize("m", [1, 64, 65, 300, 1343, 1344])
+def test_without_statistics_the_dense_engine_gives_the_same_y(m, gated):
+    x, ws = cases.normal(m, 264, 1000, gated, rate=0.05)
+    inputs = x, *cases.layer(ws), Plan(), None, False
+    with torch.no_grad():
+        y, *_ = forward(*inputs)
+        without, l1, fired, counts, _ = forward(*inputs, counting=False)
+    assert_equal(without, y, f"M {m}")
+    assert [t.numel() for t in (l1, fired, counts)] == ([1, 1000, 4] if dispatch.fuses(m) else [0, 0, 0])
 
 
 @GATED

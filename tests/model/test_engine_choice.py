@@ -147,6 +147,10 @@ def test_dense_calls_that_nobody_counts_are_the_same(name, hollow, monkeypatch):
         assert hollow.engines == (["dense"] * 2 if counts else [])
         hollow.of(model, tokens(200))
         assert hollow.engines == engines
+    monkeypatch.setattr(module, "is_capturing", lambda: True)
+    hollow.counted.clear()
+    hollow.of(model, tokens(100))
+    assert hollow.counted == [counts] * 2
 
 
 @pytest.mark.parametrize("engine", ["dense", "row", "tile"])

@@ -104,13 +104,15 @@ def limit(name):
     return LIMITS[name]
 
 
-def dense_forward(x, w_gate, w_up, w_down, fused, saving):
+def dense_forward(x, w_gate, w_up, w_down, fused, counting, saving):
     expect_layer(x, w_gate, w_up)
     expect(w_down, torch.bfloat16, x.shape[1], len(w_up))
     assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
     *outputs, planes = computed(x, w_gate, w_up, w_down.t().contiguous())
     if not fused:
         planes[0] = x @ (w_up if w_gate is None else w_gate).T  # z in the place of g
+        if not counting:
+            outputs[1:] = [t.flatten()[:0] for t in outputs[1:]]
     return *outputs, torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from sparsellm.ops import Engine
 from sparsellm.ops.dispatch import (
-    MANY_TOKENS,
+    MANY_TRAINING_TOKENS,
     SMALL_BATCH_MAX_NONZEROS,
     TILE_MARGIN,
     TILE_MAX_NONZEROS,
@@ -39,7 +39,7 @@ def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, sha
     assert choose(tokens, 1.01 * share * N, N) == Engine.dense
 
 
-@pytest.mark.parametrize("tokens", [65, 128, 2047])
+@pytest.mark.parametrize("tokens", [65, 128, 1535])
 def test_neither_few_nor_many_tokens_take_the_dense_engine(tokens):
     assert choose(tokens, 0, 0) == choose(tokens, 20, 500) == Engine.dense
 
@@ -179,7 +179,7 @@ def test_training_takes_the_tile_engine_for_sparse_layers_only(tokens):
 
 
 def test_training_is_dense_where_the_tile_engine_cannot_be_judged_or_cannot_win():
-    assert choose_training(MANY_TOKENS - 1, 1, 10) == Engine.dense
+    assert choose_training(MANY_TRAINING_TOKENS - 1, 1, 10) == Engine.dense
     assert choose_training(0, 0, 0) == Engine.dense
     for current in (None, Engine.dense, Engine.tile):
         assert choose_training_engine(16_384, K, N, 36 * 16_384, -1, current=current) == Engine.dense

@@ -1,6 +1,7 @@
 // pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. It is the dense engine's
 // elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has eight columns
-// of several rows, and loads them all before it uses any. pointwise_gradient is the same half of the backward pass.
+// of several rows, and loads them all before it uses any. pointwise_hidden computes h alone, where nobody looks at the
+// statistics; pointwise_gradient is the same half of the backward pass.
 //
 // h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
 // Not gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
@@ -117,6 +118,17 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   add_statistics({seen_words, l1_warps, nonzeros_warps, last}, first_column, l1_partials, l1, fired, counters);
 }
 
+// h from z and u, elementwise: a thread has eight entries. h may be z or u.
+template <bool kGated>
+__global__ void __launch_bounds__(kPointwiseThreads)
+    pointwise_hidden_kernel(const uint4* z, const uint4* u, int64_t eights, uint4* h) {
+  ptx::griddepcontrol_wait();  // until the product before it is done
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kPointwiseThreads + threadIdx.x;
+  if (at >= eights) return;
+  const uint4 g = dense::relu(z[at]);
+  h[at] = kGated ? dense::product(g, u[at]) : g;
+}
+
 // dz, du and h from z, u and dh, elementwise: a thread has eight entries at a time. dz may be dh.
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
@@ -148,6 +160,13 @@ cudaError_t pointwise_gradient(const void* z, const void* u, const void* dh, con
   return launch(u == nullptr ? pointwise_gradient_kernel<false> : pointwise_gradient_kernel<true>,
                 wanted < 8 * processors ? wanted : 8 * processors, kPointwiseThreads, 0, 1, stream, in(z), in(u),
                 in(dh), dl1, eights, out(dz), out(du), out(h));
+}
+
+cudaError_t pointwise_hidden(const void* z, const void* u, int64_t count, void* h, cudaStream_t stream) {
+  const int64_t eights = count / 8;
+  return launch_early(u == nullptr ? pointwise_hidden_kernel<false> : pointwise_hidden_kernel<true>,
+                      ceil_div(eights, kPointwiseThreads), kPointwiseThreads, 0, 1, stream,
+                      static_cast<const uint4*>(z), static_cast<const uint4*>(u), eights, static_cast<uint4*>(h));
 }
 
 cudaError_t pointwise(const void* z, const void* u, int64_t m, int64_t n, void* h, float* l1_partials, float* l1,
