@@ -4,7 +4,8 @@ A rank that is killed, or whose machine fails, leaves the others in the middle o
 connections break, unless a process forked from the dead rank holds them open; over NCCL they wait for an hour. So every
 rank keeps a TCP connection to rank 0, over which nothing is sent while all is well. The system closes it with the
 process, however that ends, and probes find a machine that no longer answers. Rank 0 tells the others who is gone, and
-all of them end with a sentence that names it.
+all of them end with a sentence that names it; at once, for NCCL's own watchdog would abort them without one. A rank
+that fails of an error says so itself; the others have some seconds for their own words, as where all fail alike.
 
 The connections also give each start of the ranks a name. torchrun (of torch 2.13) keeps its store when it starts ranks
 again, and in it the addresses of ranks that ended. On several nodes it counts the starts of each node alone, so there
@@ -24,12 +25,12 @@ from typing import TextIO
 import torch.distributed as dist
 
 ARRIVAL = 600  # seconds within which all ranks come: importing from a shared file system may take minutes
-GRACE = 5  # seconds in which a rank that hears of another's end may still end by itself, in its own words
+GRACE = 5  # seconds in which a rank that hears of another's error may still end by itself, in its own words
 NOTICE = 3  # seconds by which the word of a rank's end may come later than what breaks because of it
 HANDSHAKE = 10  # seconds for the first line of a connection
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine is silent for 30 s: given up
 KEY = "lifeline"  # in the store: "PORT NAME" of rank 0
-LEFT = "left"
+LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: the first word of a line
 
 
 class RanksMissing(RuntimeError):
@@ -60,8 +61,7 @@ class Lifeline:
         if self._left.is_set():
             return
         self._left.set()
-        reason = LEFT if error is None else f"{self.me} failed: {type(error).__name__}: {error}"
-        self._tell(" ".join(reason.split()))
+        self._tell(LEFT if error is None else f"{FAILED} {self.me} failed: {type(error).__name__}: {error}")
 
     def _listen(self, store: dist.Store) -> str:
         both = socket.has_dualstack_ipv6()
@@ -98,7 +98,7 @@ class Lifeline:
             return
         self._keep(rank, connection, lines, who)
         if self._lost is not None:
-            self._tell(self._lost)
+            self._tell(f"{GONE} {self._lost}")
 
     def _connect(self, store: dist.Store, address: str) -> str:
         deadline = time.monotonic() + ARRIVAL
@@ -135,22 +135,22 @@ class Lifeline:
     def _attend(self, lines: TextIO, who: str) -> None:
         """Wait for the end of `who`, and of this process with it, unless that was in order."""
         try:
-            said = lines.readline().strip()
+            line = lines.readline().strip()
         except OSError:
-            said = ""
-        if said == LEFT:
-            return
+            line = ""
+        how, _, said = (line or f"{GONE} {who} is gone: it was killed, or its machine does not answer").partition(" ")
         with self._lock:
-            if self._lost is not None or self._left.is_set():
+            if how == LEFT or self._lost is not None or self._left.is_set():
                 return
-            self._lost = said or f"{who} is gone: it was killed, or its machine does not answer"
+            self._lost = said
         if self.rank == 0:
-            self._tell(self._lost)
+            self._tell(f"{how} {said}")
         self._heard.set()
-        if not self._left.wait(GRACE):
+        if how == GONE or not self._left.wait(GRACE):
             self._end()
 
-    def _tell(self, line: str) -> None:
+    def _tell(self, text: str) -> None:
+        line = " ".join(text.split())
         for connection in list(self._others.values()):
             with suppress(OSError):
                 connection.sendall(f"{line}\n".encode())

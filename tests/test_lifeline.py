@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,12 +14,20 @@ from sparsellm.lifeline import KEY, Lifeline, RanksMissing
 
 
 @pytest.fixture
-def ended(monkeypatch) -> dict[int, str]:
+def ended(monkeypatch) -> Iterator[dict[int, str]]:
     """What each rank has ended for."""
-    found = {}
+    found, made, begin = {}, [], Lifeline.__init__
+
+    def kept(self, *arguments):
+        made.append(self)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(Lifeline, "__init__", kept)
     monkeypatch.setattr(Lifeline, "_end", lambda self: found.setdefault(self.rank, self._lost))
     monkeypatch.setattr(lifeline, "GRACE", 0.3)
-    return found
+    yield found
+    for each in made:
+        each._left.set()  # what is closed later ends nothing
 
 
 def joined(store: dist.Store, ranks: list[int], world_size: int) -> list[Lifeline]:
@@ -43,6 +52,7 @@ def test_ranks_end_with_one_that_fails_and_hear_why(ended):
 
 def test_rank_0_is_heard_of_too(ended):
     lines = joined(dist.HashStore(), [0, 1, 2], 3)
+    lines[0]._left.set()  # it is no more
     for connection in lines[0]._others.values():
         connection.shutdown(2)
     wait_for(ended, 2)
