@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from sparsellm.console import say, warn
 from sparsellm.lifeline import Lifeline, RanksMissing
@@ -176,12 +177,19 @@ def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str])
         for mistake in [*theirs, *differs]:
             if mistake not in everywhere:
                 by_finding.setdefault(mistake, []).append(f"rank {rank} (host {host})")
-    return [f"only on {', '.join(names)}: {mistake}; {SHARED}" for mistake, names in by_finding.items()]
+    found = []
+    for mistake, names in by_finding.items():
+        of_files = not mistake.startswith("runtime.")
+        found.append(f"only on {', '.join(names)}: {mistake}{f'; {SHARED}' if of_files else ''}")
+    return found
 
 
 def require_shared(what: str, seen: object) -> None:
-    """Raise NotShared, alike on all ranks, unless every rank has `seen` of `what` the same as rank 0. Collective."""
-    views = gather((socket.gethostname(), seen))
+    """Raise NotShared, alike on all ranks, unless every rank has `seen` of `what` the same as rank 0. Collective.
+
+    Compared are digests of `repr(seen)`: it may be long.
+    """
+    views = gather((socket.gethostname(), xxhash.xxh3_64_hexdigest(repr(seen).encode())))
     host, first = views[0]
     others = [f"rank {rank} (host {where})" for rank, (where, view) in enumerate(views) if view != first]
     if others:

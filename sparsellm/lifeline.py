@@ -86,7 +86,7 @@ class Lifeline:
         """Keep the connection of a rank of this start; whoever else comes is turned away."""
         try:
             connection.settimeout(HANDSHAKE)
-            lines = connection.makefile("r", encoding="utf-8")
+            lines = connection.makefile("r", encoding="utf-8", errors="replace")
             said, _, who = lines.readline().strip().partition(" ")
             rank = int(who.split()[1]) if said == name else -1
             if rank in self._others or not 0 < rank < self.world_size:
@@ -113,7 +113,7 @@ class Lifeline:
             try:
                 connection = socket.create_connection((address, int(port)), timeout=HANDSHAKE)
                 connection.sendall(f"{name} {self.me}\n".encode())
-                lines = connection.makefile("r", encoding="utf-8")
+                lines = connection.makefile("r", encoding="utf-8", errors="replace")
                 said, _, who = lines.readline().strip().partition(" ")
             except OSError:
                 said = ""
