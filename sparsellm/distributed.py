@@ -6,12 +6,20 @@ thread while training goes on, so they have a CPU group of their own: collective
     gather(value)        every rank's value
     first_error(error)   the error of the first rank that has one: all go on, or none
     on_main(ranks, work) the main rank's result; where the main rank fails, no rank goes on
+    agreed(found, view)  before there is a group: what keeps a rank of any node from going on
+    require_shared(...)  what all ranks must see alike, in files that the nodes share
 
 So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
 more: whether a rank was asked to stop comes with the row of a logged step (training/metrics.py).
+
+A rank that ends ends all others, by their lifelines (lifeline.py), which they have from their first word to one another
+until they leave the group.
 """
 
+import json
 import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +28,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from sparsellm.console import say
+from sparsellm.console import say, warn
+from sparsellm.lifeline import Lifeline, RanksMissing
 
 # Preparing the embedded corpus, loading 25 GB from a slow disk: rank 0 may work this long while the others wait.
 TIMEOUT = timedelta(minutes=60)
@@ -32,6 +42,10 @@ T = TypeVar("T")
 
 class MainRankFailed(RuntimeError):
     """Raised on the other ranks when the main rank cannot go on; the main rank says why."""
+
+
+class NotShared(RuntimeError):
+    """Raised alike on all ranks when some do not see the files that the main rank sees."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ def process_group(device_type: str) -> Iterator[Ranks]:
 
     `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has a GPU of its own.
     """
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = _rank(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = world_size_from_environment()
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
@@ -76,31 +90,110 @@ def process_group(device_type: str) -> Iterator[Ranks]:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(
-        backend, store=_meeting_place(), rank=rank, world_size=world_size, timeout=TIMEOUT,
-        device_id=device if device_type == "cuda" else None,
-    )  # fmt: skip
     try:
+        dist.init_process_group(
+            backend, store=_meet(), rank=rank, world_size=world_size, timeout=TIMEOUT,
+            device_id=device if device_type == "cuda" else None,
+        )  # fmt: skip
         yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
+    except BaseException as error:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as of a collective
+            explain_failure()
+        leave(error)
+        raise
     finally:
-        dist.destroy_process_group()
+        leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _meeting_place() -> dist.Store | None:
-    """Where the ranks find one another; None: where torch has them do.
+def explain_failure() -> None:
+    """Of a collective that failed on this rank: if another rank's end is why, end this process with a sentence."""
+    if _lifeline is not None:
+        _lifeline.explain()
 
-    torchrun (of torch 2.13) keeps its store when it starts ranks again, and in it the addresses of those that ended, to
-    which the new ones would connect: each start on one node has a part of the store for itself. On several nodes
-    torchrun counts the starts of each node alone, so there is no number that all ranks know.
-    """
+
+def leave(error: BaseException | None = None) -> None:
+    """Tell the other ranks, if this one has met them, that it ends in order, or of what. They go on, or end too."""
+    global _lifeline
+    if _lifeline is not None:
+        _lifeline.leave(error)
+        _lifeline = None
+
+
+_lifeline: Lifeline | None = None  # from the ranks' first word to one another until this one leaves
+_store: dist.Store | None = None  # through which they find one another; theirs alone
+
+
+def _meet() -> dist.Store:
+    """What the ranks find one another through, once all of them have come. Says why, and exits, if some do not."""
+    global _lifeline, _store
     if "RANK" not in os.environ:
         return dist.HashStore()
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if start == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return None
-    store, _rank, _world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    store.set_timeout(TIMEOUT)
-    return dist.PrefixStore(f"start_{start}", store)
+    if _lifeline is None or _store is None:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store.set_timeout(TIMEOUT)
+        try:
+            _lifeline = Lifeline(store, os.environ["MASTER_ADDR"], rank, world_size)
+        except RanksMissing as error:
+            warn(str(error))
+            sys.exit(1)
+        _store = dist.PrefixStore(_lifeline.start, store)
+    return _store
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def agreed(found: list[str], view: str = "") -> list[str]:
+    """Before there is a group: what is `found` to keep ranks from going on, on all nodes. Collective on several nodes.
+
+    On one node all ranks find the same, and nothing is exchanged. On several, what only some find, or what differs in
+    their `view` of the files, is said with their names.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return found
+    store, rank, world_size = _meet(), _rank(), world_size_from_environment()
+    store.set(f"found/{rank}", json.dumps([socket.gethostname(), found, view]))
+    if rank == 0:
+        ranks = [json.loads(store.get(f"found/{each}")) for each in range(world_size)]
+        everywhere = [mistake for mistake in found if all(mistake in theirs for _, theirs, _ in ranks)]
+        store.set("found", json.dumps(everywhere + _differences(ranks, everywhere)))
+    found = json.loads(store.get("found"))
+    if found:
+        leave()
+    return found
+
+
+SHARED = "what they read and write must be on a file system that all nodes share, under the same path"
+
+
+def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str]) -> list[str]:
+    """What some of the `ranks`, each a host, what it found and its view, found or see otherwise than others."""
+    by_finding: dict[str, list[str]] = {}
+    for rank, (host, theirs, view) in enumerate(ranks):
+        differs = [f"the main rank sees {ranks[0][2]}, and these see {view}"] if view != ranks[0][2] else []
+        for mistake in [*theirs, *differs]:
+            if mistake not in everywhere:
+                by_finding.setdefault(mistake, []).append(f"rank {rank} (host {host})")
+    found = []
+    for mistake, names in by_finding.items():
+        of_files = not mistake.startswith("runtime.")
+        found.append(f"only on {', '.join(names)}: {mistake}{f'; {SHARED}' if of_files else ''}")
+    return found
+
+
+def require_shared(what: str, seen: object) -> None:
+    """Raise NotShared, alike on all ranks, unless every rank has `seen` of `what` the same as rank 0. Collective.
+
+    Compared are digests of `repr(seen)`: it may be long.
+    """
+    views = gather((socket.gethostname(), xxhash.xxh3_64_hexdigest(repr(seen).encode())))
+    host, first = views[0]
+    others = [f"rank {rank} (host {where})" for rank, (where, view) in enumerate(views) if view != first]
+    if others:
+        raise NotShared(f"{what} is not on {', '.join(others)} what it is on rank 0 (host {host}): {SHARED}")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

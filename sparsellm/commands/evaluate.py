@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
 from sparsellm.console import warn
-from sparsellm.distributed import MainRankFailed
+from sparsellm.distributed import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.request import mistakes
@@ -22,7 +22,7 @@ from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
 
 
-@entry_point(lambda config, _typed: mistakes(config), evaluate_mistakes, EvaluateConfig)
+@entry_point(lambda config, _typed: agreed(mistakes(config)), evaluate_mistakes, EvaluateConfig)
 def main(config: EvaluateConfig) -> int:
     # Takes a second, that a refused evaluation need not wait.
     from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint

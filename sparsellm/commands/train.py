@@ -15,6 +15,9 @@ from sparsellm.config import Config, RuntimeConfig, entry_point, memory_mistakes
 from sparsellm.console import is_main_rank, warn
 from sparsellm.distributed import (
     MainRankFailed,
+    NotShared,
+    agreed,
+    leave,
     process_group,
     world_size_from_environment,
 )
@@ -55,9 +58,10 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
 
 
-@entry_point(check, values, Config)
+@entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
+        leave()
         if is_main_rank():
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
@@ -65,18 +69,20 @@ def main(config: Config) -> int:
     from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
 
     set_determinism(config.runtime.deterministic)
-    with process_group(device_type(config.runtime)) as ranks:
-        try:
-            evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
-            opened = data.open_data(config, ranks)
-            with run_folder.open_folder(config, ranks) as (config, folder):
-                return Trainer(config, ranks, opened, folder, evaluation).fit()
-        except MainRankFailed:
-            return 1  # the main rank says why
-        except (CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError) as error:  # the same on all ranks
-            if ranks.is_main:
-                warn(str(error))
-            return 1
-        except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
-            warn(f"rank {ranks.rank}: {error}")
-            return 1
+    alike = CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError, NotShared
+    try:
+        with process_group(device_type(config.runtime)) as ranks:
+            try:
+                evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
+                opened = data.open_data(config, ranks)
+                with run_folder.open_folder(config, ranks) as (config, folder):
+                    return Trainer(config, ranks, opened, folder, evaluation).fit()
+            except MainRankFailed:
+                return 1  # the main rank says why
+            except alike as error:  # on all ranks: each leaves in order
+                if ranks.is_main:
+                    warn(str(error))
+                return 1
+    except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
+        warn(f"rank {os.environ.get('RANK', '0')}: {error}")
+        return 1

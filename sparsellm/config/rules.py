@@ -12,6 +12,7 @@ from sparsellm.config.schema import (
     Activation,
     AnalyzeConfig,
     Config,
+    DdpCompress,
     Device,
     Dtype,
     EvaluateConfig,
@@ -20,6 +21,7 @@ from sparsellm.config.schema import (
     L1Schedule,
     ModelConfig,
     Precision,
+    RuntimeConfig,
     Source,
     parameters,
 )
@@ -187,6 +189,8 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
         " change it, or the number of processes",
     )
+    if runtime.ddp_compress != DdpCompress.none:
+        found += _compression_mistakes(runtime, world_size)
     found += _device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
         found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
@@ -323,6 +327,21 @@ def _device_mistakes(key: str, device: Device) -> list[str]:
         if ranks > gpus:
             found.append(f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
     return found
+
+
+def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
+    """Why gradients need not or cannot be sent in another dtype, which `runtime` asks for."""
+    import torch
+
+    if world_size == 1:
+        obstacle = "one process sends no gradients"
+    elif runtime.precision == Precision.float32:
+        obstacle = "runtime.precision=float32 rounds nothing to bfloat16"
+    elif runtime.device == Device.cpu or not torch.cuda.is_available():
+        obstacle = "torch compresses only what GPUs send each other"
+    else:
+        return []
+    return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
 
 
 def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:

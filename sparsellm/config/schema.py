@@ -56,6 +56,13 @@ class Kernels(Enum):
     torch = "torch"
 
 
+class DdpCompress(Enum):
+    """Of the gradients that ranks send each other: as they are, in float32, or rounded to bfloat16, half the bytes."""
+
+    none = "none"
+    bf16 = "bf16"
+
+
 class Dtype(Enum):
     """Of an evaluated model's weights and activations: `auto` is the one that the checkpoint stores, as in lm_eval."""
 
@@ -195,6 +202,7 @@ class RuntimeConfig:
     deterministic: bool = key(False, "the same bits on every run of the same ranks and hardware; slower")
     data_workers: int = key(2, "processes per rank that read ahead (a stream: at most one); 0 reads between steps")
     ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on")
+    ddp_compress: DdpCompress = key(DdpCompress.none, "bf16: ranks send gradients in bfloat16, half the bytes")
     max_skipped_steps: int = key(10, "non-finite steps in a row after which the run stops")
 
 

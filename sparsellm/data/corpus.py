@@ -22,18 +22,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import fsspec
 import pyarrow.parquet
 import xxhash
-from datasets import IterableDataset, load_dataset_builder
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
 from sparsellm import hub
 from sparsellm.config import DataConfig, Source
 from sparsellm.data.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset  # a second to import, with pandas: a run on prepared tokens needs neither
 
 Position = dict[str, int]
 Files = dict[str, int | None]  # path or address -> bytes; None for the hub, where the address already names the content
@@ -108,6 +110,8 @@ def find_files(data: DataConfig) -> Files:
         if mistakes:
             raise DataError("; ".join(mistakes))
         return files
+    from datasets import load_dataset_builder
+
     name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
     require_hub(data)
     try:
@@ -148,11 +152,13 @@ def card_licence(dataset: str) -> str | None:
     return ", ".join(licence) if isinstance(licence, list) else licence
 
 
-def open_file(file: str, text_column: str) -> IterableDataset | None:
+def open_file(file: str, text_column: str) -> "IterableDataset | None":
     """A stream of the rows of `file`: the text column, and the licence column if there is one. None if it has no rows.
 
     Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
     """
+    from datasets import IterableDataset
+
     reader = _reader([file])
     # The library would take a "[" in a local name for a pattern.
     path = file if "://" in file else glob.escape(file)

@@ -15,7 +15,7 @@ from sparsellm.data.packed import Batch, PackedTokens
 from sparsellm.data.preparation import prepare
 from sparsellm.data.request import Request
 from sparsellm.data.stream import TokenStream
-from sparsellm.distributed import Ranks, on_main
+from sparsellm.distributed import Ranks, on_main, require_shared
 from sparsellm.files import read_json
 from sparsellm.run_layout import STATE, rank_json
 
@@ -119,10 +119,8 @@ class _Opening:
         folder = self.config.data.folder
         on_main(self.ranks, self._verify)
         ready = manifest.read(folder)
-        if ready is None:
-            raise DataError(
-                f"rank {self.ranks.rank} finds no manifest in {folder}, and rank 0 does: share it between nodes"
-            )
+        require_shared(f"data.path={folder}", ready if ready and not manifest.size_mistakes(ready, folder) else None)
+        assert ready is not None
         tokens = PackedTokens(
             folder=folder, manifest=ready, batch_size=self.config.training.batch_size, **self._reading()
         )
@@ -146,6 +144,10 @@ class _Opening:
     def streamed(self) -> Data:
         # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
         files, folder, end, validation = on_main(self.ranks, self._find)
+        local = [Path(name) for name in files if "://" not in name]
+        tokenizer_files = sorted(path.name for path in folder.glob("*"))
+        require_shared(f"data.path={self.config.data.folder}", tokenizer_files)
+        require_shared("data.files", [path.stat().st_size if path.is_file() else None for path in local])
         return Data(
             tokenizer_folder=folder, end_of_text_id=end, validation=validation, tokens=self._stream(files, folder)
         )

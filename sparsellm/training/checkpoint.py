@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsellm.console import warn
-from sparsellm.distributed import Ranks, gather
+from sparsellm.distributed import Ranks, explain_failure, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 
@@ -335,6 +335,7 @@ class Checkpoints:
         try:
             return gather(item, self.ranks.checkpoint_group)
         except (RuntimeError, ValueError) as exception:
+            explain_failure()
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
             raise RankGone(
                 f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"

@@ -38,7 +38,7 @@ from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build, saved_bytes
 from sparsellm.processes import PARENT_ENDED
-from sparsellm.training import report, run_folder
+from sparsellm.training import communication, report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.metrics import (
     METRICS,
@@ -125,6 +125,7 @@ class Trainer:
                 gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
                 broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
             )  # fmt: skip
+            communication.arrange(self.model, runtime)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,8 @@ from typing import TextIO
 from sparsellm import locks
 from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
 from sparsellm.console import warn
-from sparsellm.distributed import Ranks, on_main
+from sparsellm.distributed import Ranks, on_main, require_shared
+from sparsellm.files import sync
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 
@@ -25,6 +27,7 @@ __all__ = [
 
 LOCK = "lock"
 PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
+SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
 HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
@@ -59,6 +62,13 @@ def is_finished(config: Config) -> bool:
         return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def view(config: Config) -> str:
+    """What is in the folder of the run that `config` names, in words that nodes compare."""
+    if config.run.restart or not (config.run.folder / CONFIG).is_file():
+        return f"no run in {config.run.folder}"
+    return f"{'a finished' if is_finished(config) else 'an unfinished'} run in {config.run.folder}"
 
 
 def room_mistakes(config: Config) -> list[str]:
@@ -104,11 +114,11 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     """
     with ExitStack() as held:
 
-        def claim_folder() -> str:
+        def claim_folder() -> tuple[str, str]:
             folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-            held.enter_context(claim(folder))
+            lock = held.enter_context(claim(folder))
             if _steps(folder) and not (folder / CONFIG).is_file():
                 warn(
                     f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
@@ -118,10 +128,32 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                 save(_named(config, folder.name), folder / CONFIG)
             except OSError as error:
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
-            return folder.name
+            return folder.name, _sign(lock)
 
-        config = _named(config, on_main(ranks, claim_folder))
+        name, signature = on_main(ranks, claim_folder)
+        config = _named(config, name)
+        require_shared(f"run.root={config.run.root}", _has_signature(config.run.folder / LOCK, signature))
         yield config, config.run.folder
+
+
+def _sign(lock: TextIO) -> str:
+    """Write into the file what no other start of any run writes into its lock."""
+    signature = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    lock.seek(0)
+    lock.truncate()
+    lock.write(signature)
+    lock.flush()
+    sync(Path(lock.name))
+    return signature
+
+
+def _has_signature(lock: Path, signature: str) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN
+    while not (lock.is_file() and lock.read_text() == signature):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _named(config: Config, name: str) -> Config:
@@ -136,7 +168,7 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
+        file = (folder / LOCK).open("a")  # whoever is refused leaves it as it is
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)

@@ -45,6 +45,11 @@ from sparsellm.ops import build
             "data.files is given with data.source=stdlib_docs, which reads no files: add data=files",
         ),
         (["data.max_tokens=0"], "data.max_tokens is 0"),
+        (["runtime.ddp_compress=bf16"], "ddp_compress=bf16, but runtime.precision=float32 rounds nothing to bfloat16"),
+        (
+            ["runtime.ddp_compress=bf16", "runtime.precision=bfloat16", "runtime.device=cpu"],
+            "ddp_compress=bf16, but torch compresses only what GPUs send each other",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(overrides, message):

@@ -1,15 +1,18 @@
 """What only a GPU can show of training: the host does not wait, nothing recompiles, a resumed run has the same bits."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from small_run import small_trainer
+from small_run import first_gradients, small_trainer
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.commands.train import set_determinism
+from sparsellm.config import DdpCompress
 from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
-from sparsellm.training import plans
+from sparsellm.training import communication, plans
 from sparsellm.training.metrics import METRICS, read
 
 pytestmark = pytest.mark.gpu
@@ -232,3 +235,17 @@ def test_operators_are_as_accurate_as_dense_pytorch(m, k, n, gated, how):
     for name, e, o, d in zip(["y", "dx", "dw1", "dw2", "dw3"], exact, mine, theirs, strict=False):
         error, allowed = ((t.double() - e).norm() / e.norm() for t in (o, d))
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense bfloat16 {allowed:.2e}"
+
+
+@pytest.mark.parametrize("compress", ["none", "bf16"])
+def test_compressed_gradients_are_rounded_to_bfloat16(compress, tmp_path):
+    """On one rank, which adds nothing up."""
+    with small_trainer(tmp_path / "run", *CUDA, "runtime.compile=false") as trainer:
+        expected = first_gradients(trainer)
+        model = DistributedDataParallel(trainer.decoder, device_ids=[0], gradient_as_bucket_view=True)
+        communication.arrange(model, replace(trainer.config.runtime, ddp_compress=DdpCompress[compress]))
+        trainer.model, trainer.step = model, 0
+        trainer.decoder.zero_grad()
+        for name, gradient in first_gradients(trainer).items():
+            rounded = expected[name].bfloat16().float() if compress == "bf16" else expected[name]
+            assert torch.equal(gradient, rounded), name
