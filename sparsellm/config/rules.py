@@ -19,8 +19,11 @@ from sparsellm.config.schema import (
     Kernels,
     L1Schedule,
     ModelConfig,
+    OptimizerConfig,
     Precision,
+    Schedule,
     Source,
+    decay_start,
     parameters,
 )
 from sparsellm.config.values import flat, to_dict
@@ -93,6 +96,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
         ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
+        ("run", "keep_every", 0),
     ):  # fmt: skip
         value = getattr(getattr(config, group), key)
         require(value >= least, f"{group}.{key} is {value}: it must be at least {least}")
@@ -119,6 +123,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         0 <= optimizer.final_lr_fraction <= 1,
         f"optimizer.final_lr_fraction is {optimizer.final_lr_fraction}: it must be between 0 and 1",
     )
+    found += _schedule_mistakes(optimizer, training.steps)
     require(
         0 < data.validation_fraction < 1,
         f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
@@ -177,12 +182,6 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
                 f" the last {silent_steps}; lower them, or train longer",
             )
     require(
-        training.steps < 1 or optimizer.warmup_steps <= training.steps,
-        f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
-        " shorten the warm-up, or train longer",
-    )
-
-    require(
         training.batch_size % world_size == 0,
         f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
         " change it, or the number of processes",
@@ -224,6 +223,27 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         " block of training.sequence_length",
     )
     return found + _amount_mistakes(config.evaluation, "evaluation.")
+
+
+def _schedule_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
+    warmup, fraction = optimizer.warmup_steps, optimizer.decay_fraction
+    if steps >= 1 and warmup > steps:
+        return [f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"]
+    if optimizer.schedule != Schedule.wsd:
+        if fraction == OptimizerConfig().decay_fraction:
+            return []
+        return [
+            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which decays"
+            " all the time: add optimizer.schedule=wsd, or leave it out"
+        ]
+    if not 0 < fraction <= 1:
+        return [f"optimizer.decay_fraction is {fraction}: it must be above 0 and at most 1"]
+    if steps >= 1 and warmup > (start := decay_start(optimizer, steps)):
+        return [
+            f"optimizer.warmup_steps {warmup} reaches into the decay of optimizer.schedule=wsd, which begins after step"
+            f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
+        ]
+    return []
 
 
 def memory_mistakes(config: Config, ranks_here: int) -> list[str]:

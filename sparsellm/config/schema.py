@@ -27,6 +27,13 @@ class L1Schedule(Enum):
     linear = "linear"
 
 
+class Schedule(Enum):
+    """The learning rate after the warm-up: a `cosine` over all steps, or constant, then a linear decay at the end."""
+
+    cosine = "cosine"
+    wsd = "wsd"  # warm-up, stable, decay
+
+
 class Source(Enum):
     """Where documents come from: the standard library's own documentation, a hub data set, or local files."""
 
@@ -153,9 +160,13 @@ class SparsityConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with decay on matrices only; linear warm-up, then cosine to a fraction of the peak."""
+    """AdamW with decay on matrices only; linear warm-up, then a schedule that ends at a fraction of the peak."""
 
     learning_rate: float = key(1e-3, "the peak")
+    schedule: Schedule = key(
+        Schedule.cosine, "after the warm-up; wsd: the peak until decay_fraction of the steps is left, then linear down"
+    )
+    decay_fraction: float = key(0.2, "of training.steps, at their end, in which wsd decays")
     final_lr_fraction: float = key(0.1, "of the peak, at the last step")
     warmup_steps: int = key(600, "steps from 0 to the peak; unless typed, at most a tenth of training.steps")
     beta1: float = key(0.9, "decay of the first moment")
@@ -230,6 +241,7 @@ class RunConfig:
     restart: bool = key(False, "start again in a new folder instead of resuming")
     checkpoint_every: int = key(500, "steps between checkpoints")
     keep_checkpoints: int = key(2, "how many of the newest are kept")
+    keep_every: int = key(0, "steps between checkpoints that are kept for good; 0: none is")
     hf_dtype: Precision = key(Precision.float32, "of the exported hf/ weights")
     skip_damaged: bool = key(False, "go on without what is damaged: newer checkpoints, rows of metrics.jsonl")
 
@@ -308,6 +320,11 @@ def parameters(model: ModelConfig) -> int:
     width, matrices = model.hidden_size, 3 if model.gated else 2
     layer = 4 * width**2 + matrices * width * model.intermediate_size + 2 * width
     return model.vocab_size * width + model.num_layers * layer + width
+
+
+def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
+    """The last step of a wsd schedule over so many `steps` that has the peak rate: its decay takes the others."""
+    return steps - max(1, round(optimizer.decay_fraction * steps))
 
 
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:

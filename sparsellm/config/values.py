@@ -15,6 +15,8 @@ from sparsellm.config.schema import Config
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
+# Keys that earlier versions had not: with their defaults a run is what it was without them, and has the same name.
+ADDED_KEYS = ("optimizer.schedule", "optimizer.decay_fraction")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -38,7 +40,9 @@ def definition(config: Config) -> dict[str, Any]:
 
 def fingerprint(config: Config) -> str:
     """8 hex digits of `definition`: of the resolved configuration without the free groups and keys."""
-    return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
+    defaults = definition(Config())
+    counted = {k: v for k, v in definition(config).items() if k not in ADDED_KEYS or v != defaults[k]}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:

@@ -56,6 +56,7 @@ from sparsellm.training.metrics import (
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
 from sparsellm.training.progress import Progress
+from sparsellm.training.retention import Retention
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
@@ -138,8 +139,9 @@ class Trainer:
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
+        self.retention = Retention(config)
         self.checkpoints = Checkpoints(
-            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export
+            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export, self.retention.for_good
         )
 
     def _agree_on_kernels(self) -> None:
@@ -198,7 +200,7 @@ class Trainer:
                     held_out = self._validate() if validating else None
                     scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
                     stopping |= self._read(held_out, scores)
-                save_due |= stopping or self._due(config.run.checkpoint_every)
+                save_due |= stopping or self.retention.is_due(self.step)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
                     stopping |= self._read()  # a checkpoint's rows are written before it
