@@ -186,6 +186,12 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
         " change it, or the number of processes",
     )
+    if traced := runtime.profile_steps:
+        require(
+            len(traced) == 2 and 1 <= traced[0] <= traced[1] <= training.steps,
+            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
+            f" training.steps {training.steps}, or [] for none",
+        )
     found += _device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
         found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))

@@ -207,6 +207,7 @@ class RuntimeConfig:
     data_workers: int = key(2, "processes per rank that read ahead (a stream: at most one); 0 reads between steps")
     ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on")
     max_skipped_steps: int = key(10, "non-finite steps in a row after which the run stops")
+    profile_steps: list[int] = key([], "[FIRST,LAST], of which a trace is written to profile/ in the run's folder")
 
 
 @dataclass

@@ -55,6 +55,7 @@ from sparsellm.training.metrics import (
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
+from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
 from sparsellm.training.retention import Retention
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
@@ -188,9 +189,11 @@ class Trainer:
     def _train(self, stop: StopRequest) -> None:
         """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop."""
         config, stopping, save_due = self.config, False, False
-        with closing(self.data.batches(self.data_state)) as batches:
+        profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
+        with closing(self.data.batches(self.data_state)) as batches, profile:
             while self.step < config.training.steps and (save_due or not stopping):
-                sums, norm, clock = self.advance(batches)
+                with profile.step(self.step + 1):
+                    sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
                 evaluation = self.evaluation if self._due(config.evaluation.every) else None

@@ -1,5 +1,7 @@
 """What only a GPU can show of training: the host does not wait, nothing recompiles, a resumed run has the same bits."""
 
+import gzip
+import json
 import os
 
 import pytest
@@ -232,3 +234,18 @@ def test_operators_are_as_accurate_as_dense_pytorch(m, k, n, gated, how):
     for name, e, o, d in zip(["y", "dx", "dw1", "dw2", "dw3"], exact, mine, theirs, strict=False):
         error, allowed = ((t.double() - e).norm() / e.norm() for t in (o, d))
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense bfloat16 {allowed:.2e}"
+
+
+def test_a_profile_has_the_kernels_of_its_steps_alone(tmp_path):
+    """Counted by those of the optimizer, which every step has equally many of; none is of the step before."""
+    counts = []
+    for steps in ("[6,6]", "[8,9]"):
+        with small_trainer(tmp_path / steps, *CUDA, f"runtime.profile_steps={steps}") as trainer:
+            assert trainer.fit() == 0
+        (trace,) = (tmp_path / steps / "profile").iterdir()
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        begin = min(event["ts"] for event in events if event.get("name", "").startswith("step "))
+        assert min(kernel["ts"] for kernel in kernels) > begin
+        counts.append(sum("adam" in kernel["name"].lower() for kernel in kernels))
+    assert 0 < counts[0] == counts[1] / 2
