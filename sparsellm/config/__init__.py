@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import (
+    MIX_PERIOD,
     Activation,
     AnalyzeConfig,
     Config,
@@ -53,6 +54,7 @@ _LATER = {
 
 __all__ = [
     "CONFIGS",
+    "MIX_PERIOD",
     "Activation",
     "AnalyzeConfig",
     "Config",

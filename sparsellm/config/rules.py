@@ -7,11 +7,15 @@ memory of a run whose values hold.
 import math
 import os
 import re
+from collections import Counter
+from pathlib import Path
 
 from sparsellm.config.schema import (
+    MIX_PERIOD,
     Activation,
     AnalyzeConfig,
     Config,
+    DataConfig,
     Device,
     Dtype,
     EvaluateConfig,
@@ -228,7 +232,34 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
         " block of training.sequence_length",
     )
-    return found + _amount_mistakes(config.evaluation, "evaluation.")
+    return found + mix_mistakes(data) + _amount_mistakes(config.evaluation, "evaluation.")
+
+
+def mix_mistakes(data: DataConfig) -> list[str]:
+    """What in data.mix breaks a rule, by its values alone."""
+    if not data.mix:
+        return []
+    for source in data.mix:
+        name, weight = source.get("data"), source.get("weight")
+        number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+        if source.keys() != {"data", "weight"} or not isinstance(name, str) or not Path(name).name or not number:
+            return [
+                f"data.mix has {source}: each of its sources is {{data: NAME, weight: W}}, the name or folder of"
+                " prepared tokens and a positive number"
+            ]
+    found, total = [], sum(source["weight"] for source in data.mix)
+    for name, count in Counter(data.mix_names).items():
+        if count > 1:
+            found.append(f"data.mix has {count} sources called {name}: give folders whose last parts differ")
+    for source in data.mix:
+        if source["weight"] / total < (least := 1 / MIX_PERIOD):
+            found.append(f"data.mix gives {source['data']} less than {least} of all samples: raise its weight")
+    for key, value, idle in (("streaming", data.streaming, False), ("max_tokens", data.max_tokens, None)):
+        if value != idle:
+            found.append(
+                f"data.{key} is {value} with data.mix, whose sources are prepared before, one by one: leave it out"
+            )
+    return found
 
 
 def _schedule_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:

@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+MIX_PERIOD = 10_000  # samples of data.mix, of which each source has its share
 MEANING = "meaning"  # of a key, in its field's metadata
 
 
@@ -126,6 +127,9 @@ class DataConfig:
     validation_fraction: float = key(
         0.005, "of the documents held out, by their content; of the text where these are too few"
     )
+    mix: list[dict[str, Any]] = key(
+        [], "[{data: NAME, weight: W}, ...]: tokens prepared before, data/NAME or their folder, in place of the above"
+    )
     streaming: bool = key(False, "tokenize while training instead of preparing first")
     seed: int = key(0, "of the order of the blocks")
 
@@ -134,6 +138,11 @@ class DataConfig:
         """`path`, which composition has filled in."""
         assert self.path is not None
         return Path(self.path)
+
+    @property
+    def mix_names(self) -> list[str]:
+        """What the sources of `mix` are called: the last parts of their folders."""
+        return [Path(source["data"]).name for source in self.mix]
 
 
 @dataclass

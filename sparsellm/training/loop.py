@@ -330,9 +330,10 @@ class Trainer:
             raise MetricsError(error)
 
     def _validate(self) -> HeldOut:
-        blocks = self.data.validation
-        ce = cross_entropy(self.decoder, blocks, self.config.runtime.micro_batch_size, self.autocast, self.ranks)
-        return HeldOut(ce, blocks[:, 1:].numel())
+        blocks, each = self.data.validation, self.data.named_validation
+        arguments = self.config.runtime.micro_batch_size, self.autocast, self.ranks
+        named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
+        return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 
     # The run's state: what a checkpoint holds.
 
