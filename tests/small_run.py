@@ -57,7 +57,7 @@ class RandomTokens:
         self.vocabulary, self.length = config.model.vocab_size, config.training.sequence_length
         self.batch_size, self.rank, self.world_size = config.training.batch_size, rank, world_size
         self.tokenizer_folder = folder / "tokenizer"
-        self.validation = self.samples(range(1000, 1005))
+        self.validation, self.named_validation = self.samples(range(1000, 1005)), {}
         if rank == 0:
             words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "The": 1}, unk_token="<|endoftext|>"))
             PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(

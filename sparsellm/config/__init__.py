@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import (
+    MIX_PERIOD,
     Activation,
     AnalyzeConfig,
     Config,
@@ -25,12 +26,14 @@ from sparsellm.config.schema import (
     Precision,
     RunConfig,
     RuntimeConfig,
+    Schedule,
     Source,
     SparsityConfig,
     SweepConfig,
     SweepMode,
     TrainingConfig,
     WandbMode,
+    decay_start,
     l1_coefficient_as,
     parameters,
 )
@@ -52,6 +55,7 @@ _LATER = {
 
 __all__ = [
     "CONFIGS",
+    "MIX_PERIOD",
     "Activation",
     "AnalyzeConfig",
     "Config",
@@ -70,6 +74,7 @@ __all__ = [
     "Precision",
     "RunConfig",
     "RuntimeConfig",
+    "Schedule",
     "Source",
     "SparsityConfig",
     "SweepConfig",
@@ -79,6 +84,7 @@ __all__ = [
     "WandbMode",
     "analyze_mistakes",
     "composition",
+    "decay_start",
     "definition",
     "entry_point",
     "evaluate_mistakes",

@@ -151,8 +151,12 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
             return value if isinstance(value, str) else raw
         elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
-            if all(isinstance(item, str | int | float) for item in items):
+            if option == list[str] and all(isinstance(item, str | int | float) for item in items):
                 return [str(item) for item in items]
+            if option == list[int] and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+                return items
+            if option == list[dict[str, Any]] and all(isinstance(item, dict) for item in items):
+                return items
         elif isinstance(option, type) and issubclass(option, Enum) and str(value) in option.__members__:
             return value
     raise ValueError(" or ".join(_wanted(option) for option in options))
@@ -162,7 +166,8 @@ def _wanted(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind.__members__)}"
     if typing.get_origin(kind) is list:
-        return "a list, as [a,b]"
+        (inner,) = typing.get_args(kind)
+        return {int: "a list of whole numbers, as [1,2]", str: "a list, as [a,b]"}.get(inner, "a list, as [{a: b}]")
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
 
 

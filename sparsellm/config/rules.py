@@ -7,11 +7,15 @@ memory of a run whose values hold.
 import math
 import os
 import re
+from collections import Counter
+from pathlib import Path
 
 from sparsellm.config.schema import (
+    MIX_PERIOD,
     Activation,
     AnalyzeConfig,
     Config,
+    DataConfig,
     DdpCompress,
     Device,
     Dtype,
@@ -20,9 +24,12 @@ from sparsellm.config.schema import (
     Kernels,
     L1Schedule,
     ModelConfig,
+    OptimizerConfig,
     Precision,
     RuntimeConfig,
+    Schedule,
     Source,
+    decay_start,
     parameters,
 )
 from sparsellm.config.values import flat, to_dict
@@ -95,6 +102,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
         ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
+        ("run", "keep_every", 0),
     ):  # fmt: skip
         value = getattr(getattr(config, group), key)
         require(value >= least, f"{group}.{key} is {value}: it must be at least {least}")
@@ -121,6 +129,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         0 <= optimizer.final_lr_fraction <= 1,
         f"optimizer.final_lr_fraction is {optimizer.final_lr_fraction}: it must be between 0 and 1",
     )
+    found += _schedule_mistakes(optimizer, training.steps)
     require(
         0 < data.validation_fraction < 1,
         f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
@@ -179,18 +188,18 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
                 f" the last {silent_steps}; lower them, or train longer",
             )
     require(
-        training.steps < 1 or optimizer.warmup_steps <= training.steps,
-        f"optimizer.warmup_steps {optimizer.warmup_steps} exceeds training.steps {training.steps}:"
-        " shorten the warm-up, or train longer",
-    )
-
-    require(
         training.batch_size % world_size == 0,
         f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
         " change it, or the number of processes",
     )
     if runtime.ddp_compress != DdpCompress.none:
         found += _compression_mistakes(runtime, world_size)
+    if traced := runtime.profile_steps:
+        require(
+            len(traced) == 2 and 1 <= traced[0] <= traced[1] <= training.steps,
+            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
+            f" training.steps {training.steps}, or [] for none",
+        )
     found += _device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
         found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
@@ -227,7 +236,55 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
         " block of training.sequence_length",
     )
-    return found + _amount_mistakes(config.evaluation, "evaluation.")
+    return found + mix_mistakes(data) + _amount_mistakes(config.evaluation, "evaluation.")
+
+
+def mix_mistakes(data: DataConfig) -> list[str]:
+    """What in data.mix breaks a rule, by its values alone."""
+    if not data.mix:
+        return []
+    for source in data.mix:
+        name, weight = source.get("data"), source.get("weight")
+        number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+        if source.keys() != {"data", "weight"} or not isinstance(name, str) or not Path(name).name or not number:
+            return [
+                f"data.mix has {source}: each of its sources is {{data: NAME, weight: W}}, the name or folder of"
+                " prepared tokens and a positive number"
+            ]
+    found, total = [], sum(source["weight"] for source in data.mix)
+    for name, count in Counter(data.mix_names).items():
+        if count > 1:
+            found.append(f"data.mix has {count} sources called {name}: give folders whose last parts differ")
+    for source in data.mix:
+        if source["weight"] / total < (least := 1 / MIX_PERIOD):
+            found.append(f"data.mix gives {source['data']} less than {least} of all samples: raise its weight")
+    for key, value, idle in (("streaming", data.streaming, False), ("max_tokens", data.max_tokens, None)):
+        if value != idle:
+            found.append(
+                f"data.{key} is {value} with data.mix, whose sources are prepared before, one by one: leave it out"
+            )
+    return found
+
+
+def _schedule_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
+    warmup, fraction = optimizer.warmup_steps, optimizer.decay_fraction
+    if steps >= 1 and warmup > steps:
+        return [f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"]
+    if optimizer.schedule != Schedule.wsd:
+        if fraction == OptimizerConfig().decay_fraction:
+            return []
+        return [
+            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which decays"
+            " all the time: add optimizer.schedule=wsd, or leave it out"
+        ]
+    if not 0 < fraction <= 1:
+        return [f"optimizer.decay_fraction is {fraction}: it must be above 0 and at most 1"]
+    if steps >= 1 and warmup > (start := decay_start(optimizer, steps)):
+        return [
+            f"optimizer.warmup_steps {warmup} reaches into the decay of optimizer.schedule=wsd, which begins after step"
+            f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
+        ]
+    return []
 
 
 def memory_mistakes(config: Config, ranks_here: int) -> list[str]:

@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+MIX_PERIOD = 10_000  # samples of data.mix, of which each source has its share
 MEANING = "meaning"  # of a key, in its field's metadata
 
 
@@ -25,6 +26,13 @@ class L1Schedule(Enum):
 
     constant = "constant"
     linear = "linear"
+
+
+class Schedule(Enum):
+    """The learning rate after the warm-up: a `cosine` over all steps, or constant, then a linear decay at the end."""
+
+    cosine = "cosine"
+    wsd = "wsd"  # warm-up, stable, decay
 
 
 class Source(Enum):
@@ -126,6 +134,9 @@ class DataConfig:
     validation_fraction: float = key(
         0.005, "of the documents held out, by their content; of the text where these are too few"
     )
+    mix: list[dict[str, Any]] = key(
+        [], "[{data: NAME, weight: W}, ...]: tokens prepared before, data/NAME or their folder, in place of the above"
+    )
     streaming: bool = key(False, "tokenize while training instead of preparing first")
     seed: int = key(0, "of the order of the blocks")
 
@@ -134,6 +145,11 @@ class DataConfig:
         """`path`, which composition has filled in."""
         assert self.path is not None
         return Path(self.path)
+
+    @property
+    def mix_names(self) -> list[str]:
+        """What the sources of `mix` are called: the last parts of their folders."""
+        return [Path(source["data"]).name for source in self.mix]
 
 
 @dataclass
@@ -160,9 +176,13 @@ class SparsityConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with decay on matrices only; linear warm-up, then cosine to a fraction of the peak."""
+    """AdamW with decay on matrices only; linear warm-up, then a schedule that ends at a fraction of the peak."""
 
     learning_rate: float = key(1e-3, "the peak")
+    schedule: Schedule = key(
+        Schedule.cosine, "after the warm-up; wsd: the peak until decay_fraction of the steps is left, then linear down"
+    )
+    decay_fraction: float = key(0.2, "of training.steps, at their end, in which wsd decays")
     final_lr_fraction: float = key(0.1, "of the peak, at the last step")
     warmup_steps: int = key(600, "steps from 0 to the peak; unless typed, at most a tenth of training.steps")
     beta1: float = key(0.9, "decay of the first moment")
@@ -204,6 +224,7 @@ class RuntimeConfig:
     ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on")
     ddp_compress: DdpCompress = key(DdpCompress.none, "bf16: ranks send gradients in bfloat16, half the bytes")
     max_skipped_steps: int = key(10, "non-finite steps in a row after which the run stops")
+    profile_steps: list[int] = key([], "[FIRST,LAST], of which a trace is written to profile/ in the run's folder")
 
 
 @dataclass
@@ -238,6 +259,7 @@ class RunConfig:
     restart: bool = key(False, "start again in a new folder instead of resuming")
     checkpoint_every: int = key(500, "steps between checkpoints")
     keep_checkpoints: int = key(2, "how many of the newest are kept")
+    keep_every: int = key(0, "steps between checkpoints that are kept for good; 0: none is")
     hf_dtype: Precision = key(Precision.float32, "of the exported hf/ weights")
     skip_damaged: bool = key(False, "go on without what is damaged: newer checkpoints, rows of metrics.jsonl")
 
@@ -316,6 +338,11 @@ def parameters(model: ModelConfig) -> int:
     width, matrices = model.hidden_size, 3 if model.gated else 2
     layer = 4 * width**2 + matrices * width * model.intermediate_size + 2 * width
     return model.vocab_size * width + model.num_layers * layer + width
+
+
+def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
+    """The last step of a wsd schedule over so many `steps` that has the peak rate: its decay takes the others."""
+    return steps - max(1, round(optimizer.decay_fraction * steps))
 
 
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:

@@ -7,6 +7,7 @@ import types
 import typing
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from sparsellm.config.errors import ConfigError
@@ -15,6 +16,8 @@ from sparsellm.config.schema import Config
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
+# Keys that earlier versions had not: with their defaults a run is what it was without them, and has the same name.
+ADDED_KEYS = ("optimizer.schedule", "optimizer.decay_fraction", "data.mix")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -33,12 +36,16 @@ def definition(config: Config) -> dict[str, Any]:
     """Flat `group.key` to value of all that defines the run: two starts of one run agree on these."""
     nested = {group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS}
     flat = {f"{group}.{key}": value for group, values in nested.items() for key, value in values.items()}
+    # The folders of a mix may move, too: what they are called stays.
+    flat["data.mix"] = [{**source, "data": Path(str(source.get("data"))).name} for source in flat["data.mix"]]
     return {key: value for key, value in flat.items() if key not in FREE_KEYS}
 
 
 def fingerprint(config: Config) -> str:
     """8 hex digits of `definition`: of the resolved configuration without the free groups and keys."""
-    return hashlib.sha256(json.dumps(definition(config), sort_keys=True).encode()).hexdigest()[:8]
+    defaults = definition(Config())
+    counted = {k: v for k, v in definition(config).items() if k not in ADDED_KEYS or v != defaults[k]}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 import glob
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsellm.config import Config, Source
-from sparsellm.data import corpus, manifest, tokenizer
+from sparsellm.data import corpus, manifest, mix, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, PackedTokens
 from sparsellm.data.preparation import prepare
@@ -27,11 +27,14 @@ class Data:
     tokenizer_folder: Path  # loads with AutoTokenizer
     end_of_text_id: int
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
-    tokens: PackedTokens | TokenStream
+    tokens: PackedTokens | mix.MixedTokens | TokenStream
+    named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of each source of data.mix
 
     @property
     def training_tokens(self) -> int | None:
-        """How many there are before they repeat; None for a stream, which does not know."""
+        """How many there are before they repeat, of a mix those of any source; None for a stream, which has no end."""
+        if isinstance(self.tokens, mix.MixedTokens):
+            return self.tokens.tokens_before_repeats
         return self.tokens.manifest.train.tokens if isinstance(self.tokens, PackedTokens) else None
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
@@ -56,6 +59,8 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
         return []  # refused by sparsellm.config; a command that prepares them cannot be told
     if data.streaming:
         return request.source_mistakes()
+    if data.mix:
+        return mix.mistakes(config)
     folder = data.folder
     try:
         if data.source == Source.stdlib_docs and manifest.is_unsealed(folder):
@@ -95,6 +100,8 @@ def open_data(config: Config, ranks: Ranks) -> Data:
     Raises DataError on rank 0, and RuntimeError with its message on the others.
     """
     opening = _Opening(config, ranks)
+    if config.data.mix:
+        return opening.mixed()
     return opening.streamed() if config.data.streaming else opening.packed()
 
 
@@ -129,6 +136,24 @@ class _Opening:
             end_of_text_id=ready.end_of_text_id,
             validation=tokens.validation(self.config.logging.validation_samples),
             tokens=tokens,
+        )
+
+    def mixed(self) -> Data:
+        def verify() -> None:
+            for folder, ready in mix.read(self.config).values():
+                manifest.verify(ready, folder)
+
+        on_main(self.ranks, verify)
+        tokens = mix.mixed(
+            self.config, mix.read(self.config), batch_size=self.config.training.batch_size, **self._reading()
+        )
+        first, samples = next(iter(tokens.sources.values())), self.config.logging.validation_samples
+        return Data(
+            tokenizer_folder=first.folder / "tokenizer",
+            end_of_text_id=first.manifest.end_of_text_id,
+            validation=mix.validation(self.config, tokens),
+            tokens=tokens,
+            named_validation={name: source.validation(samples) for name, source in tokens.sources.items()},
         )
 
     def _verify(self) -> None:
@@ -208,7 +233,10 @@ class _OfRun:
                 self._files(), data.text_column, self.tokenizer_folder, data.validation_fraction, share=1, **alone
             )
             return stream.validation(samples)
-        folder, ready = self._tokens()
+        if data.mix:
+            found = {name: self._tokens(folder, name) for name, folder in mix.folders(self.config).items()}
+            return mix.validation(self.config, mix.mixed(self.config, found, batch_size=1, **alone))
+        folder, ready = self._tokens(data.folder)
         return PackedTokens(folder, ready, batch_size=1, **alone).validation(samples)
 
     @property
@@ -216,9 +244,12 @@ class _OfRun:
         """Folders in which the run may have been started: the working directory, and those that the run lies in."""
         return [Path.cwd(), *self.run.absolute().parents]
 
-    def _tokens(self) -> tuple[Path, manifest.Manifest]:
-        """The first folder of prepared tokens that may be the run's by its path, and is by its manifest; and that."""
-        path, request = self.config.data.folder, Request(self.config)
+    def _tokens(self, path: Path, source: str | None = None) -> tuple[Path, manifest.Manifest]:
+        """The first folder of prepared tokens that may be the run's by its `path`, and is by its manifest; and that.
+
+        `source`: the name of those tokens in the mix, if they are of one.
+        """
+        request = Request(self.config)
         digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder))), []
         # Where data.path is absolute, `start / path` is `path` itself.
         for folder in dict.fromkeys(start / path for start in self._starts):
@@ -226,29 +257,34 @@ class _OfRun:
                 ready = manifest.read(folder)
                 if ready is None:
                     raise DataError(f"{folder / 'manifest.json'} is missing")
-                if found := request.recipe_mistakes(ready, folder):
+                if source is None and (found := request.recipe_mistakes(ready, folder)):
                     raise DataError("; ".join(found))
                 if digest != ready.tokenizer_hash:
                     raise DataError(f"{folder} was prepared with another tokenizer than {self.tokenizer_folder} holds")
-                if ready.cut and ready.files["train.tokens"]["xxh3"] != self._trained_on():
+                if ready.cut and ready.files["train.tokens"]["xxh3"] != self._trained_on(source):
                     raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
                 manifest.verify(ready, folder, ["validation.tokens"])
                 return folder, ready
             except (DataError, OSError) as error:
                 misses.append(str(error))
         relative = "" if path.is_absolute() else ", start from the folder that data.path is relative to"
+        key, again = (f"data.path={path}", f", or run {request.command()}") if source is None else (str(path), "")
         raise DataError(
-            f"there are no prepared tokens in data.path={self.config.data.path} that are those of {self.run}"
-            f" ({'; '.join(misses)}): bring them there{relative}, or run {request.command()}"
+            f"there are no prepared tokens in {key} that are those of {self.run} ({'; '.join(misses)}): bring them"
+            f" there{relative}{again}"
         )
 
-    def _trained_on(self) -> str | None:
-        """The xxh3 of the training tokens of the checkpoint that the tokenizer lies in, None if it is in none."""
+    def _trained_on(self, source: str | None) -> str | None:
+        """The xxh3 of the training tokens of the checkpoint that the tokenizer lies in, None if it is in none.
+
+        `source`: of which source of a mix.
+        """
         path = self.tokenizer_folder.parent / STATE / rank_json(0)
         if not path.is_file():
             return None
         position = read_json(path, DataError, "use another checkpoint").get("data")
-        return position.get("tokens") if isinstance(position, dict) else None
+        tokens = position.get("tokens") if isinstance(position, dict) else None
+        return tokens.get(source) if isinstance(tokens, dict) else tokens
 
     def _files(self) -> corpus.Files:
         """The files that a streaming run reads."""

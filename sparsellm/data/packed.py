@@ -8,9 +8,9 @@ number of ranks nor on how a rank cuts its share. The position is therefore one 
 import atexit
 import multiprocessing
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from sparsellm.processes import end_with_parent
 Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position after them
 
 
-@lru_cache(maxsize=2)
 def permutation(size: int, *key: int) -> np.ndarray:
     """A permutation of range(size), int64, decided by `key` alone: RandomState is the one generator whose numbers
     NumPy promises never to change, so a run may resume after an upgrade."""
@@ -61,35 +60,47 @@ def _end_workers() -> None:
             process.kill()
 
 
-@dataclass(frozen=True)
-class PackedTokens(Dataset):
-    """The blocks of a finished folder. `dataset[n]` is this rank's share of the step that begins with sample n."""
+@cache
+def _epochs(size: int, seed: int) -> Callable[[int], np.ndarray]:
+    """The order of `size` blocks in each epoch; of the last two asked for it is kept."""
+    return lru_cache(maxsize=2)(lambda epoch: permutation(size, seed, epoch))
 
-    folder: Path
-    manifest: Manifest
-    sequence_length: int  # T
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Dataset):
+    """The samples of a run, each a sequence, numbered from 0. `dataset[n]` is this rank's share of the step that begins
+    with sample n."""
+
     batch_size: int  # over all ranks
     rank: int
     world_size: int
-    seed: int
     workers: int
     pin_memory: bool
 
-    def validation(self, samples: int) -> torch.Tensor:
-        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]."""
-        found = blocks(self.manifest.validation.tokens, self.sequence_length)
-        return self._read("validation", np.arange(min(samples, found)))
+    @property
+    def identity(self) -> Any:
+        """What tells these samples from others, JSON-able: a position holds for no others."""
+        raise NotImplementedError
+
+    @property
+    def place(self) -> str:
+        """Where they are, in words."""
+        raise NotImplementedError
+
+    def sequences(self, samples: np.ndarray) -> torch.Tensor:
+        """Those of these numbers, int64 [S]: int64 [S, T + 1]."""
+        raise NotImplementedError
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [batch / ranks, T + 1], state after it), from the start or from `state`.
 
         Raises DataError if `state` belongs to other tokens.
         """
-        tokens = self.manifest.files["train.tokens"]["xxh3"]
+        tokens = self.identity
         state = state or {"samples": 0, "tokens": tokens}
         if state.get("tokens") != tokens:
             raise DataError(
-                f"this run has trained on other tokens than {self.folder} holds now (xxh3 {state.get('tokens')} against"
+                f"this run has trained on other tokens than {self.place} holds now (xxh3 {state.get('tokens')} against"
                 f" {tokens}): bring them back, or begin a new run with run.restart=true"
             )
         samples = state["samples"]
@@ -109,13 +120,37 @@ class PackedTokens(Dataset):
 
     def __getitem__(self, first_sample: int) -> torch.Tensor:
         share = self.batch_size // self.world_size
+        return self.sequences(first_sample + self.rank * share + np.arange(share))
+
+
+@dataclass(frozen=True)
+class PackedTokens(Samples):
+    """The blocks of a finished folder."""
+
+    folder: Path
+    manifest: Manifest
+    sequence_length: int  # T
+    seed: int
+
+    @property
+    def identity(self) -> str:
+        return self.manifest.files["train.tokens"]["xxh3"]
+
+    @property
+    def place(self) -> str:
+        return str(self.folder)
+
+    def validation(self, samples: int) -> torch.Tensor:
+        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]."""
+        found = blocks(self.manifest.validation.tokens, self.sequence_length)
+        return self._read("validation", np.arange(min(samples, found)))
+
+    def sequences(self, samples: np.ndarray) -> torch.Tensor:
         size = blocks(self.manifest.train.tokens, self.sequence_length)
-        samples = first_sample + self.rank * share + np.arange(share)
+        order = _epochs(size, self.seed)
         epochs, entries = np.divmod(samples, size)
-        chosen = [
-            permutation(size, self.seed, epoch)[entry] for epoch, entry in zip(epochs.tolist(), entries, strict=True)
-        ]
-        return self._read("train", np.array(chosen))
+        chosen = [order(epoch)[entry] for epoch, entry in zip(epochs.tolist(), entries, strict=True)]
+        return self._read("train", np.array(chosen, np.int64))
 
     def _read(self, split: str, chosen: np.ndarray) -> torch.Tensor:
         # Mapped anew for each batch: that takes microseconds, and a worker inherits no open file.

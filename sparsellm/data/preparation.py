@@ -61,6 +61,10 @@ TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
 def preparation_mistakes(config: Config) -> list[str]:
     """Everything that keeps `config` from being prepared and can be known with no network and no writes."""
     data, folder, request = config.data, config.data.folder, Request(config)
+    if data.mix:
+        return [
+            "data.mix joins tokens that are there: prepare each of its sources by itself (data=NAME), without data.mix"
+        ]
     if data.streaming:
         return [
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"

@@ -70,15 +70,17 @@ class Checkpoints:
     """A run's `checkpoints/` folder. Built, and every method called, on all ranks together."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, keep: int, export: Callable[[dict[str, torch.Tensor], Path], None]
-    ) -> None:
+        self, folder: Path, ranks: Ranks, keep: int, export: Callable[[dict[str, torch.Tensor], Path], None],
+        for_good: Callable[[list[int]], set[int]] = lambda _: set(),
+    ) -> None:  # fmt: skip
         """Makes `folder` and clears what a killed run left unfinished in it.
 
-        `keep` is the number of checkpoints kept, those with the highest steps. `export(weights, hf_folder)` is called
+        `keep` is the number of checkpoints kept, those with the highest steps; beside them stay those of
+        `for_good(all steps, ascending)`. `export(weights, hf_folder)` is called
         on the main rank, in the writing thread, with CPU copies of the tensors whose names start with "model.", that
         prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be written.
         """
-        self.folder, self.ranks, self.keep, self.export = folder, ranks, keep, export
+        self.folder, self.ranks, self.keep, self.export, self.for_good = folder, ranks, keep, export, for_good
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._verified: int | None = None
@@ -236,7 +238,8 @@ class Checkpoints:
                 _delete(replaced)
 
         def prune() -> None:
-            for old in self._steps()[: -self.keep]:
+            steps = self._steps()
+            for old in sorted({*steps[: -self.keep]} - self.for_good(steps)):
                 _delete(self._path(old))
 
         try:

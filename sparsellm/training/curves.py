@@ -22,6 +22,7 @@ from sparsellm.figures import (
     plain,
     saved,
 )
+from sparsellm.training.metrics import NAMED
 
 Row = dict[str, Any]
 GAP = float("nan")  # where a row has no value, a curve has a gap
@@ -55,6 +56,12 @@ def losses(config: Config, rows: list[Row]) -> Figure:
             axes.plot(
                 *zip(*((row["step"], row["val_ce"]) for row in validated), strict=True), "o-", color=ORANGE,
                 markersize=3.5 if len(validated) < 60 else 0, label="held-out", zorder=4,
+            )  # fmt: skip
+        for i, name in enumerate(config.data.mix_names, 1):
+            each = [row.get(f"{NAMED}{name}") for row in validated]
+            axes.plot(
+                [row["step"] for row in validated], [GAP if ce is None else ce for ce in each], color=ORANGE,
+                linewidth=1, linestyle=(0, (2 * i, 2)), label=f"held-out {name}", zorder=3,
             )  # fmt: skip
         _step_axis(axes, config, shown)
         axes.set_ylabel("cross entropy, nats per token")

@@ -55,7 +55,9 @@ from sparsellm.training.metrics import (
 )
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
+from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
+from sparsellm.training.retention import Retention
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
@@ -139,8 +141,9 @@ class Trainer:
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
+        self.retention = Retention(config)
         self.checkpoints = Checkpoints(
-            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export
+            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export, self.retention.for_good
         )
 
     def _agree_on_kernels(self) -> None:
@@ -187,9 +190,11 @@ class Trainer:
     def _train(self, stop: StopRequest) -> None:
         """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop."""
         config, stopping, save_due = self.config, False, False
-        with closing(self.data.batches(self.data_state)) as batches:
+        profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
+        with closing(self.data.batches(self.data_state)) as batches, profile:
             while self.step < config.training.steps and (save_due or not stopping):
-                sums, norm, clock = self.advance(batches)
+                with profile.step(self.step + 1):
+                    sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # an earlier step's numbers, surely there by now
                 validating = self._due(config.logging.validation_every)
                 evaluation = self.evaluation if self._due(config.evaluation.every) else None
@@ -199,7 +204,7 @@ class Trainer:
                     held_out = self._validate() if validating else None
                     scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
                     stopping |= self._read(held_out, scores)
-                save_due |= stopping or self._due(config.run.checkpoint_every)
+                save_due |= stopping or self.retention.is_due(self.step)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
                     stopping |= self._read()  # a checkpoint's rows are written before it
@@ -326,9 +331,10 @@ class Trainer:
             raise MetricsError(error)
 
     def _validate(self) -> HeldOut:
-        blocks = self.data.validation
-        ce = cross_entropy(self.decoder, blocks, self.config.runtime.micro_batch_size, self.autocast, self.ranks)
-        return HeldOut(ce, blocks[:, 1:].numel())
+        blocks, each = self.data.validation, self.data.named_validation
+        arguments = self.config.runtime.micro_batch_size, self.autocast, self.ranks
+        named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
+        return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 
     # The run's state: what a checkpoint holds.
 

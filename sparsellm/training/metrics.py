@@ -27,6 +27,7 @@ from sparsellm.model import DecoderOutput
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
 
 METRICS = "metrics.jsonl"
+NAMED = "validation_ce/"  # before the name of a source of data.mix: the key of its held-out cross entropy
 NAMED_PROBLEMS = 3  # of a damaged file
 
 
@@ -190,6 +191,7 @@ class HeldOut(NamedTuple):
 
     ce: float  # nats per token
     tokens: int  # that `ce` is the mean of
+    named: dict[str, float]  # the same of each source of data.mix
 
 
 class Rows:
@@ -220,6 +222,7 @@ class Rows:
             "ce": ce,
             "val_ce": held_out and held_out.ce,
             "val_tokens": held_out and held_out.tokens,
+            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in config.data.mix_names},
             "evaluation": scores,
             "l1": l1,
             "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
@@ -355,7 +358,7 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
     for key in dict.fromkeys((*ALWAYS, *needed)):
         if key not in row or (key in NEVER_NULL and row[key] is None):
             raise ValueError(f"it has no {key}")
-    for key, is_right in KINDS.items():
+    for key, is_right in (*KINDS.items(), *((key, _number) for key in row if key.startswith(NAMED))):
         value = row.get(key)
         fits = not isinstance(value, list) or layers in (None, len(value))
         if value is not None and not (is_right(value) and fits):

@@ -10,13 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsellm.config import OptimizerConfig
+from sparsellm.config import OptimizerConfig, Schedule, decay_start
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of step 1..steps: linear from 0 over the warm-up, then cosine from the peak to its final fraction."""
+    """The rate of step 1..steps: linear from 0 over the warm-up, then from the peak to its final fraction: by a cosine
+    over all steps, or constant until the decay starts and linear from there (wsd)."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
+    if config.schedule == Schedule.wsd:
+        start = decay_start(config, steps)
+        decayed = max(0, step - start) / (steps - start)
+        return config.learning_rate * (1 - (1 - config.final_lr_fraction) * decayed)
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)

@@ -11,7 +11,7 @@ from sparsellm.distributed import Ranks
 from sparsellm.model import pretrained
 from sparsellm.run_layout import STATE, VALUES
 from sparsellm.training import run_folder
-from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, Saved, history
+from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, NAMED, Saved, history
 from sparsellm.training.wandb_record import sync_command
 
 PLOTS = "plots"
@@ -38,13 +38,19 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
     else:
         epochs = f", read {planned / available:,.1f} times" if planned > available else ""
         tokens = f"{available:,} training tokens{epochs}"
+    where = f"{data.name} in {data.path}"
+    if data.mix:
+        total = sum(source["weight"] for source in data.mix)
+        shares = [f"{source['weight'] / total:.3g}" for source in data.mix]
+        where = " + ".join(f"{share} {name}" for share, name in zip(shares, data.mix_names, strict=True))
+        tokens = f"{available:,} training tokens until one of them begins again"
     return "\n".join(
         [
             f"{config.run.name}: {training.steps:,} steps of {per_step:,} tokens, {planned:,} in all",
             aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
             aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
                              f" neurons, {activation}"),
-            aligned("data", f"{data.name} in {data.path}: {tokens}"),
+            aligned("data", f"{where}: {tokens}"),
             aligned("folder", str(folder)),
         ]
     )  # fmt: skip
@@ -77,6 +83,9 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
     if validated:
         ce, tokens = validated[-1]
         lines["held-out"] = f"{ce:,.3f}" + ("" if tokens is None else f"  (cross entropy of {tokens:,} tokens)")
+        for name in config.data.mix_names:
+            each = [row[f"{NAMED}{name}"] for row in rows if row.get(f"{NAMED}{name}") is not None]
+            lines[f"held-out {name}"] = f"{each[-1]:,.3f}"
     scores = last.get("evaluation")
     if scores is not None and scores["mean"] is not None:
         lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {len(scores) - 1} tasks)"

@@ -6,19 +6,20 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from sparsellm import locks
-from sparsellm.config import Config, ConfigError, Precision, definition, load, parameters, save
+from sparsellm.config import Config, ConfigError, Precision, Schedule, decay_start, definition, load, parameters, save
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main, require_shared
-from sparsellm.files import sync
+from sparsellm.files import sync, unused
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
+from sparsellm.training.retention import Retention
 
 __all__ = [
     "CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder",
@@ -26,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOCK = "lock"
+WARMUP = "optimizer.warmup_steps"
 PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
 SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
 STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
@@ -36,21 +38,71 @@ class RunFolderError(RuntimeError):
     """The folder cannot be used: it cannot be written, or another process is using it."""
 
 
-def mistakes(config: Config) -> list[str]:
-    """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed."""
-    path = config.run.folder / CONFIG
-    if config.run.restart or not path.is_file():
-        return []
+def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed.
+
+    A run with optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
+    """
     try:
-        before, now = definition(load(path)), definition(config)
+        begun = _begun(config)
     except ConfigError as error:
         return [f"{'; '.join(error.mistakes)}; or choose another run.name"]
+    if begun is None:
+        return []
+    before, now = definition(begun), definition(config)
+    remedy, reasons = "choose another run.name, or add run.restart=true", {}
+    if _both_wsd(begun, config) and not any(text.lstrip("+").startswith(f"{WARMUP}=") for text in typed):
+        now[WARMUP] = before[WARMUP]
+    if (start := _return_to(begun, config)) is not None:
+        for key in ("training.steps", "data.max_tokens"):  # the latter decides only how much is prepared
+            now[key] = before[key]
+        if (steps := _steps(config.run.folder)) and min(steps) > start:
+            return [
+                f"run {config.run.name} cannot be made longer, for it has no checkpoint from before its decay, which"
+                f" began after step {start}: {remedy}"
+            ]
+    elif config.training.steps > begun.training.steps:
+        reasons["training.steps"] = (
+            " and a cosine schedule, which has lowered the learning rate towards that step from the warm-up on: none of"
+            " its checkpoints is one of a longer run, as those before the decay of optimizer.schedule=wsd are"
+        )
     return [
-        f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}:"
-        " choose another run.name, or add run.restart=true"
+        f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}{reasons.get(key, '')}:"
+        f" {remedy}"
         for key in now
         if now[key] != before.get(key)
     ]
+
+
+def _begun(config: Config) -> Config | None:
+    """The configuration that the run of this name was begun with; None: it begins. Raises ConfigError."""
+    path = config.run.folder / CONFIG
+    return None if config.run.restart or not path.is_file() else load(path)
+
+
+def _both_wsd(begun: Config, config: Config) -> bool:
+    return begun.optimizer.schedule == config.optimizer.schedule == Schedule.wsd
+
+
+def _return_to(begun: Config, config: Config) -> int | None:
+    """The last step that a run as it was `begun` has in common with the longer one of `config`: that before its decay.
+
+    None: `config` does not make it longer.
+    """
+    if not _both_wsd(begun, config) or config.training.steps <= begun.training.steps:
+        return None
+    return decay_start(begun.optimizer, begun.training.steps)
+
+
+def _set_decay_aside(folder: Path, begun: Config, start: int) -> None:
+    """Leave no checkpoint after step `start` to resume from: they are from the decay of the run as it was `begun`."""
+    for step in _steps(folder):
+        if step > start:
+            path = checkpoint(folder, step)
+            aside = unused(path.with_name(f"{path.name}.decayed"))
+            path.rename(aside)
+            sync(aside.parent)
+            warn(f"{aside} is what the run of {begun.training.steps:,} steps had there: remove it if it is not wanted")
 
 
 def is_finished(config: Config) -> bool:
@@ -73,19 +125,23 @@ def view(config: Config) -> str:
 
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
-    run, training, folder = config.run, config.training, config.run.folder
+    run, folder = config.run, config.run.folder
     size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
-    steps = [] if run.restart else _steps(folder)
-    left = training.steps - max(steps, default=0)
-    new = min(run.keep_checkpoints + 1 - min(len(steps), run.keep_checkpoints), -(-left // run.checkpoint_every))
+    steps = [] if run.restart else sorted(_steps(folder))
+    with suppress(ConfigError):  # `mistakes` names it
+        if (begun := _begun(config)) is not None and (start := _return_to(begun, config)) is not None:
+            steps = [step for step in steps if step <= start]
+    new = Retention(config).most_at_once(steps) - len(steps)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free + sum(map(size_of, leftovers(folder / CHECKPOINTS)))
     if size * new <= free:
         return []
+    for_good = "those kept for good, " if run.keep_every or config.optimizer.schedule == Schedule.wsd else ""
     return [
         f"run {run.name} needs room for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
-        f" (run.keep_checkpoints={run.keep_checkpoints}, and one that is being written), {spelled(size * new)},"
-        f" and {spelled(free)} are free: free the rest, choose another run.root, or keep fewer checkpoints"
+        f" (run.keep_checkpoints={run.keep_checkpoints}, {for_good}and one that is being written),"
+        f" {spelled(size * new)}, and {spelled(free)} are free: free the rest, choose another run.root, or keep fewer"
+        " checkpoints"
     ]
 
 
@@ -110,11 +166,12 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     """Make the run's folder if need be, with its config.yaml, and keep other processes out of it. Collective.
 
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
-    where NAME is taken. Raises RunFolderError.
+    where NAME is taken. A run that `config` makes longer has the warm-up that it was begun with, and what its decay
+    saved is set aside, as step_N.decayed. Raises RunFolderError.
     """
     with ExitStack() as held:
 
-        def claim_folder() -> tuple[str, str]:
+        def claim_folder() -> tuple[str, int, str]:
             folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
@@ -124,14 +181,24 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
                     " cannot be checked"
                 )
+            warmup = config.optimizer.warmup_steps
+            if config.optimizer.schedule == Schedule.wsd and (begun := _begun(config)) is not None:
+                warmup = begun.optimizer.warmup_steps
+                if (start := _return_to(begun, config)) is not None:
+                    _set_decay_aside(folder, begun, start)
+                    warn(
+                        f"{folder.name} is made longer, from {begun.training.steps:,} to {config.training.steps:,}"
+                        f" steps, with its warm-up of {warmup:,}: it goes on from its last checkpoint up to step"
+                        f" {start:,}, after which its decay began"
+                    )
             try:
-                save(_named(config, folder.name), folder / CONFIG)
+                save(_as_of(config, folder.name, warmup), folder / CONFIG)
             except OSError as error:
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
-            return folder.name, _sign(lock)
+            return folder.name, warmup, _sign(lock)
 
-        name, signature = on_main(ranks, claim_folder)
-        config = _named(config, name)
+        name, warmup, signature = on_main(ranks, claim_folder)
+        config = _as_of(config, name, warmup)
         require_shared(f"run.root={config.run.root}", _has_signature(config.run.folder / LOCK, signature))
         yield config, config.run.folder
 
@@ -156,8 +223,9 @@ def _has_signature(lock: Path, signature: str) -> bool:
     return True
 
 
-def _named(config: Config, name: str) -> Config:
-    return replace(config, run=replace(config.run, name=name))
+def _as_of(config: Config, name: str, warmup: int) -> Config:
+    """`config` of the run that is called `name` and was begun with this warm-up."""
+    return replace(config, run=replace(config.run, name=name), optimizer=replace(config.optimizer, warmup_steps=warmup))
 
 
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:

@@ -31,6 +31,15 @@ from sparsellm.ops import build
             ["sparsity.reinit_dead_after_tokens=204801", "sparsity.reinit_every=300"],
             "never draws a row in the run's 400 steps: the first could be drawn at step 300, .* in the last 101",
         ),
+        (["optimizer.decay_fraction=0.3"], "optimizer.decay_fraction is 0.3 with optimizer.schedule=cosine"),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0"], "decay_fraction is 0.0: it must be above 0"),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=nan"], "decay_fraction is nan: it must be above 0"),
+        (["optimizer.schedule=wsd", "optimizer.warmup_steps=321"], "warmup_steps 321 reaches into the decay"),
+        (["runtime.profile_steps=[20]"], r"runtime.profile_steps is \[20\]: it must be the first and the last step"),
+        (["runtime.profile_steps=[9,8]"], r"runtime.profile_steps is \[9, 8\]: it must be"),
+        (["runtime.profile_steps=[0,8]"], r"runtime.profile_steps is \[0, 8\]: it must be"),
+        (["runtime.profile_steps=[9,401]"], "up to training.steps 400"),
+        (["run.keep_every=-1"], "run.keep_every is -1: it must be at least 0"),
         (["optimizer.warmup_steps=401"], "optimizer.warmup_steps 401 exceeds training.steps 400"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it must be a positive number"),
         (["optimizer.beta2=1"], "optimizer.beta2 is 1.0"),
@@ -96,6 +105,7 @@ def test_schedules_and_reinitialization_that_just_fit_are_accepted():
     for overrides in (
         ["sparsity.l1_start_tokens=819199"],
         ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=800000", "sparsity.l1_warmup_tokens=19200"],
+        ["optimizer.schedule=wsd", "optimizer.warmup_steps=320"],
         ["sparsity.reinit_dead_after_tokens=204800", "sparsity.reinit_every=300"],
         ["sparsity.reinit_dead_after_tokens=1", "sparsity.reinit_every=399"],
     ):

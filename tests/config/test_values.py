@@ -15,3 +15,10 @@ def test_the_fingerprint_ignores_only_runtime_logging_evaluation_and_run():
         assert fingerprint(from_overrides([free])) == fingerprint(base), free
     for change in ("sparsity.l1_coefficient=2e-3", "training.seed=1", "data.seed=1", "optimizer.eps=1e-7"):
         assert fingerprint(from_overrides([change])) != fingerprint(base), change
+
+
+def test_keys_that_came_later_leave_the_names_of_runs_without_them_as_they_were():
+    assert fingerprint(from_overrides([])) == "69c4a6a9"
+    assert from_overrides(["experiment=0p5b"]).run.name == "0p5b-b413d0af"
+    for change in ("optimizer.schedule=wsd", "optimizer.decay_fraction=0.3"):
+        assert fingerprint(from_overrides([change])) != fingerprint(from_overrides([])), change

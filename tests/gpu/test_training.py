@@ -1,5 +1,7 @@
 """What only a GPU can show of training: the host does not wait, nothing recompiles, a resumed run has the same bits."""
 
+import gzip
+import json
 import os
 from dataclasses import replace
 
@@ -249,3 +251,18 @@ def test_compressed_gradients_are_rounded_to_bfloat16(compress, tmp_path):
         for name, gradient in first_gradients(trainer).items():
             rounded = expected[name].bfloat16().float() if compress == "bf16" else expected[name]
             assert torch.equal(gradient, rounded), name
+
+
+def test_a_profile_has_the_kernels_of_its_steps_alone(tmp_path):
+    """Counted by those of the optimizer, which every step has equally many of; none is of the step before."""
+    counts = []
+    for steps in ("[6,6]", "[8,9]"):
+        with small_trainer(tmp_path / steps, *CUDA, f"runtime.profile_steps={steps}") as trainer:
+            assert trainer.fit() == 0
+        (trace,) = (tmp_path / steps / "profile").iterdir()
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        begin = min(event["ts"] for event in events if event.get("name", "").startswith("step "))
+        assert min(kernel["ts"] for kernel in kernels) > begin
+        counts.append(sum("adam" in kernel["name"].lower() for kernel in kernels))
+    assert 0 < counts[0] == counts[1] / 2

@@ -453,6 +453,14 @@ def test_learning_rate():
     assert all(a > b for a, b in pairwise(rates[3:]))
 
 
+def test_the_rate_of_wsd_is_constant_up_to_the_step_before_its_decay():
+    wsd = ["optimizer.schedule=wsd", "optimizer.decay_fraction=0.25"]
+    config = small_config("optimizer.learning_rate=1", "optimizer.warmup_steps=4", *wsd).optimizer
+    rates = [learning_rate(step, 12, config) for step in range(1, 13)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.7, 0.4, 0.1])
+    assert [learning_rate(step, 100, config) for step in range(1, 10)] == rates[:9]  # the same of a longer run
+
+
 def test_ranks_without_a_validation_block_add_nothing(tmp_path):
     """Five blocks over eight ranks: the shares of all ranks add up to the whole."""
     with small_trainer(tmp_path / "run") as trainer:

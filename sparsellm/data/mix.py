@@ -1,0 +1,184 @@
+"""Several prepared corpora as one (data.mix): from which of them each sample of a run is, and which of its samples.
+
+Samples come in periods of 10,000, of which every source has its share, the same number in each period, in an order that
+each period has of its own. So which source sample n is from, and how many of that source came before, is decided by n
+alone: the position stays one number, and the order depends neither on the ranks nor on where a run was resumed. Of its
+own samples each source makes epochs as if it were alone (packed.py); a small one has more of them.
+"""
+
+import shlex
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsellm.config import MIX_PERIOD, Config
+from sparsellm.config.overrides import choices
+from sparsellm.config.rules import mix_mistakes
+from sparsellm.data import manifest
+from sparsellm.data.errors import DataError
+from sparsellm.data.manifest import Manifest, blocks
+from sparsellm.data.packed import PackedTokens, Samples, permutation
+
+ORDER = 1  # in the key of a period's permutation, which tells it from one of a source's epoch
+
+
+def folders(config: Config) -> dict[str, Path]:
+    """The sources by their names; a name that is no path is that of data/NAME."""
+    given = [source["data"] for source in config.data.mix]
+    return {
+        name: Path("data", name) if given == name else Path(given).expanduser()
+        for name, given in zip(config.data.mix_names, given, strict=True)
+    }
+
+
+def counts(config: Config, total: int = MIX_PERIOD) -> tuple[int, ...]:
+    """How many of `total` each source has, by its weight: largest remainders."""
+    weights = [source["weight"] for source in config.data.mix]
+    exact = [total * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
+    for i in by_remainder[: total - sum(found)]:
+        found[i] += 1
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class MixedTokens(Samples):
+    """The samples of several `sources`, by their names, `counts` of each in a period."""
+
+    sources: dict[str, PackedTokens]
+    counts: tuple[int, ...]
+    sequence_length: int  # T
+    seed: int
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {name: source.identity for name, source in self.sources.items()}
+
+    @property
+    def place(self) -> str:
+        return ", ".join(source.place for source in self.sources.values())
+
+    @property
+    def tokens_before_repeats(self) -> int:
+        """Training tokens until the first of the sources begins its second epoch."""
+        return min(
+            source.manifest.train.tokens * MIX_PERIOD // count
+            for source, count in zip(self.sources.values(), self.counts, strict=True)
+        )
+
+    def sequences(self, samples: np.ndarray) -> torch.Tensor:
+        of, numbers = self.places(samples)
+        found = torch.empty(len(samples), self.sequence_length + 1, dtype=torch.int64)
+        for i, source in enumerate(self.sources.values()):
+            if len(mine := np.flatnonzero(of == i)):
+                found[mine] = source.sequences(numbers[mine])
+        return found
+
+    def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of samples int64 [S]: which source each is from, and its number among that source's samples; int64 [S]."""
+        periods, slots = np.divmod(samples, MIX_PERIOD)
+        of, numbers = np.empty_like(samples), np.empty_like(samples)
+        for period in np.unique(periods).tolist():
+            here = periods == period
+            source, before = _period(self.counts, self.seed, period)
+            of[here] = source[slots[here]]
+            numbers[here] = period * np.array(self.counts)[of[here]] + before[slots[here]]
+        return of, numbers
+
+
+@lru_cache(maxsize=2)
+def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample of a period: its source, and how many of that source are before it in the period."""
+    source = np.repeat(np.arange(len(counts)), counts)[permutation(MIX_PERIOD, seed, period, ORDER)]
+    before = np.empty_like(source)
+    for i, number in enumerate(counts):
+        before[source == i] = np.arange(number)
+    return source, before
+
+
+def mixed(config: Config, found: dict[str, tuple[Path, Manifest]], **reading: Any) -> MixedTokens:
+    """The samples of what was `found` in the sources' folders; `reading` as PackedTokens take it."""
+    sources = {name: PackedTokens(folder, ready, **reading) for name, (folder, ready) in found.items()}
+    return MixedTokens(sources, counts(config), **reading)
+
+
+def validation(config: Config, tokens: MixedTokens) -> torch.Tensor:
+    """logging.validation_samples held-out blocks, of each source its share and at least one: int64 [V, T + 1]."""
+    shares = counts(config, config.logging.validation_samples)
+    return torch.cat([
+        source.validation(max(1, share)) for source, share in zip(tokens.sources.values(), shares, strict=True)
+    ])  # fmt: skip
+
+
+def read(config: Config) -> dict[str, tuple[Path, Manifest]]:
+    """The folder and manifest of each source. Raises DataError."""
+    found, wrong = _examined(config)
+    if wrong:
+        raise DataError("; ".join(wrong))
+    return found
+
+
+def mistakes(config: Config) -> list[str]:
+    """Everything wrong with the sources that a look at their manifests and the sizes of their files shows."""
+    return [] if mix_mistakes(config.data) else _examined(config)[1]  # sparsellm.config refuses the former
+
+
+def _examined(config: Config) -> tuple[dict[str, tuple[Path, Manifest]], list[str]]:
+    """The folder and manifest of each source that has one, and what is wrong with them."""
+    found: dict[str, tuple[Path, Manifest]] = {}
+    wrong: list[str] = []
+    for name, folder in folders(config).items():
+        try:
+            ready = manifest.read(folder)
+        except DataError as error:
+            wrong.append(str(error))
+            continue
+        if ready is None:
+            begun = (folder / "progress.json").exists()
+            how = "the preparation of its tokens has not finished" if begun else "there are no prepared tokens"
+            wrong.append(f"data.mix, {name} in {folder}: {how}; run {_command(config, name, folder)}")
+            continue
+        found[name] = (folder, ready)
+        wrong += manifest.size_mistakes(ready, folder) + _fit(config, name, folder, ready)
+    if len({ready.tokenizer_hash for _, ready in found.values()}) > 1:
+        each = ", ".join(f"{name} with {ready.tokenizer_hash[:8]}" for name, (_, ready) in found.items())
+        wrong.append(
+            f"data.mix: its sources were prepared with different tokenizers ({each}): prepare all of them with one"
+            " data.tokenizer"
+        )
+    return found, wrong
+
+
+def _fit(config: Config, name: str, folder: Path, ready: Manifest) -> list[str]:
+    """Whether the model and the sequences are too large for a source, or too small."""
+    length, rows = config.training.sequence_length, config.model.vocab_size
+    splits, found = (ready.train, ready.validation), []
+    if min(blocks(split.tokens, length) for split in splits) < 1:
+        found.append(
+            f"data.mix, {name} in {folder}: it holds {ready.train.tokens:,} training and"
+            f" {ready.validation.tokens:,} held-out tokens, and a block of training.sequence_length {length} takes"
+            f" {length + 1:,} of each: give it more text, or leave it out"
+        )
+    if ready.vocab_size > rows:
+        found.append(
+            f"data.mix, {name} in {folder}: its tokenizer has {ready.vocab_size:,} ids and model.vocab_size is"
+            f" {rows:,}: choose a model with a row for each, or model.vocab_size={ready.vocab_size}"
+        )
+    return found
+
+
+def _command(config: Config, name: str, folder: Path) -> str:
+    """What prepares a source, with as many tokens as the run reads of it."""
+    share = dict(zip(config.data.mix_names, counts(config), strict=True))[name] / MIX_PERIOD
+    training = config.training
+    tokens = int(share * training.steps * training.tokens_per_step) + training.sequence_length + 1
+    known = name in choices("data")
+    overrides = [f"data={name}"] if known else ["data=files", f"data.name={name}", "data.files=[...]"]
+    overrides += [] if folder == Path("data", name) else [f"data.path={folder}"]
+    overrides += [f"data.max_tokens={tokens}", f"training.sequence_length={training.sequence_length}"]
+    return shlex.join(["python", "-m", "sparsellm.prepare_data", *overrides])

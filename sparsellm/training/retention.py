@@ -1,0 +1,61 @@
+"""Which steps of a run are saved, which of its checkpoints stay, and how many there are at once."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from sparsellm.config import Config, Schedule, decay_start
+
+
+class Retention:
+    """The checkpoints of a run: every run.checkpoint_every steps, of which the newest run.keep_checkpoints stay.
+
+    Two kinds stay for good: the first one of each run.keep_every steps (step N itself, unless its save failed or had
+    to wait for a finite gradient), and, with optimizer.schedule=wsd, the newest one from before the decay, from which
+    the run can be made longer.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.run, self.steps = config.run, config.training.steps
+        # The last step before the decay; 0: no step is.
+        wsd = config.optimizer.schedule == Schedule.wsd
+        self.before_decay = decay_start(config.optimizer, self.steps) if wsd else 0
+        self._intervals = [every for every in (self.run.checkpoint_every, self.run.keep_every) if every]
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is to be saved."""
+        return step in (self.before_decay, self.steps) or any(step % every == 0 for every in self._intervals)
+
+    def for_good(self, steps: list[int]) -> set[int]:
+        """Of the checkpoints of these `steps`, ascending, those that are never deleted."""
+        found: dict[int, int] = {}  # of each keep_every steps the first one
+        if self.run.keep_every:
+            for step in steps:
+                found.setdefault(step // self.run.keep_every, step)
+            found.pop(0, None)  # no milestone is before step keep_every
+        return {*found.values(), *[step for step in steps if step <= self.before_decay][-1:]}
+
+    def most_at_once(self, there: list[int]) -> int:
+        """How many checkpoints there will be at once at most, the one being written included.
+
+        `there`: the steps, ascending, of those that exist.
+        """
+        last, count = max(there, default=0), self.run.keep_checkpoints + 1
+        to_come = list(islice(self._saves_backwards(last), count))
+        if not to_come:
+            return len(there)
+        newest = [*to_come, *reversed(there)][:count]  # when the last one is written
+        decay = [self.before_decay] if self.before_decay > last else []
+        older = {step for step in self.for_good(sorted({*there, *decay, *newest})) if step < newest[-1]}
+        milestones = 0
+        if every := self.run.keep_every:  # those between, which no list names
+            milestones = max(0, (newest[-1] - 1) // every - last // every)
+            milestones -= sum(step > last and step % every == 0 for step in older)
+        return max(len(there) + 1, len(newest) + len(older) + milestones)
+
+    def _saves_backwards(self, last: int) -> Iterator[int]:
+        """The steps after `last` that are to be saved, the last step first."""
+        step = self.steps
+        while step > last:
+            yield step
+            decay = self.before_decay if self.before_decay < step else 0
+            step = max(decay, *((step - 1) // every * every for every in self._intervals))

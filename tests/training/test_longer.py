@@ -1,0 +1,99 @@
+"""A finished run is made longer: from before the decay of optimizer.schedule=wsd, and never with a cosine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import OVERRIDES, RandomTokens, small_config
+
+from sparsellm.config import from_overrides, load
+from sparsellm.distributed import process_group
+from sparsellm.training import run_folder
+from sparsellm.training.loop import Trainer
+
+WSD = ["optimizer.schedule=wsd", "optimizer.decay_fraction=0.25", "run.keep_checkpoints=1", "run.checkpoint_every=2"]
+TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
+
+
+def trained(root: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """The state in which a run of these overrides, in `root`/r, ends."""
+    config = small_config(f"run.root={root}", "run.name=r", *overrides)
+    assert run_folder.mistakes(config) == []
+    with process_group("cpu") as ranks, run_folder.open_folder(config, ranks) as (opened, folder):
+        trainer = Trainer(opened, ranks, RandomTokens(opened, 0, 1, root), folder)
+        assert trainer.fit() == 0
+        assert trainer.step == config.training.steps
+        return {name: tensor.clone() for name, tensor in trainer._tensors(trainer.silent.tokens).items()}
+
+
+def rows(root: Path) -> list[dict]:
+    lines = (root / "r" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
+
+
+def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys):
+    """From step 9 of 12, though checkpoint 8 is the last by run.checkpoint_every, and 12 the last."""
+    short = trained(tmp_path / "a", *WSD)
+    longer = trained(tmp_path / "a", *WSD, "training.steps=20")
+    whole = trained(tmp_path / "b", *WSD, "training.steps=20")
+    assert [name for name in whole if not torch.equal(longer[name], whole[name])] == []
+    assert any(not torch.equal(short[name], whole[name]) for name in whole)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    said = capsys.readouterr()
+    assert "resuming after step 9" in said.out
+    assert "r is made longer, from 12 to 20 steps" in said.err
+    # What the decay gave is not lost, and out of the way.
+    names = sorted(path.name for path in (tmp_path / "a/r/checkpoints").iterdir())
+    assert names == ["step_00000012.decayed", "step_00000015", "step_00000020"]
+
+
+def test_the_warm_up_stays_where_a_longer_run_would_have_another(tmp_path):
+    untyped = [override for override in OVERRIDES if "warmup" not in override]
+    named = [*untyped, *WSD, f"run.root={tmp_path}", "run.name=r"]
+    for steps, warmup in ((30, 3), (60, 6)):
+        config = from_overrides([*named, f"training.steps={steps}"])
+        assert config.optimizer.warmup_steps == warmup
+        with process_group("cpu") as ranks, run_folder.open_folder(config, ranks) as (opened, folder):
+            assert opened.optimizer.warmup_steps == load(folder / run_folder.CONFIG).optimizer.warmup_steps == 3
+        assert run_folder.mistakes(config, named) == []  # also when it is resumed
+    (found,) = run_folder.mistakes(config, [*named, "optimizer.warmup_steps=6"])
+    assert "optimizer.warmup_steps is 6, and run r was begun with 3" in found
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked", "message"),
+    [
+        ([], ["training.steps=20"], "begun with 12 and a cosine schedule, which has lowered"),
+        (WSD, ["training.steps=11"], "training.steps is 11, and run r was begun with 12:"),
+        (WSD, ["training.steps=20", "training.seed=3"], "training.seed is 3, and run r was begun with 0:"),
+        (WSD, ["training.steps=20", "optimizer.decay_fraction=0.5"], "optimizer.decay_fraction is 0.5, and"),
+        ([], WSD, "optimizer.schedule is 'wsd', and run r was begun with 'cosine':"),
+    ],
+)
+def test_what_cannot_be_made_longer_is_refused(begun, asked, message, tmp_path):
+    where = [f"run.root={tmp_path}", "run.name=r"]
+    with process_group("cpu") as ranks, run_folder.open_folder(small_config(*where, *begun), ranks):
+        pass
+    found = run_folder.mistakes(small_config(*where, *(begun if asked != WSD else []), *asked))
+    assert any(message in each for each in found), found
+
+
+def test_a_run_without_a_checkpoint_from_before_its_decay_is_refused(tmp_path):
+    where = [f"run.root={tmp_path}", "run.name=r", *WSD]
+    config, longer = small_config(*where), small_config(*where, "training.steps=20")
+    with process_group("cpu") as ranks, run_folder.open_folder(config, ranks) as (_, folder):
+        assert run_folder.mistakes(longer) == []  # it has none at all: it begins
+        (folder / "checkpoints/step_00000012").mkdir(parents=True)
+    (found,) = run_folder.mistakes(longer)
+    assert "no checkpoint from before its decay, which began after step 9" in found
+
+
+def test_room_is_asked_for_as_if_the_decay_were_not_there(tmp_path, monkeypatch):
+    where = [f"run.root={tmp_path}", "run.name=r", *WSD]
+    with process_group("cpu") as ranks, run_folder.open_folder(small_config(*where), ranks) as (_, folder):
+        for step in (9, 12):
+            (folder / f"checkpoints/step_{step:08}").mkdir(parents=True)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: type("usage", (), {"free": 0}))
+    (found,) = run_folder.room_mistakes(small_config(*where, "training.steps=20"))
+    assert "needs room for 2 more checkpoints" in found  # 15, 18 and 20 at once; 9 is gone by then
