@@ -17,7 +17,9 @@ All ranks decide alike, from numbers that they agreed upon at the start and from
 nothing waits for the device but the passes that check a size. The passes leave no trace: gradients are dropped, random
 states restored, and counts never taken. A checkpoint holds what was decided, and what is about to be.
 
-A deterministic run decides by arithmetic alone. On a CPU, whose memory is not measured, `auto` is up to CPU_SEQUENCES.
+A deterministic run decides by arithmetic alone, and never grows. So does a run whose ranks share weights, gradients or
+optimizer states, but that it grows: its passes contain collectives, which a rank without memory would not come to. On a
+CPU, whose memory is not measured, `auto` is up to CPU_SEQUENCES.
 """
 
 import json
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm.config import Config
@@ -33,7 +36,7 @@ from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather, on_main
 from sparsellm.files import write_whole
 from sparsellm.ops import Engine, Plan
-from sparsellm.training.memory import GIB, UNMEASURED, Gpu, Usage, give_back, usage
+from sparsellm.training.memory import FLOAT32, GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
 from sparsellm.training.metrics import StepSums
 from sparsellm.training.plans import Plans
 
@@ -79,8 +82,9 @@ class Growing(NamedTuple):
 class MicroBatch:
     """The sequences that each rank computes at a time, `size`, in every step of a run."""
 
-    def __init__(self, trainer: Trained) -> None:
-        config = trainer.config
+    def __init__(self, trainer: Trained, sharing: Sharing | None = None) -> None:
+        """`sharing`: over how many ranks states are divided; None: every rank holds all."""
+        config, self.sharing = trainer.config, sharing or Sharing()
         self.trainer, self.config, self.ranks = trainer, config, trainer.ranks
         self.share = config.training.batch_size // trainer.ranks.world_size
         given = config.runtime.micro_batch_size
@@ -93,7 +97,9 @@ class MicroBatch:
         self.grown: int | None = None
         self.growing = Growing(self.size, 0)
         self.most: int | None = None  # a size that is known not to be too large, after one that was
-        self.capacity: int | None = None  # bytes, on the rank that has least; None: never measured
+        # Bytes, on the rank that has least: of the GPU that may be taken, and of those what the arithmetic may use.
+        self.limit: int | None = None
+        self.capacity: int | None = None  # None: it does not grow
         self.peak: int | None = None  # bytes, measured at the start
         self.tried: set[int] = set()  # sizes that were compiled
         self.restored = False
@@ -109,36 +115,46 @@ class MicroBatch:
             if not self.restored:
                 self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
             return
-        deterministic = self.config.runtime.deterministic
-        available = self.gpu.limit - UNMEASURED if deterministic else self.gpu.available()
-        size = self.size if self.restored else self._largest(available, self._sizes())
-        size = min(gather(size))
-        if deterministic:
-            self._take_first(size)
+        limit = min(gather(self.gpu.limit))
+        if limit != self.limit:  # another GPU than the checkpoint's, or more or less of it
+            self.limit, self.capacity, self.restored = limit, None, False
+        if self.config.runtime.deterministic:
+            if not self.restored:
+                self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
             return
-        self._check(size)
-        assert self.peak is not None
-        self.gpu.hold()  # the passes have loaded code
-        available = self.gpu.available()
+        self._use_all_libraries()
+        available = min(gather(self.gpu.available()))
+        size = self.size if self.restored else self._largest(available, self._sizes())
+        left_out = 0  # by the arithmetic, and as large in other sizes
+        if self.sharing == Sharing():
+            size = self._check(size)
+            assert self.peak is not None
+            left_out = self.peak - self._needed(size)
+            self.gpu.hold()  # the passes have loaded code
+        if not self.restored:
+            self._take_first(size)
         if self.capacity is None:
-            # What the arithmetic leaves out stays as large in other sizes.
-            self.capacity = min(gather(available - self.peak + self._needed(self.size)))
+            self.capacity = min(gather(self.gpu.available() - left_out))
 
-    def _check(self, size: int) -> None:
-        """Take `size`, or the largest smaller one, with which real passes fit on all ranks."""
+    def _use_all_libraries(self) -> None:
+        """Let NCCL take, before memory is measured, the buffers that it takes when it is first used."""
+        if self.ranks.world_size > 1:
+            count = self.config.runtime.ddp_bucket_mb * 2**20 // FLOAT32
+            dist.all_reduce(torch.zeros(count, device=self.ranks.device))
+
+    def _check(self, size: int) -> int:
+        """`size`, or the largest smaller one, with which real passes fit on all ranks."""
         sizes = self._sizes()
         while True:
             self.peak = self._peak(size, self._random_tokens(size))
             if None not in gather(self.peak):
-                break
+                return size
             smaller = [other for other in sizes if other < size]
             if not smaller:
                 raise MicroBatchError(self._nothing_fits())
             self.ranks.say(f"sparsellm: {size} sequences at a time do not fit: {smaller[-1]} are tried")
             torch._dynamo.reset()  # a graph for each size would add up to more than it keeps
             size, self.restored, self.capacity = smaller[-1], False, None
-        if not self.restored:
-            self._take_first(size)
 
     def _take_first(self, size: int) -> None:
         self.first, self.grown, self.growing = size, None, Growing(size, 0)
@@ -160,7 +176,7 @@ class MicroBatch:
 
     def usage(self, size: int) -> Usage:
         """The memory of a step with micro-batches of `size`, with the plans in effect."""
-        return usage(self.config, self.ranks.world_size, size, self._plans())
+        return usage(self.config, self.ranks.world_size, size, self._plans(), self.sharing)
 
     def _needed(self, size: int) -> int:
         return self.usage(size).total
@@ -208,7 +224,7 @@ class MicroBatch:
         `tokens`: this rank's of the step that is about to be taken, [B, T + 1].
         """
         if self.capacity is None:
-            return  # a given number, a CPU, or a deterministic run
+            return
         if self.grown is not None:
             size = self._largest(self.capacity, [self.first, self.grown])
             if size != self.size:
@@ -227,7 +243,7 @@ class MicroBatch:
     def _grow(self, size: int, tokens: Tensor) -> None:
         give_back()  # blocks of the present size would be in the way of larger ones
         said = f"sparsellm: step {self.trainer.step:,}: "
-        if None in gather(self._peak(size, tokens[: 2 * size])):
+        if self.sharing == Sharing() and None in gather(self._peak(size, tokens[: 2 * size])):
             self.most = self.size
             self.ranks.say(f"{said}{size} sequences at a time would fit by arithmetic and do not: {self.size} stay")
             return
@@ -302,7 +318,7 @@ class MicroBatch:
             return None
         return {
             "share": self.share, "size": self.size, "first": self.first, "grown": self.grown, "most": self.most,
-            "capacity": self.capacity, "growing": self.growing,
+            "limit": self.limit, "capacity": self.capacity, "growing": self.growing,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -310,7 +326,8 @@ class MicroBatch:
         if not self.auto or state is None or state["share"] != self.share:
             return
         self.first, self.grown, self.most = state["first"], state["grown"], state["most"]
-        self.capacity, self.growing, self.restored = state["capacity"], Growing(*state["growing"]), True
+        self.limit, self.capacity, self.growing = state["limit"], state["capacity"], Growing(*state["growing"])
+        self.restored = True
         self.tried = {state["size"], self.first}
         self._take(state["size"])
 
@@ -327,7 +344,7 @@ class MicroBatch:
         total = found.total if self.peak is None else self.peak
         said = f"{self.size} of {self.share} sequences at a time: "
         said += ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
-        said += f"; at the peak {total / GIB:,.1f} GiB" + (" by arithmetic" if self.peak is None else "")
+        said += f" GiB; at the peak {total / GIB:,.1f} GiB" + (" by arithmetic" if self.peak is None else "")
         if self.gpu is None:
             return said
         available = self.gpu.available()
