@@ -159,9 +159,8 @@ class Gpu:
 
     def hold(self) -> None:
         """Keep the allocator within the limit, as far as what the process holds beside tensors is known by now."""
-        if self.limited:
-            share = max(0, self.limit - self._beside()) / self.total
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
+        share = max(0, self.limit - self._beside()) / self.total if self.limited else 1.0
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def available(self) -> int:
         """Bytes for this process's tensors, those that are there included."""
