@@ -121,6 +121,7 @@ def growing(folder, sparse, sequences=8, most=lambda: 16, stop_after=None):
         if stop_after is not None:
             signal_after(trainer, stop_after - 1)
         assert trainer.fit() == (0 if stop_after is None else 128 + signal.SIGTERM)
+        assert trainer.plans.tokens == trainer.micro_batch.size * 16
         return read(folder / METRICS), state(trainer), gpu.tried
 
 
