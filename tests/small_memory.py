@@ -53,6 +53,7 @@ class FakeGpu:
         torch.rand(1)  # as something that times itself might
         try:
             for _ in range(2):
+                assert all(p.grad is None for p in self.trainer.decoder.parameters())
                 work()
         except torch.OutOfMemoryError:
             return None

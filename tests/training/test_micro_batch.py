@@ -113,11 +113,14 @@ def test_a_deterministic_run_chooses_by_arithmetic_alone_and_keeps_the_size(tmp_
     assert run(5, steps=6) == 4
 
 
-def growing(folder, sparse, sequences=8, most=lambda: 16, stop_after=None):
-    """A run that decides before steps 3, 6, 9, ...: its rows, its state, and the sizes that were tried."""
+def growing(folder, sparse, engine="tile", most=lambda: 16, stop_after=None):
+    """A run that decides before steps 3, 6, 9, ...: its rows, its state, and the sizes that were tried.
+
+    Layers of `engine` have room for 8 sequences.
+    """
     with small_trainer(folder, *GROWING) as trainer:
         become_sparse(trainer, sparse)
-        gpu = FakeGpu(trainer, sequences, "tile", most)
+        gpu = FakeGpu(trainer, 8, engine, most)
         if stop_after is not None:
             signal_after(trainer, stop_after - 1)
         assert trainer.fit() == (0 if stop_after is None else 128 + signal.SIGTERM)
@@ -143,6 +146,14 @@ def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_
     for key in ("ce", "l1", "nnz_mean", "grad_norm"):  # the same mathematics, rounded in another order
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in dense], rel=1e-3)
         assert [row[key] for row in rows[:9]] == pytest.approx([row[key] for row in dense[:9]], rel=1e-6)
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_while_layers_are_dense_it_does_not_grow(tmp_path):
+    """Although 8 fit by arithmetic, as they did at the start, where real passes said otherwise."""
+    most = iter([4])  # at the first call
+    rows, _, tried = growing(tmp_path / "run", lambda step: False, "dense", lambda: next(most, 16))
+    assert (sizes(rows), tried) == ([4] * 30, [8, 4])
 
 
 @pytest.mark.usefixtures("fast_decisions")
