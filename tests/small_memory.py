@@ -94,7 +94,7 @@ def be_one_of_two_ranks(folder: Path, overrides: list[str]) -> None:
         def most():
             return 4 if rank == 1 and first_start and trainer.step == OUT_OF_MEMORY else 8
 
-        FakeGpu(trainer, 8 if rank == 1 else 16, "tile", most)
+        FakeGpu(trainer, 8 if rank == 1 else 40, "tile", most)
 
     loop.Trainer.__init__ = made
     with (
