@@ -402,7 +402,7 @@ class Trainer:
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
-        print(report.aligned("memory", str(self.micro_batch)))
+        print(report.aligned("micro-batch", str(self.micro_batch)))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
         self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 

@@ -332,21 +332,17 @@ class MicroBatch:
         self._take(state["size"])
 
     def __str__(self) -> str:
-        """What memory is used for, in a line."""
-        found = self.usage(self.size)
-        activations = found.activations
-        if self.peak is not None:
-            activations += self.peak - found.total
-        parts = {
-            "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
-            "buckets": found.buckets, "activations": activations,
-        }  # fmt: skip
-        total = found.total if self.peak is None else self.peak
-        said = f"{self.size} of {self.share} sequences at a time: "
-        said += ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
-        said += f" GiB; at the peak {total / GIB:,.1f} GiB" + (" by arithmetic" if self.peak is None else "")
+        """Its sequences, and what memory is used for, in GiB; by arithmetic, where no passes were measured."""
+        said = f"{self.size} of {self.share} sequences at a time"
         if self.gpu is None:
             return said
-        available = self.gpu.available()
+        found, peak, available = self.usage(self.size), self.peak, self.gpu.available()
+        total = found.total if peak is None else peak
+        parts = {
+            "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
+            "buckets": found.buckets, "activations": found.activations + total - found.total,
+        }  # fmt: skip
+        said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
         left = (available - total) / GIB
-        return f"{said} of {available / GIB:,.1f}, {abs(left):,.1f} {'left' if left >= 0 else 'too much'}"
+        said += f" GiB; at the peak {total / GIB:,.1f} of {available / GIB:,.1f}" + " by arithmetic" * (peak is None)
+        return f"{said}, {abs(left):,.1f} {'left' if left >= 0 else 'too much'}"

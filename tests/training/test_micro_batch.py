@@ -13,7 +13,7 @@ from test_loop import torchrun
 from sparsellm.config import from_overrides
 from sparsellm.config.overrides import choices
 from sparsellm.training import memory, micro_batch, plans, report
-from sparsellm.training.memory import Sharing
+from sparsellm.training.memory import GIB, Sharing
 from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory
 
@@ -59,6 +59,22 @@ def test_the_largest_divisor_that_fits_is_chosen_and_the_passes_leave_no_trace(t
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in trainer.decoder.parameters())
         assert_same(trained(trainer), expected)
+
+
+def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
+    """Where passes needed a GiB more than the arithmetic says, activations did."""
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        gpu, chosen = FakeGpu(trainer, sequences=4), trainer.micro_batch
+        gpu.bytes, chosen.size, found = 5 * GIB, 4, chosen.usage(4)
+        by_arithmetic = (
+            "4 of 12 sequences at a time: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
+            " at the peak 0.0 of 5.0 by arithmetic, 5.0 left"
+        )
+        assert str(chosen) == by_arithmetic
+        chosen.peak = found.total + GIB
+        assert "activations 1.0 GiB; at the peak 1.0 of 5.0, 4.0 left" in str(chosen)
+        gpu.bytes = 0
+        assert "at the peak 1.0 of 0.0, 1.0 too much" in str(chosen)
 
 
 def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsys):
