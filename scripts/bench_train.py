@@ -20,7 +20,6 @@ random texts whose neighbours share neurons: between 0.5 and 0.7, about as many 
 
 import argparse
 import functools
-import gc
 import json
 import math
 import shutil
@@ -43,7 +42,9 @@ from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, from_overrides
 from sparsellm.distributed import Ranks, process_group
 from sparsellm.training.loop import Trainer
+from sparsellm.training.memory import give_back
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
+from sparsellm.training.micro_batch import MicroBatchError
 
 RECORDED = "recorded"
 
@@ -60,6 +61,8 @@ def measure(
         trainer = Trainer(config, ranks, opened, folder)
         if weights is not None:
             trainer.decoder.load_state_dict(weights)
+        trainer.micro_batch.choose()
+        first = trainer.micro_batch.size
         with closing(trainer.data.batches(None)) as batches:
             for _ in range(warmup):
                 trainer.advance(batches)
@@ -82,6 +85,7 @@ def measure(
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
         "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines(trainer), "settled": settled == engines(trainer),
+        "micro_batches": (first, trainer.micro_batch.size), "gpu_bytes": gpu_bytes(ranks.device),
     }  # fmt: skip
     if sums.nnz is not None:
         counted = torch.stack([sums.nnz, sums.union, sums.rest_calls]).double()
@@ -96,22 +100,24 @@ def measure(
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     """The result of `measure`, after whose trainer memory is given back; None if the trainer ran out of memory.
 
-    With other ranks it raises torch.OutOfMemoryError instead, because they may wait for this rank.
+    With other ranks it raises what the trainer raised instead, because they may wait for this rank.
     """
     result = None
     try:
         result = measure(config, ranks, *args)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MicroBatchError):
         if ranks.world_size > 1:
             raise
-    give_back_memory()  # not within the except: there the exception's frames still hold the trainer
+    give_back()  # not within the except: there the exception's frames still hold the trainer
     return result
 
 
-def give_back_memory() -> None:
-    """Return to the device what unused tensors of this process hold."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+def gpu_bytes(device: torch.device) -> int:
+    """What is in use of a GPU, by whomever; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def engines(trainer: Trainer) -> list[str] | None:
@@ -178,7 +184,7 @@ def shaped_weights(
         dist.broadcast(parameter.data, src=0)
     weights = {name: tensor.cpu() for name, tensor in decoder.state_dict().items()}
     del decoder
-    give_back_memory()
+    give_back()
     return weights
 
 

@@ -66,10 +66,12 @@ def main(config: Config) -> int:
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
-    from sparsellm.training.loop import Trainer, TrainingDiverged  # takes a second, that a refused run need not wait
+    # They take a second, that a refused run need not wait.
+    from sparsellm.training.loop import Trainer, TrainingDiverged
+    from sparsellm.training.micro_batch import MicroBatchError, OutOfMemory
 
     set_determinism(config.runtime.deterministic)
-    alike = CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError, NotShared
+    alike = CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError, NotShared, MicroBatchError
     try:
         with process_group(device_type(config.runtime)) as ranks:
             try:
@@ -79,6 +81,12 @@ def main(config: Config) -> int:
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:
                 return 1  # the main rank says why
+            except OutOfMemory as error:
+                warn(f"rank {ranks.rank}: {error}")
+                if ranks.world_size > 1:
+                    leave(error)
+                    os._exit(1)  # the others may wait inside a collective, and leaving the group might wait for them
+                return 1
             except alike as error:  # on all ranks: each leaves in order
                 if ranks.is_main:
                     warn(str(error))

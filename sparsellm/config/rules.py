@@ -96,7 +96,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("model", "num_layers", 1), ("model", "num_heads", 1), ("model", "context_length", 2),
         ("training", "steps", 1), ("training", "batch_size", 1), ("training", "sequence_length", 1),
         ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
-        ("runtime", "micro_batch_size", 1), ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
+        ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
         ("runtime", "max_skipped_steps", 1),
         ("optimizer", "warmup_steps", 0), ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
         ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
@@ -200,6 +200,11 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
             f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
             f" training.steps {training.steps}, or [] for none",
         )
+    found += _number_or_auto("runtime.micro_batch_size", runtime.micro_batch_size)
+    require(
+        runtime.memory_limit_gib is None or 0 < runtime.memory_limit_gib < math.inf,
+        f"runtime.memory_limit_gib is {runtime.memory_limit_gib}: it must be a positive number, or null for all",
+    )
     found += _device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
         found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
@@ -294,14 +299,21 @@ def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
 
     on_gpu = config.runtime.device != Device.cpu and torch.cuda.is_available()
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count, training = parameters(config.model), config.training
+    count, training, limit = parameters(config.model), config.training, config.runtime.memory_limit_gib
     state, tokens = STATE_BYTES * count, 8 * training.batch_size * (training.sequence_length + 1)
-    place, memory, copies = "GPU", 0, 1
+    place, memory, copies, found = "GPU", 0, 1, []
     if on_gpu:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         place, memory, copies = "machine", host, ranks_here
-    found = []
+    if limit is not None and not on_gpu:
+        found.append(f"runtime.memory_limit_gib is {limit:g}, of a GPU, and this run takes none: set it to null")
+    elif limit is not None and limit * 2**30 > memory:
+        found.append(
+            f"runtime.memory_limit_gib is {limit:g}, and this GPU has {_gib(memory)}: lower it, or set it to null"
+        )
+    elif limit is not None:
+        place, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
     if copies * state > memory:
         ranks = f" on each of {copies} ranks" if copies > 1 else ""
         found.append(
@@ -365,9 +377,13 @@ def _amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = ""
     found, limit, size = [], config.limit, config.batch_size
     if limit is not None and limit < 1:
         found.append(f"{prefix}limit is {limit}: it must be at least 1, or null for all rows")
-    if not (size == "auto" if isinstance(size, str) else size >= 1):
-        found.append(f"{prefix}batch_size is {size}: it must be auto, or a number of at least 1")
-    return found
+    return found + _number_or_auto(f"{prefix}batch_size", size)
+
+
+def _number_or_auto(key: str, value: int | str) -> list[str]:
+    if value == "auto" if isinstance(value, str) else value >= 1:
+        return []
+    return [f"{key} is {value}: it must be auto, or a number of at least 1"]
 
 
 def _device_mistakes(key: str, device: Device) -> list[str]:

@@ -217,7 +217,10 @@ class RuntimeConfig:
     kernels: Kernels = key(
         Kernels.auto, "CUDA kernels where they run (not in deterministic, float32, SiLU runs), or else refuse; or never"
     )
-    micro_batch_size: int = key(16, "sequences per forward pass and rank; the last one of a step may be smaller")
+    micro_batch_size: int | str = key(
+        "auto", "sequences per forward pass and rank; auto: as many as fit the GPU (16 on a CPU), more once sparse"
+    )
+    memory_limit_gib: float | None = key(None, "GiB of each GPU that a rank may take, everything included; null: all")
     recompute: bool = key(False, "recompute each layer in backward instead of keeping its activations")
     deterministic: bool = key(False, "the same bits on every run of the same ranks and hardware; slower")
     data_workers: int = key(2, "processes per rank that read ahead (a stream: at most one); 0 reads between steps")

@@ -25,7 +25,7 @@ from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import locate, unreadable
-from sparsellm.evaluation.perplexity import cross_entropy
+from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy
 from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
     RESULTS,
@@ -298,7 +298,8 @@ class Evaluation:
             accelerate(decoder, kernels.name)
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-        loss = cross_entropy(decoder, blocks, config.runtime.micro_batch_size, autocast, self.ranks)
+        given = config.runtime.micro_batch_size
+        loss = cross_entropy(decoder, blocks, SEQUENCES if isinstance(given, str) else given, autocast, self.ranks)
         return {
             "loss": loss, "perplexity": math.exp(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
             "precision": config.runtime.precision.name, "device": device.type,

@@ -7,6 +7,8 @@ from torch import Tensor
 from sparsellm.distributed import Ranks
 from sparsellm.model import Decoder
 
+SEQUENCES = 16  # per forward pass, where the run itself chose how many fit
+
 
 @torch.no_grad()
 def cross_entropy(

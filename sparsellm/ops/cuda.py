@@ -7,6 +7,7 @@ copied.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from sparsellm.ops.twell import PackedGate
 # Bytes. TMA and 16-byte loads need it; and a saved buffer's length is a multiple of it, plus a number that names the
 # engine (engine_of).
 ALIGNMENT = 16
+NO_MEMORY = "torch could not allocate memory"  # in the error of an operator (kernels/bindings.cpp)
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -53,12 +55,12 @@ def forward(
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if plan.engine == Engine.dense:
         w_down = readable(w_down, x.dtype)
-        return torch.ops.sparsellm_cuda.dense_forward(x, w_gate, w_up, w_down, dispatch.fuses(m), counting, saving)
+        return _called("dense_forward", x, w_gate, w_up, w_down, dispatch.fuses(m), counting, saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
-        return *torch.ops.sparsellm_cuda.row_forward(x, w_gate, w_up, w_down_t), x.new_empty(0, dtype=torch.uint8)
+        return *_called("row_forward", x, w_gate, w_up, w_down_t), x.new_empty(0, dtype=torch.uint8)
     capacity, ordered = capacity_of(m, n, plan.room), dispatch.orders(m)
-    return torch.ops.sparsellm_cuda.tile_forward(x, w_gate, w_up, w_down_t, capacity, None, ordered, saving)
+    return _called("tile_forward", x, w_gate, w_up, w_down_t, capacity, None, ordered, saving)
 
 
 def backward(
@@ -75,11 +77,22 @@ def backward(
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if engine == Engine.dense:
         w_down, fused = readable(w_down, x.dtype), dispatch.fuses(x.shape[0])
-        made = torch.ops.sparsellm_cuda.dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused)
+        made = _called("dense_backward", x, w_gate, w_up, w_down, dy, dl1, saved, fused)
     else:
         w_down_t = _by_neuron(w_down, None, x.dtype)
-        made = torch.ops.sparsellm_cuda.tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights)
+        made = _called("tile_backward", x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights)
     return made if w_gate is not None else [made[0], *made[2:]]
+
+
+def _called(name: str, *arguments: Any) -> Any:
+    """What an operator of the kernels returns. Torch's stable ABI tells C++ that an allocation failed, and not of what;
+    so the operator cannot raise torch.OutOfMemoryError, by which callers know that smaller calls may fit."""
+    try:
+        return getattr(torch.ops.sparsellm_cuda, name)(*arguments)
+    except RuntimeError as error:
+        if NO_MEMORY in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
 
 
 def engine_of(saved: Tensor) -> Engine:

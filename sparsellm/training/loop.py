@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Activation, Config, Precision, takes_kernels
+from sparsellm.config import Config, Precision, takes_kernels
 from sparsellm.console import say, warn
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error, on_main
@@ -36,10 +36,11 @@ from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
-from sparsellm.ops import build, saved_bytes
+from sparsellm.ops import build
 from sparsellm.processes import PARENT_ENDED
 from sparsellm.training import communication, report, run_folder
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
     METRICS,
     HeldOut,
@@ -53,6 +54,7 @@ from sparsellm.training.metrics import (
     StepValues,
     reduce_step,
 )
+from sparsellm.training.micro_batch import MicroBatch
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
 from sparsellm.training.profile import Profile
@@ -62,7 +64,6 @@ from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coef
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
 
-DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 SAMPLE_PROMPT = "The"
 
 
@@ -108,10 +109,12 @@ class Trainer:
         """`evaluation`: what is scored every `evaluation.every` steps; None: nothing."""
         self.config, self.ranks, self.data, self.folder, self.evaluation = config, ranks, data, folder, evaluation
         runtime, device = config.runtime, ranks.device
+        self.plans: Plans | None = None  # None: the traced reference trains
+        self.step = 0
+        self.micro_batch = MicroBatch(self)  # before there are tensors, for it holds the process to its memory
         torch.manual_seed(config.training.seed)
         with device:
             self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
-        self.plans: Plans | None = None  # None: the traced reference trains
         if takes_kernels(config, runtime.kernels, device.type):
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
@@ -136,7 +139,6 @@ class Trainer:
             self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
         self.l1_denominator = l1_denominator(config.sparsity, config.model)
         self.tokens_per_step = config.training.tokens_per_step
-        self.step = 0
         self.data_state: dict[str, Any] | None = None
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
@@ -167,11 +169,12 @@ class Trainer:
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
 
-        Raises TrainingDiverged, CheckpointError, MetricsError.
+        Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError.
         """
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
+        self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
         with StopRequest() as stop:
             try:
@@ -225,20 +228,9 @@ class Trainer:
 
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
         """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
-        if self.plans is not None:
-            self.plans.before(self.step)
-        sums, sparsity = StepSums(), self.config.sparsity
-        l1_weight = l1_coefficient(self.tokens, sparsity) / self.l1_denominator
-        scale = self.ranks.world_size / self.tokens_per_step
-        micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(self.config.runtime.micro_batch_size)
-        for i, micro_batch in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            with nullcontext() if last or isinstance(self.model, Decoder) else self.model.no_sync():
-                with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
-                loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
-                (loss * scale).backward()
-            sums.add(out, micro_batch[:, 1:].numel())
+        if self.plans is not None and self.plans.before(self.step):
+            self.micro_batch.decided(tokens)
+        sums = self.micro_batch.run(lambda size: self.accumulate(tokens, size))
         if self.plans is not None:
             self.plans.after(self.step, sums)
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
@@ -247,6 +239,29 @@ class Trainer:
         if self.reinitialization is not None and self.reinitialization.due(self.step):
             self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm
+
+    def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
+        """Forward and backward of this rank's sequences, tokens [B, T + 1] int64, `size` at a time.
+
+        Adds to the gradients, and reduces them over the ranks with the last micro-batch, unless not to `reduce`.
+        """
+        sums = StepSums()
+        l1_weight = l1_coefficient(self.tokens, self.config.sparsity) / self.l1_denominator
+        scale = self.ranks.world_size / self.tokens_per_step
+        micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(size)
+        for i, micro_batch in enumerate(micro_batches):
+            last = reduce and i == len(micro_batches) - 1
+            with nullcontext() if last or isinstance(self.model, Decoder) else self.model.no_sync():
+                with self.autocast:
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
+                loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
+                (loss * scale).backward()
+            sums.add(out, micro_batch[:, 1:].numel())
+        return sums
+
+    def drop_gradients(self) -> None:
+        """As if nothing had been accumulated."""
+        self.optimizer.adamw.zero_grad(set_to_none=True)
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.training.steps)
@@ -258,26 +273,18 @@ class Trainer:
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
             "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
-            "ffn_saved_bytes": self._saved_bytes(),
+            "micro_batch_size": self.micro_batch.size,
+            "ffn_saved_bytes": ffn_saved_bytes(
+                self.config,
+                self.micro_batch.size,
+                [None] * len(self.decoder.layers) if self.plans is None else self.plans.plans,
+            ),
         }
         return reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
             None if self.reinitialization is None else self.reinitialization.count,
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
         )  # fmt: skip
-
-    def _saved_bytes(self) -> int | None:
-        """What the feedforward layers keep beside their inputs for backward, of a whole micro-batch."""
-        config, runtime = self.config, self.config.runtime
-        if config.sparsity.activation != Activation.relu:
-            return None  # autograd and the compiler decide
-        if runtime.recompute:
-            return 0  # but for the layer whose backward is under way
-        sequences = min(runtime.micro_batch_size, config.training.batch_size // self.ranks.world_size)
-        plans = [None] * len(self.decoder.layers) if self.plans is None else self.plans.plans
-        tokens, model = sequences * config.training.sequence_length, config.model
-        dtype = DTYPES[runtime.precision]
-        return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
 
     def _read(self, held_out: HeldOut | None = None, scores: dict[str, float | None] | None = None) -> bool:
         """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
@@ -332,7 +339,7 @@ class Trainer:
 
     def _validate(self) -> HeldOut:
         blocks, each = self.data.validation, self.data.named_validation
-        arguments = self.config.runtime.micro_batch_size, self.autocast, self.ranks
+        arguments = self.micro_batch.first, self.autocast, self.ranks
         named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
         return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 
@@ -359,6 +366,7 @@ class Trainer:
         values = {
             "step": self.step,
             "plans": None if self.plans is None else self.plans.state(),
+            "micro_batch": self.micro_batch.state(),
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
         }
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
@@ -372,6 +380,7 @@ class Trainer:
         self.saved_rows = None if values.get("metrics") is None else Saved(**values["metrics"])  # older ones have none
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
+        self.micro_batch.restore(values.get("micro_batch"))
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
@@ -400,6 +409,7 @@ class Trainer:
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
+        print(report.aligned("micro-batch", str(self.micro_batch)))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
         self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 

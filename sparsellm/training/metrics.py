@@ -240,6 +240,7 @@ class Rows:
             "wide_segments": None if values.wide_segments is None else int(sum(values.wide_segments)),
             "rest_calls": None if values.rest_calls is None else int(sum(values.rest_calls)),
             "plan_per_layer": values.known["plan_per_layer"],
+            "micro_batch_size": values.known["micro_batch_size"],
             "ffn_saved_bytes": values.known["ffn_saved_bytes"],
         }
         return {key: _finite_or_none(value) for key, value in row.items()}
@@ -295,7 +296,9 @@ def _scores(value: Any) -> bool:
 
 # What the value of each key is where it is not null; a key may be missing, but for those of ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls"), _count),
+    **dict.fromkeys(
+        ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
+    ),
     **dict.fromkeys(("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s"), _number),
     **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
     "evaluation": _scores,

@@ -47,9 +47,9 @@ class Plans:
     def __init__(self, config: Config, decoder: Decoder, world_size: int) -> None:
         training, model = config.training, config.model
         self.width, self.neurons = model.hidden_size, model.intermediate_size
-        sequences = training.batch_size // world_size
-        micro_batches = math.ceil(sequences / config.runtime.micro_batch_size)
-        self.tokens = sequences * training.sequence_length // micro_batches  # of the mean micro-batch
+        self.sequences, self.sequence_length = training.batch_size // world_size, training.sequence_length
+        given = config.runtime.micro_batch_size
+        self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
         self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call
         for layer, tensor in zip(decoder.layers, self.tensors, strict=True):
@@ -67,10 +67,15 @@ class Plans:
         """The names of the engines in effect, by layer."""
         return [plan.engine.name for plan in self.plans]
 
-    def before(self, step: int) -> None:
-        """Decide, if `step` is one to decide before. Waits then for the step DELAY before."""
+    def resize(self, size: int) -> None:
+        """Decide from here on for micro-batches of `size` sequences."""
+        micro_batches = math.ceil(self.sequences / size)
+        self.tokens = self.sequences * self.sequence_length // micro_batches  # of the mean micro-batch
+
+    def before(self, step: int) -> bool:
+        """Decide, if `step` is one to decide before, and say whether it is. Waits then for the step DELAY before."""
         if self.counts is None or step != self.counts.step + DELAY:
-            return
+            return False
         counts, self.counts = self.counts.read(), None
         share = self.tokens / self.tokens_per_step
         for tensor, plan, nnz, union, fullest in zip(self.tensors, self.plans, *counts, strict=True):
@@ -80,6 +85,7 @@ class Plans:
             if fullest > TILE_MAX_NONZEROS:
                 engine = Engine.dense  # once without room, such a one would take far longer than the others win
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
+        return True
 
     def after(self, step: int, sums: StepSums) -> None:
         """Send what `step` counted, if it is one to decide from. Collective."""

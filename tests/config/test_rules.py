@@ -1,8 +1,10 @@
 """Every broken rule is named at once, with its remedy; what just keeps it is accepted."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sparsellm.config import ConfigError, Kernels, from_overrides, memory_mistakes, mistakes
 from sparsellm.ops import build
@@ -59,6 +61,9 @@ from sparsellm.ops import build
             ["runtime.ddp_compress=bf16", "runtime.precision=bfloat16", "runtime.device=cpu"],
             "ddp_compress=bf16, but torch compresses only what GPUs send each other",
         ),
+        (["runtime.micro_batch_size=0"], "runtime.micro_batch_size is 0: it must be auto, or a number of at least 1"),
+        (["runtime.micro_batch_size=all"], "runtime.micro_batch_size is all: it must be auto, or a number"),
+        (["runtime.memory_limit_gib=0"], "runtime.memory_limit_gib is 0.0: it must be a positive number"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(overrides, message):
@@ -150,6 +155,26 @@ def test_ranks_on_a_cpu_share_its_memory():
     assert memory_mistakes(config, 1) == []
     (found,) = memory_mistakes(config, 10**6)
     assert "on each of 1000000 ranks" in found
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (150, "runtime.memory_limit_gib is 150, and this GPU has 140.0 GiB: lower it, or set it to null"),
+        (7, r"take 7\.6 GiB, and this run, by runtime\.memory_limit_gib, has 7\.0 GiB"),
+        (8, None),
+    ],
+)
+def test_a_part_of_a_gpu_is_all_that_a_run_has(limit, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30))
+    found = memory_mistakes(from_overrides(["model=0p5b", f"runtime.memory_limit_gib={limit}"]), 1)
+    assert (found == []) if message is None else re.search(message, found[0]), found
+
+
+def test_a_part_of_a_gpu_is_refused_where_there_is_none():
+    (found,) = memory_mistakes(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1)
+    assert found == "runtime.memory_limit_gib is 77, of a GPU, and this run takes none: set it to null"
 
 
 def test_all_mistakes_are_listed_at_once():

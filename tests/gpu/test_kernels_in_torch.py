@@ -261,6 +261,20 @@ def test_our_decoder_under_autocast(engine, gated):
         torch.cuda.synchronize()
 
 
+@ENGINE
+def test_where_memory_is_short_an_engine_says_so_as_torch_does(engine):
+    x, ws = cases.normal(4096, 264, 8000, True, rate=0.05)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (16 << 20)) / total)
+    try:
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+            feedforward(x, *ws, Plan.of(engine))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    cases.run(engine, x, ws)
+
+
 @GATED
 @pytest.mark.parametrize("m", [1, 64, 65, 300, 1343, 1344])
 def test_without_statistics_the_dense_engine_gives_the_same_y(m, gated):

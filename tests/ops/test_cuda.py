@@ -136,6 +136,20 @@ def test_inputs_of_any_layout_are_read(engine):
 
 
 @pytest.mark.usefixtures("stand_ins")
+def test_an_allocation_that_fails_is_raised_as_torch_raises_it(monkeypatch):
+    def fail(*_arguments):
+        raise RuntimeError(f"sparsellm_cuda: {cuda.NO_MEMORY}")
+
+    source = kernel_stand_ins.BINDINGS.read_text()
+    assert '"sparsellm_cuda: torch could not "' in source
+    assert cuda.NO_MEMORY.removeprefix("torch could not ") in source
+    monkeypatch.setattr(torch.ops.sparsellm_cuda, "row_forward", fail)
+    x, ws = tokens(3, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
+    with pytest.raises(torch.OutOfMemoryError, match="could not allocate memory"):
+        forward(x, ws, Plan(Engine.row))
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_gate_pack_gives_the_packed_form():
     x, w = tokens(130, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)[0]
     packed = cuda.gate_pack(x, w)

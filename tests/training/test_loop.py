@@ -27,7 +27,7 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "wide_segments", "rest_calls",
-    "plan_per_layer",
+    "plan_per_layer", "micro_batch_size",
     "ffn_saved_bytes", "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
@@ -133,6 +133,7 @@ def torchrun(ranks, *command):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):

@@ -1,0 +1,216 @@
+"""What training holds in the memory of a GPU, by arithmetic, and how much of that memory there is for it.
+
+Letters: P parameters, K model width, N neurons, V vocabulary, M tokens of a micro-batch, E bytes of an activation (2 in
+bfloat16). Between a micro-batch's forward and its backward pass a compiled layer keeps, for each token,
+
+    8 K        the residual stream before attention and before the feedforward block, float32
+    5 E K      queries, keys, values, the heads' output, and one normalised input
+    saved      what the feedforward engine keeps for its backward (sparsellm.ops.saved_bytes), or, where PyTorch
+               traces the block, its planes [M, N] (`traced_planes`)
+
+and beside them, whatever the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps
+more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
+
+On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "A whole model: training steps", by
+at most 0.3% on the PyTorch path. tests/gpu/test_memory.py measures it anew.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pynvml
+import torch
+
+from sparsellm.config import Activation, Config, ModelConfig, Precision, parameters
+from sparsellm.model.cross_entropy import CHUNK
+from sparsellm.ops import Plan, saved_bytes
+
+GIB = 2**30
+DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
+FLOAT32 = 4  # bytes
+# A deterministic run measures nothing: so much of the GPU is left to the context, NCCL and the kernels' code.
+UNMEASURED = 3 * GIB
+
+
+class Sharing(NamedTuple):
+    """Over how many ranks each kind of state is divided; 1: every rank holds all of it."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+
+class Usage(NamedTuple):
+    """Bytes on each rank's GPU at the peak of a step."""
+
+    weights: int
+    optimizer: int
+    gradients: int  # beside the buckets
+    buckets: int  # of DDP
+    activations: int
+    accumulates: bool  # whether gradients of earlier micro-batches are there when activations are at their most
+
+    @property
+    def total(self) -> int:
+        """Of a step of one micro-batch, gradients take the place that activations give back."""
+        both = self.gradients + self.activations if self.accumulates else max(self.gradients, self.activations)
+        return self.weights + self.optimizer + self.buckets + both
+
+
+def usage(
+    config: Config, world_size: int, sequences: int, plans: Sequence[Plan | None], sharing: Sharing | None = None
+) -> Usage:
+    """The memory of a step with micro-batches of `sequences`. plans: each layer's; None: PyTorch traces the layer."""
+    sharing, count = sharing or Sharing(), FLOAT32 * parameters(config.model)
+    accumulates = sequences < config.training.batch_size // world_size
+    buckets = count if world_size > 1 and sharing.gradients == 1 else 0
+    return Usage(
+        weights=count // sharing.weights,
+        optimizer=2 * count // sharing.optimizer,
+        # autograd hands each gradient of the last micro-batch to its bucket; those of the others it keeps itself
+        gradients=count // sharing.gradients if accumulates or not buckets else 0,
+        buckets=buckets,
+        activations=_activations(config, sequences, plans),
+        accumulates=accumulates,
+    )
+
+
+def ffn_saved_bytes(config: Config, sequences: int, plans: Sequence[Plan | None]) -> int | None:
+    """What the feedforward layers keep beside their inputs for the backward of a micro-batch of `sequences`; None for
+    SiLU, where autograd and the compiler decide."""
+    if config.sparsity.activation != Activation.relu:
+        return None
+    if config.runtime.recompute:
+        return 0  # but for the layer whose backward is under way
+    tokens, model = sequences * config.training.sequence_length, config.model
+    dtype = DTYPES[config.runtime.precision]
+    return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
+
+
+def _activations(config: Config, sequences: int, plans: Sequence[Plan | None]) -> int:
+    model, tokens = config.model, sequences * config.training.sequence_length
+    layers = [_layer(config, tokens, plan) for plan in plans]
+    kept, at_work = sum(layers), 0
+    if config.runtime.recompute:
+        kept, at_work = len(layers) * FLOAT32 * tokens * model.hidden_size, max(layers)
+    element = DTYPES[config.runtime.precision].itemsize
+    return kept + max(_head(model, tokens, element), at_work + _last_layer(model, tokens, element))
+
+
+def _layer(config: Config, tokens: int, plan: Plan | None) -> int:
+    """What a layer keeps between forward and backward."""
+    model, dtype = config.model, DTYPES[config.runtime.precision]
+    width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
+    if config.runtime.compile:
+        per_token = 2 * FLOAT32 * width + 5 * element * width
+    else:  # both norms' float32 results, and the rotation's steps, are kept too
+        per_token = 4 * FLOAT32 * width + 8 * element * width
+    matrices = 4 * width**2  # of attention
+    if plan is None:
+        matrices += (3 if model.gated else 2) * neurons * width
+        saved = traced_planes(config, element) * tokens * neurons
+    else:
+        saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)
+    casts = 0 if dtype == torch.float32 else matrices * element
+    return tokens * (per_token + FLOAT32 * model.num_heads) + saved + casts
+
+
+def traced_planes(config: Config, element: int) -> int:
+    """Bytes per token and neuron of the planes that a traced block keeps."""
+    if not config.model.gated:
+        return element  # h
+    if config.sparsity.activation == Activation.silu:
+        return (3 if config.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
+    # Compiled: the operator's g and u, and h and where g is not zero, which the compiler takes from forward.
+    return 3 * element + 1 if config.runtime.compile else 2 * element
+
+
+def _head(model: ModelConfig, tokens: int, element: int) -> int:
+    """While the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the
+    embedding in the compute dtype and its gradient, and a chunk's logits and their gradient, beside which the gradient
+    of the chunk before is still there."""
+    planes = 2 if tokens <= CHUNK else 3
+    logits = planes * min(tokens, CHUNK) * model.vocab_size * element
+    hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
+    return logits + hidden + model.vocab_size * model.hidden_size * (FLOAT32 + element)
+
+
+def _last_layer(model: ModelConfig, tokens: int, element: int) -> int:
+    """While the last layer's backward computes: the embedding's gradient before and after its scaling, the gradient of
+    the residual stream, and the planes of the feedforward block's backward."""
+    hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
+    return hidden + 3 * element * tokens * model.intermediate_size + 2 * FLOAT32 * model.vocab_size * model.hidden_size
+
+
+class Gpu:
+    """The memory of this process's GPU that tensors may take.
+
+    Beside tensors a process holds its CUDA context, NCCL's buffers and the kernels' code, which torch's allocator does
+    not count. A limit is for all of it, so what tensors may take is less.
+    """
+
+    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
+        self.device, self.limited = device, limit_gib is not None
+        _, self.total = torch.cuda.mem_get_info(device)
+        self.limit = self.total if limit_gib is None else min(self.total, int(limit_gib * GIB))
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep the allocator within the limit, as far as what the process holds beside tensors is known by now."""
+        share = max(0, self.limit - self._beside()) / self.total if self.limited else 1.0
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def available(self) -> int:
+        """Bytes for this process's tensors, those that are there included."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        there = free + torch.cuda.memory_reserved(self.device)
+        return min(there, self.limit - self._beside()) if self.limited else there
+
+    def peak_of(self, work: Callable[[], None]) -> int | None:
+        """The most bytes that tensors held during `work`, the second of two times; None where memory ran out.
+
+        It also ran out where the allocator could go on only by returning what it had cached: every step would wait for
+        that. The first time compiles, and may take more.
+        """
+        peak = None
+        try:
+            work()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = self._retries()
+            work()
+            torch.cuda.synchronize(self.device)
+            if self._retries() == before:
+                peak = torch.cuda.max_memory_allocated(self.device)
+        except torch.OutOfMemoryError:
+            pass  # the caller frees memory once this frame, and with it what `work` held, is gone
+        return peak
+
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+
+    def _beside(self) -> int:
+        """Bytes that this process holds on the GPU beside tensors: by the driver's list of processes, or, where that
+        does not show this process (in some containers), all that is on the GPU beside them."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        used = _used_by_this_process(self.device)
+        return (total - free if used is None or used < reserved else used) - reserved
+
+
+def _used_by_this_process(device: torch.device) -> int | None:
+    """Bytes, as the driver counts them; None where it does not say."""
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+
+
+def give_back() -> None:
+    """Return to the device what unused tensors of this process hold."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used

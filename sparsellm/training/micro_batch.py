@@ -1,0 +1,348 @@
+"""How many sequences a rank computes at a time: `runtime.micro_batch_size`, a number, or `auto` for what fits.
+
+Sums over the tokens of the global batch make a step's gradients (training/loop.py), so the size of a micro-batch
+changes rounding and nothing else. `auto` takes sizes that divide the rank's share of the global batch:
+
+    the start    The largest size whose memory fits, by arithmetic (training/memory.py). Real forward and backward
+                 passes check it, compiled as they will run; where they run out of memory on some rank, all ranks take
+                 the next smaller size.
+    growth       Sparse engines keep less, so later a larger size may fit. It is taken, after real passes, once the same
+                 size has fitted at SETTLED decisions of the plans in a row and most layers are sparse. This happens
+                 once, so at most two sizes are compiled. Should layers become dense again, so that it no longer fits,
+                 the step goes back to the size of the start, and returns when it fits again.
+    out of memory inside a step    One process computes the step again with half the size. Several ranks cannot, for
+                 the others wait inside a collective: the run's folder gets the half, which the next start keeps to.
+
+All ranks decide alike, from numbers that they agreed upon at the start and from plans, which are the same everywhere;
+nothing waits for the device but the passes that check a size. The passes leave no trace: gradients are dropped, random
+states restored, and counts never taken. A checkpoint holds what was decided, and what is about to be.
+
+A deterministic run decides by arithmetic alone, and never grows. So does a run whose ranks share weights, gradients or
+optimizer states, but that it grows: its passes contain collectives, which a rank without memory would not come to. On a
+CPU, whose memory is not measured, `auto` is up to CPU_SEQUENCES.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsellm.config import Config
+from sparsellm.console import warn
+from sparsellm.distributed import Ranks, gather, on_main
+from sparsellm.files import write_whole
+from sparsellm.ops import Engine, Plan
+from sparsellm.training.memory import FLOAT32, GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
+from sparsellm.training.metrics import StepSums
+from sparsellm.training.plans import Plans
+
+AUTO = "auto"
+RECORD = "micro_batch.json"  # in the run's folder, once several ranks have run out of memory
+CPU_SEQUENCES = 16  # at most
+MOST_TOKENS = 131_072  # of a micro-batch: more was never measured, and gains little
+SETTLED = 4  # decisions of the plans, 32 steps
+MARGIN = 0.02  # of the memory that a size needs by arithmetic, for what its allocations leave unused between them
+LESS = "runtime.recompute=true or a shorter training.sequence_length needs less"
+
+
+class MicroBatchError(RuntimeError):
+    """No size fits, or the size of an earlier start cannot be read. The same on all ranks."""
+
+
+class OutOfMemory(MicroBatchError):
+    """This rank, perhaps alone, ran out of memory inside a step. Others may wait for it inside a collective."""
+
+
+class Trained(Protocol):
+    """The trainer, as far as the choice of a size needs it."""
+
+    config: Config
+    ranks: Ranks
+    folder: Path
+    plans: Plans | None
+    step: int
+
+    def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
+        """Forward and backward of tokens [B, T + 1], `size` sequences at a time."""
+
+    def drop_gradients(self) -> None: ...
+
+
+class Growing(NamedTuple):
+    """The size that would fit, and at how many decisions in a row it would have."""
+
+    size: int
+    decisions: int
+
+
+class MicroBatch:
+    """The sequences that each rank computes at a time, `size`, in every step of a run."""
+
+    def __init__(self, trainer: Trained, sharing: Sharing | None = None) -> None:
+        """`sharing`: over how many ranks states are divided; None: every rank holds all."""
+        config, self.sharing = trainer.config, sharing or Sharing()
+        self.trainer, self.config, self.ranks = trainer, config, trainer.ranks
+        self.share = config.training.batch_size // trainer.ranks.world_size
+        given = config.runtime.micro_batch_size
+        self.auto = given == AUTO
+        self.gpu: Gpu | None = None
+        if trainer.ranks.device.type == "cuda":
+            self.gpu = Gpu(trainer.ranks.device, config.runtime.memory_limit_gib)
+        self.size = self.share if isinstance(given, str) else min(given, self.share)
+        self.first = self.size  # what the run started with, which layers that are all dense have room for
+        self.grown: int | None = None
+        self.growing = Growing(self.size, 0)
+        self.most: int | None = None  # a size that is known not to be too large, after one that was
+        # Bytes, on the rank that has least: of the GPU that may be taken, and of those what the arithmetic may use.
+        self.limit: int | None = None
+        self.capacity: int | None = None  # None: it does not grow
+        self.peak: int | None = None  # bytes, measured at the start
+        self.tried: set[int] = set()  # sizes that were compiled
+        self.restored = False
+
+    # The start.
+
+    def choose(self) -> None:
+        """Choose the size of a run that starts or goes on. Collective. Raises MicroBatchError if none fits."""
+        if not self.auto:
+            return
+        self._read_record()
+        if self.gpu is None:
+            if not self.restored:
+                self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
+            return
+        limit = min(gather(self.gpu.limit))
+        if limit != self.limit:  # another GPU than the checkpoint's, or more or less of it
+            self.limit, self.capacity, self.restored = limit, None, False
+        if self.config.runtime.deterministic:
+            if not self.restored:
+                self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
+            return
+        self._use_all_libraries()
+        available = min(gather(self.gpu.available()))
+        size = self.size if self.restored else self._largest(available, self._sizes())
+        left_out = 0  # by the arithmetic, and as large in other sizes
+        if self.sharing == Sharing():
+            size = self._check(size)
+            assert self.peak is not None
+            left_out = self.peak - self._needed(size)
+            self.gpu.hold()  # the passes have loaded code
+        if not self.restored:
+            self._take_first(size)
+        if self.capacity is None:
+            self.capacity = min(gather(self.gpu.available() - left_out))
+
+    def _use_all_libraries(self) -> None:
+        """Let NCCL take, before memory is measured, the buffers that it takes when it is first used."""
+        if self.ranks.world_size > 1:
+            count = self.config.runtime.ddp_bucket_mb * 2**20 // FLOAT32
+            dist.all_reduce(torch.zeros(count, device=self.ranks.device))
+
+    def _check(self, size: int) -> int:
+        """`size`, or the largest smaller one, with which real passes fit on all ranks."""
+        sizes = self._sizes()
+        while True:
+            self.peak = self._peak(size, self._random_tokens(size))
+            if None not in gather(self.peak):
+                return size
+            smaller = [other for other in sizes if other < size]
+            if not smaller:
+                raise MicroBatchError(self._nothing_fits())
+            self.ranks.say(f"sparsellm: {size} sequences at a time do not fit: {smaller[-1]} are tried")
+            torch._dynamo.reset()  # a graph for each size would add up to more than it keeps
+            size, self.restored, self.capacity = smaller[-1], False, None
+
+    def _take_first(self, size: int) -> None:
+        self.first, self.grown, self.growing = size, None, Growing(size, 0)
+        self._take(size)
+
+    def _take(self, size: int) -> None:
+        self.size = size
+        if self.trainer.plans is not None:
+            self.trainer.plans.resize(size)
+
+    def _sizes(self) -> list[int]:
+        """What divides the share, ascending."""
+        most = min(self.most or self.share, max(1, MOST_TOKENS // self.config.training.sequence_length))
+        return [size for size in range(1, most + 1) if self.share % size == 0]
+
+    def _plans(self) -> Sequence[Plan | None]:
+        plans = self.trainer.plans
+        return [None] * self.config.model.num_layers if plans is None else plans.plans
+
+    def usage(self, size: int) -> Usage:
+        """The memory of a step with micro-batches of `size`, with the plans in effect."""
+        return usage(self.config, self.ranks.world_size, size, self._plans(), self.sharing)
+
+    def _needed(self, size: int) -> int:
+        return self.usage(size).total
+
+    def _largest(self, available: int, sizes: list[int]) -> int:
+        """The largest of `sizes` that fits by arithmetic; the smallest if none does."""
+        fitting = [size for size in sizes if self._needed(size) * (1 + MARGIN) <= available]
+        return max(fitting, default=sizes[0])
+
+    def _peak(self, size: int, tokens: Tensor) -> int | None:
+        """Bytes at the peak of a step's passes over `tokens`, `size` sequences at a time; None: out of memory."""
+        assert self.gpu is not None
+
+        def passes() -> None:
+            self.trainer.accumulate(tokens, size, reduce=False)
+            self.trainer.drop_gradients()
+
+        self.tried.add(size)
+        device = self.ranks.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            peak = self.gpu.peak_of(passes)
+        self.trainer.drop_gradients()
+        give_back()
+        return peak
+
+    def _random_tokens(self, size: int) -> Tensor:
+        """Two micro-batches, for the second finds the gradients of the first; one, if a step has no more."""
+        training, generator = self.config.training, torch.Generator().manual_seed(0)
+        shape = min(2 * size, self.share), training.sequence_length + 1
+        return torch.randint(self.config.model.vocab_size, shape, generator=generator)
+
+    def _nothing_fits(self) -> str:
+        assert self.gpu is not None
+        needed = self._needed(1) / GIB
+        return (
+            f"not one sequence fits: training needs {needed:,.1f} GiB with one at a time, and of this GPU"
+            f" {self.gpu.available() / GIB:,.1f} GiB are there for it: {LESS}"
+        )
+
+    # Growth.
+
+    def decided(self, tokens: Tensor) -> None:
+        """Grow or go back, if the plans that were just decided ask for it; the same on all ranks, at the same steps.
+
+        `tokens`: this rank's of the step that is about to be taken, [B, T + 1].
+        """
+        if self.capacity is None:
+            return
+        if self.grown is not None:
+            size = self._largest(self.capacity, [self.first, self.grown])
+            if size != self.size:
+                self.ranks.say(f"sparsellm: step {self.trainer.step:,}: {size} sequences at a time, as memory allows")
+                self._take(size)
+            return
+        sizes = [size for size in self._sizes() if len(self.tried) < 2 or size in self.tried]
+        size = max(self.size, self._largest(self.capacity, sizes))
+        decisions = self.growing.decisions + 1 if size == self.growing.size else 1
+        self.growing = Growing(size, decisions)
+        plans = [plan for plan in self._plans() if plan is not None]
+        sparse = sum(plan.engine == Engine.tile for plan in plans)
+        if size > self.size and decisions >= SETTLED and 2 * sparse > len(plans):
+            self._grow(size, tokens)
+
+    def _grow(self, size: int, tokens: Tensor) -> None:
+        give_back()  # blocks of the present size would be in the way of larger ones
+        said = f"sparsellm: step {self.trainer.step:,}: "
+        if self.sharing == Sharing() and None in gather(self._peak(size, tokens[: 2 * size])):
+            self.most = self.size
+            self.ranks.say(f"{said}{size} sequences at a time would fit by arithmetic and do not: {self.size} stay")
+            return
+        self.ranks.say(f"{said}{size} sequences at a time instead of {self.size}, for the layers are sparse")
+        self.grown = size
+        self._take(size)
+
+    # Out of memory.
+
+    def run(self, accumulate: Callable[[int], StepSums]) -> StepSums:
+        """`accumulate(size)` for one step; on one process again with half the size if memory runs out. Raises
+        OutOfMemory."""
+        while True:
+            try:
+                return accumulate(self.size)
+            except torch.OutOfMemoryError:
+                pass  # what follows is outside, for the exception's frames still hold tensors
+            self.trainer.drop_gradients()
+            give_back()
+            self._halve(f"step {self.trainer.step:,}: out of memory with {self.size} sequences at a time")
+
+    def _halve(self, what: str) -> None:
+        if not self.auto:
+            raise OutOfMemory(
+                f"{what}, as runtime.micro_batch_size says: half of it, or auto, needs less; the same command with that"
+                " resumes from the newest checkpoint"
+            )
+        smaller = [size for size in self._sizes() if 2 * size <= self.size]
+        if not smaller:
+            raise OutOfMemory(f"{what}: {LESS}")
+        if self.ranks.world_size > 1:
+            record = {"most": smaller[-1], "because": f"rank {self.ranks.rank}, {what}"}
+            write_whole(self.trainer.folder / RECORD, json.dumps(record).encode())
+            raise OutOfMemory(
+                f"{what}. Started again, by torchrun --max-restarts or by the same command, the run goes on from the"
+                f" newest checkpoint with {smaller[-1]} at a time"
+            )
+        self.most = smaller[-1]
+        self._take_first(smaller[-1])
+        warn(f"{what}: the same step again with {self.size}")
+
+    def _read_record(self) -> None:
+        """Keep to what an earlier start of several ranks found out."""
+        path = self.trainer.folder / RECORD
+
+        def read() -> int | None:
+            if not path.exists():
+                return None
+            try:
+                record = json.loads(path.read_bytes())
+                most, because = int(record["most"]), record["because"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise MicroBatchError(
+                    f"{path} cannot be read ({error}): it says how many sequences fit. Remove it to have that found"
+                    " out anew"
+                ) from error
+            warn(f"at most {most} sequences at a time: {because} ({path}; without it all sizes are tried)")
+            return most
+
+        most = on_main(self.ranks, read)
+        if most is None:
+            return
+        self.most = min(most, self.most or most)
+        if self.size > self.most:
+            self.restored = False
+
+    # What a checkpoint holds, and what people see.
+
+    def state(self) -> dict[str, Any] | None:
+        """All that later steps depend on, for JSON; None where the size was given."""
+        if not self.auto:
+            return None
+        return {
+            "share": self.share, "size": self.size, "first": self.first, "grown": self.grown, "most": self.most,
+            "limit": self.limit, "capacity": self.capacity, "growing": self.growing,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on as `state` says, if the size is not given, and each rank has as many sequences as then."""
+        if not self.auto or state is None or state["share"] != self.share:
+            return
+        self.first, self.grown, self.most = state["first"], state["grown"], state["most"]
+        self.limit, self.capacity, self.growing = state["limit"], state["capacity"], Growing(*state["growing"])
+        self.restored = True
+        self.tried = {state["size"], self.first}
+        self._take(state["size"])
+
+    def __str__(self) -> str:
+        """Its sequences, and what memory is used for, in GiB; by arithmetic, where no passes were measured."""
+        said = f"{self.size} of {self.share} sequences at a time"
+        if self.gpu is None:
+            return said
+        found, peak, available = self.usage(self.size), self.peak, self.gpu.available()
+        total = found.total if peak is None else peak
+        parts = {
+            "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
+            "buckets": found.buckets, "activations": found.activations + total - found.total,
+        }  # fmt: skip
+        said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
+        left = (available - total) / GIB
+        said += f" GiB; at the peak {total / GIB:,.1f} of {available / GIB:,.1f}" + " by arithmetic" * (peak is None)
+        return f"{said}, {abs(left):,.1f} {'left' if left >= 0 else 'too much'}"

@@ -1,0 +1,134 @@
+"""What only a GPU can show of memory: that the arithmetic holds, that a limit does, and what a real shortage does."""
+
+import pytest
+import torch
+from small_run import small_trainer
+
+from sparsellm.config import from_overrides, parameters
+from sparsellm.ops import Plan
+from sparsellm.training.memory import GIB, give_back
+
+pytestmark = pytest.mark.gpu
+# The width of the experiments, four layers of it: 5 GiB of states.
+WIDE = [
+    "model.vocab_size=49152", "model.hidden_size=2048", "model.intermediate_size=5632", "model.num_layers=4",
+    "model.num_heads=32", "model.context_length=2048", "model.init_std=0.02", "training.sequence_length=2048",
+    "training.batch_size=16", "runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true",
+    "runtime.deterministic=false", "runtime.micro_batch_size=auto",
+]  # fmt: skip
+TORCH = "runtime.kernels=torch"
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_and_nothing_held():
+    torch._dynamo.reset()
+    give_back()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    give_back()
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("overrides", "engine"),
+    [
+        ([TORCH], None),
+        ([TORCH, "model.gated=false"], None),
+        ([TORCH, "runtime.recompute=true"], None),
+        (["sparsity=dense_silu", "sparsity.l1_coefficient=0"], None),
+        ([], "dense"),
+        ([], "tile"),
+        (["model.gated=false"], "dense"),
+    ],
+    ids=["torch", "torch_nongated", "recompute", "silu", "dense", "tile", "dense_nongated"],
+)
+def test_the_arithmetic_is_within_three_percent_of_the_peak(overrides, engine, size, tmp_path):
+    """At 16, a step has one micro-batch, and its gradients come as activations go."""
+    before = torch.cuda.memory_allocated()
+    with small_trainer(tmp_path / "run", *WIDE, *overrides, f"runtime.micro_batch_size={size}") as trainer:
+        if engine == "tile":
+            silent = torch.arange(5632, device="cuda") % 56 != 0  # the others fire for half of the tokens: 50 per token
+            for layer, tensor in zip(trainer.decoder.layers, trainer.plans.tensors, strict=True):
+                with torch.no_grad():
+                    layer.mlp.gate_proj.weight[silent] = 0
+                tensor.copy_(Plan.of("tile").tensor())
+        batches = trainer.data.batches(None)
+        trainer.advance(batches)  # compiles
+        *_, clock = trainer.advance(batches)
+        assert clock.peak_memory - before == pytest.approx(trainer.micro_batch.usage(size).total, rel=0.03)
+
+
+def used_of_the_gpu():
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_a_limit_holds_for_all_that_the_process_has_and_is_made_use_of(tmp_path):
+    """Of sizes that divide 64, the largest that fits is at least half of what would."""
+    there = used_of_the_gpu()  # this process's context among it, and perhaps others'
+    with small_trainer(tmp_path / "run", *WIDE, "training.batch_size=64", "runtime.memory_limit_gib=16") as trainer:
+        trainer.micro_batch.choose()
+        batches = trainer.data.batches(None)
+        for _ in range(3):
+            trainer.advance(batches)
+        torch.cuda.synchronize()
+        assert used_of_the_gpu() <= max(there, 16 * GIB)
+        assert trainer.micro_batch.size in (8, 16)
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(15 * GIB, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("experiment", ["0p5b", "1b", "1p5b", "2b"])
+def test_every_experiment_starts_on_80_gb_and_compiles_nothing_after_the_choice(experiment, tmp_path):
+    model = from_overrides([f"experiment={experiment}"]).model
+    overrides = [*WIDE, f"model.num_layers={model.num_layers}", "training.batch_size=64"]
+    with small_trainer(tmp_path / "run", *overrides, "runtime.memory_limit_gib=77") as trainer:
+        assert sum(p.numel() for p in trainer.decoder.parameters()) == parameters(model)
+        trainer.micro_batch.choose()
+        print(trainer.micro_batch)
+        compiled, batches = graphs(), trainer.data.batches(None)
+        for _ in range(2):
+            *_, clock = trainer.advance(batches)
+        assert graphs() == compiled > 0
+        assert trainer.micro_batch.size >= 4
+        assert clock.peak_memory <= 77 * GIB
+
+
+def test_a_new_size_compiles_each_part_once(tmp_path):
+    with small_trainer(tmp_path / "run", *WIDE) as trainer:
+        trainer.micro_batch.most = 4
+        trainer.micro_batch.choose()
+        batches = trainer.data.batches(None)
+        trainer.advance(batches)
+        first = graphs()
+        trainer.micro_batch._grow(8, trainer.data.samples(range(16)))
+        assert trainer.micro_batch.size == 8
+        trainer.advance(batches)
+        assert graphs() <= 2 * first
+        both = graphs()
+        for size in (4, 8):
+            trainer.micro_batch._take(size)
+            trainer.advance(batches)
+        assert graphs() == both
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_with_half(tmp_path, capsys):
+    """Something takes the memory that 8 sequences need and 4 do not."""
+    with small_trainer(tmp_path / "run", *WIDE, "runtime.memory_limit_gib=30") as trainer:
+        trainer.micro_batch.most = 8
+        trainer.micro_batch.choose()
+        assert trainer.micro_batch.size == 8
+        needed = (trainer.micro_batch.usage(4).total + trainer.micro_batch.usage(8).total) // 2
+        hog = torch.empty(trainer.micro_batch.gpu.available() - needed, dtype=torch.uint8, device="cuda")
+        sums, norm, _ = trainer.advance(trainer.data.batches(None))
+        assert trainer.micro_batch.size == 4
+        assert sums.ce.item() > 0
+        assert norm.isfinite()
+        del hog
+    assert "step 1: out of memory with 8 sequences at a time: the same step again with 4" in capsys.readouterr().err

@@ -1,0 +1,277 @@
+"""runtime.micro_batch_size=auto: what it chooses, when it grows, what it does where memory runs out; on a fake GPU."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from small_memory import OUT_OF_MEMORY, ROOMY, FakeGpu, become_sparse, sparse_layers_save_nothing
+from small_run import signal_after, small_trainer
+from test_loop import torchrun
+
+from sparsellm.config import from_overrides
+from sparsellm.config.overrides import choices
+from sparsellm.training import memory, micro_batch, plans, report
+from sparsellm.training.memory import GIB, Sharing
+from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory
+
+AUTO = ["runtime.micro_batch_size=auto", "runtime.deterministic=false", "training.batch_size=12"]
+GROWING = [*ROOMY, "training.batch_size=16", "training.steps=30", "logging.every=1"]
+
+
+@pytest.fixture
+def fast_decisions(monkeypatch):
+    monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
+    monkeypatch.setattr(micro_batch, "SETTLED", 2)
+    monkeypatch.setattr(memory, "saved_bytes", sparse_layers_save_nothing)
+    monkeypatch.setattr(report, "finish", lambda *_: "")  # plots and a sample of the text take longer than the steps
+    monkeypatch.setattr(report, "sample", lambda *_: "")
+
+
+def state(trainer):
+    """All that a checkpoint would hold of the tensors."""
+    return {name: tensor.clone() for name, tensor in trainer._tensors(trainer.silent.reduced()).items()}
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def trained(trainer, steps=4):
+    batches = trainer.data.batches(trainer.data_state)
+    for _ in range(steps):
+        trainer.advance(batches)
+    return state(trainer)
+
+
+def test_the_largest_divisor_that_fits_is_chosen_and_the_passes_leave_no_trace(tmp_path):
+    with small_trainer(tmp_path / "given", *AUTO, "runtime.micro_batch_size=4") as trainer:
+        expected = trained(trainer)
+    with small_trainer(tmp_path / "auto", *AUTO) as trainer:
+        gpu, before, random = FakeGpu(trainer, sequences=5), state(trainer), torch.get_rng_state()
+        trainer.micro_batch.choose()
+        assert trainer.micro_batch.size == 4
+        assert gpu.tried == [4]
+        assert_same(state(trainer), before)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is None for p in trainer.decoder.parameters())
+        assert_same(trained(trainer), expected)
+
+
+def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
+    """Where passes needed a GiB more than the arithmetic says, activations did."""
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        gpu, chosen = FakeGpu(trainer, sequences=4), trainer.micro_batch
+        gpu.bytes, chosen.size, found = 5 * GIB, 4, chosen.usage(4)
+        by_arithmetic = (
+            "4 of 12 sequences at a time: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
+            " at the peak 0.0 of 5.0 by arithmetic, 5.0 left"
+        )
+        assert str(chosen) == by_arithmetic
+        chosen.peak = found.total + GIB
+        assert "activations 1.0 GiB; at the peak 1.0 of 5.0, 4.0 left" in str(chosen)
+        gpu.bytes = 0
+        assert "at the peak 1.0 of 0.0, 1.0 too much" in str(chosen)
+
+
+def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsys):
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        gpu = FakeGpu(trainer, sequences=6, most=lambda: 3)
+        trainer.micro_batch.choose()
+        assert (trainer.micro_batch.size, gpu.tried) == (3, [6, 4, 3])
+        assert "4 sequences at a time do not fit: 3 are tried" in capsys.readouterr().err
+
+
+def test_a_run_of_which_not_one_sequence_fits_is_refused(tmp_path):
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        FakeGpu(trainer, sequences=2, most=lambda: 0)
+        with pytest.raises(MicroBatchError, match=r"not one sequence fits: .*runtime\.recompute=true"):
+            trainer.micro_batch.choose()
+
+
+def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
+    """Real passes would contain collectives, which a rank without memory would leave the others waiting in."""
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        gpu, trainer.micro_batch.sharing = FakeGpu(trainer, sequences=1), Sharing(100, 100, 100)
+        trainer.micro_batch.choose()
+        assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # what states take on one rank is room for more
+        assert trainer.micro_batch.capacity == gpu.bytes
+
+
+@pytest.mark.parametrize(("batch", "size"), [(12, 12), (48, 16), (34, 2), (17, 1)])
+def test_on_a_cpu_auto_is_the_largest_divisor_up_to_16(batch, size, tmp_path):
+    with small_trainer(tmp_path / "run", *AUTO, f"training.batch_size={batch}") as trainer:
+        trainer.micro_batch.choose()
+        assert trainer.micro_batch.size == size
+
+
+def test_experiments_are_auto_and_smoke_is_not():
+    given = {name: from_overrides([f"experiment={name}"]).runtime.micro_batch_size for name in choices("experiment")}
+    assert given == {name: 8 if name == "smoke" else "auto" for name in given}
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_a_deterministic_run_chooses_by_arithmetic_alone_and_keeps_the_size(tmp_path, monkeypatch):
+    deterministic = [*AUTO, "runtime.deterministic=true"]
+
+    def run(sequences, steps):
+        with small_trainer(tmp_path / "run", *deterministic, f"training.steps={steps}") as trainer:
+            gpu = FakeGpu(trainer, sequences)
+            assert trainer.fit() == 0
+            assert gpu.tried == []
+            return trainer.micro_batch.size
+
+    assert run(5, steps=3) == 4
+    monkeypatch.setattr(micro_batch, "MARGIN", 1)  # an arithmetic that would choose less
+    assert run(5, steps=6) == 4
+
+
+def growing(folder, sparse, engine="tile", most=lambda: 16, stop_after=None):
+    """A run that decides before steps 3, 6, 9, ...: its rows, its state, and the sizes that were tried.
+
+    Layers of `engine` have room for 8 sequences.
+    """
+    with small_trainer(folder, *GROWING) as trainer:
+        become_sparse(trainer, sparse)
+        gpu = FakeGpu(trainer, 8, engine, most)
+        if stop_after is not None:
+            signal_after(trainer, stop_after - 1)
+        assert trainer.fit() == (0 if stop_after is None else 128 + signal.SIGTERM)
+        assert trainer.plans.tokens == trainer.micro_batch.size * 16
+        return read(folder / METRICS), state(trainer), gpu.tried
+
+
+def sizes(rows):
+    return [row["micro_batch_size"] for row in rows]
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_path, capsys):
+    """Sparse from the decision of step 6 on: the second such decision is that of step 9. Dense from 15 to 20."""
+    rows, _, tried = growing(tmp_path / "run", lambda step: step >= 4 and not 15 <= step < 20)
+    assert sizes(rows) == [4] * 8 + [8] * 6 + [4] * 6 + [8] * 10
+    assert tried == [4, 8]
+    said = capsys.readouterr().err
+    assert "step 9: 8 sequences at a time instead of 4, for the layers are sparse" in said
+    assert "step 15: 4 sequences at a time, as memory allows" in said
+    dense, _, _ = growing(tmp_path / "dense", lambda step: False)
+    assert sizes(dense) == [4] * 30
+    for key in ("ce", "l1", "nnz_mean", "grad_norm"):  # the same mathematics, rounded in another order
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in dense], rel=1e-3)
+        assert [row[key] for row in rows[:9]] == pytest.approx([row[key] for row in dense[:9]], rel=1e-6)
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_while_layers_are_dense_it_does_not_grow(tmp_path):
+    """Although 8 fit by arithmetic, as they did at the start, where real passes said otherwise."""
+    most = iter([4])  # at the first call
+    rows, _, tried = growing(tmp_path / "run", lambda step: False, "dense", lambda: next(most, 16))
+    assert (sizes(rows), tried) == ([4] * 30, [8, 4])
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_a_resumed_run_grows_and_computes_as_one_that_was_not_stopped(tmp_path):
+    """Stopped between the decisions that lead to growth, right after it, and later."""
+
+    def sparse(step):
+        return step >= 4
+
+    straight, expected, _ = growing(tmp_path / "straight", sparse)
+    for stop_after, tried in ((7, [4]), (9, [4, 8]), (12, [8])):
+        assert growing(tmp_path / "stopped", sparse, stop_after=stop_after)[2] == tried
+    rows, ours, tried = growing(tmp_path / "stopped", sparse)
+    assert tried == [8]
+    assert sizes(rows) == sizes(straight) == [4] * 8 + [8] * 22
+    assert_same(ours, expected)
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_a_growth_whose_real_passes_run_out_of_memory_is_not_taken_and_not_tried_again(tmp_path, capsys):
+    rows, _, tried = growing(tmp_path / "run", lambda step: step >= 4, most=lambda: 4)
+    assert (sizes(rows), tried) == ([4] * 30, [4, 8])
+    assert "step 9: 8 sequences at a time would fit by arithmetic and do not: 4 stay" in capsys.readouterr().err
+
+
+def out_of_memory_once(trainer, step, call):
+    """Run out of memory at a call of `step`, counted from 1, when others have left their gradients."""
+    calls = []
+
+    def before_passes(_module, _inputs):
+        if trainer.step == step:
+            calls.append(step)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer.decoder.register_forward_pre_hook(before_passes)
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_a_resume_with_another_part_of_the_gpu_chooses_anew(tmp_path):
+    def run(sequences, steps):
+        with small_trainer(tmp_path / "run", *AUTO, f"training.steps={steps}") as trainer:
+            gpu = FakeGpu(trainer, sequences)
+            assert trainer.fit() == 0
+            return trainer.micro_batch.size, gpu.tried
+
+    assert [run(5, steps=3), run(5, steps=4), run(3, steps=5), run(7, steps=6)] == [
+        (4, [4]), (4, [4]), (3, [3]), (6, [6])
+    ]  # fmt: skip
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_with_half_as_many_sequences(tmp_path, capsys):
+    with small_trainer(tmp_path / "disturbed", *AUTO) as trainer:
+        trainer.micro_batch._take_first(6)
+        out_of_memory_once(trainer, step=3, call=2)
+        ours = trained(trainer)
+        assert trainer.micro_batch.size == 3
+    assert "step 3: out of memory with 6 sequences at a time: the same step again with 3" in capsys.readouterr().err
+    with small_trainer(tmp_path / "undisturbed", *AUTO) as trainer:
+        trainer.micro_batch._take_first(6)
+        trained(trainer, 2)
+        trainer.micro_batch._take_first(3)
+        assert_same(ours, trained(trainer, 2))
+
+
+@pytest.mark.parametrize(
+    ("override", "size", "said"),
+    [("runtime.micro_batch_size=6", 6, "as runtime.micro_batch_size says"), (AUTO[0], 1, "runtime.recompute=true")],
+)
+def test_a_given_number_is_not_halved_nor_is_one(override, size, said, tmp_path):
+    with small_trainer(tmp_path / "run", *AUTO, override) as trainer:
+        if override == AUTO[0]:
+            trainer.micro_batch._take_first(1)
+        before = state(trainer)
+        out_of_memory_once(trainer, step=1, call=2)
+        with pytest.raises(OutOfMemory, match=f"step 1: out of memory with {size} sequences at a time.*{said}"):
+            trained(trainer)
+        assert_same(state(trainer), before)
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path):
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        (tmp_path / "run" / RECORD).write_text('{"most": "some"}')
+        with pytest.raises(MicroBatchError, match=rf"{RECORD} cannot be read .*Remove it"):
+            trainer.micro_batch.choose()
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_grow_alike_and_go_on_with_half_after_one_ran_out_of_memory(tmp_path):
+    """Rank 1 has room for less than rank 0. It runs out of memory once both have grown, and torchrun starts them again
+    from the checkpoint of step 10."""
+    script = Path(__file__).parents[1] / "small_memory.py"
+    done = torchrun(2, "--max-restarts=1", script, tmp_path, "run.name=run", "training.batch_size=32",
+                    "training.steps=20", "logging.every=1", "run.checkpoint_every=5")  # fmt: skip
+    folder = tmp_path / "run"
+    record = json.loads((folder / RECORD).read_text())
+    said = f"step {OUT_OF_MEMORY}: out of memory with 8 sequences at a time"
+    assert record == {"most": 4, "because": f"rank 1, {said}"}
+    assert f"rank 1: {said}. Started again" in done.stderr
+    assert "step 9: 8 sequences at a time instead of 4" in done.stderr
+    assert "at most 4 sequences at a time: rank 1, step 11" in done.stderr
+    rows = read(folder / METRICS)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert sizes(rows) == [4] * 8 + [8] * 2 + [4] * 10
+    assert (folder / "checkpoints/step_00000020/COMMITTED").exists()
