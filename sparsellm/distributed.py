@@ -6,6 +6,7 @@ thread while training goes on, so they have a CPU group of their own: collective
     gather(value)        every rank's value
     first_error(error)   the error of the first rank that has one: all go on, or none
     on_main(ranks, work) the main rank's result; where the main rank fails, no rank goes on
+    whole(tensor)        a tensor that ranks hold in shards, in one piece on each of them
 
 So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
 more: whether a rank was asked to stop comes with the row of a logged step (training/metrics.py).
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sparsellm.console import say
 
@@ -108,6 +111,11 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """`tensor` gathered, if it is in shards, or else itself. Collective on the ranks that share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_error(error: str | None) -> str | None:

@@ -21,6 +21,9 @@ than are kept.
 checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
 `hf/` is the part to exchange.
 
+Tensors in shards (DTensors) are written by the ranks that have them, and loaded into whatever shards, or whole tensors,
+the loading ranks have: DCP cuts and joins them.
+
 All collectives run on `ranks.checkpoint_group`, those of a save in its thread, and every method but `__init__` first
 waits for that thread: so two threads never use the group at once. An exception on one rank becomes a CheckpointError on
 all of them at the end of the phase it happened in; no rank waits for one that gave up.
@@ -41,7 +44,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather
@@ -75,7 +79,7 @@ class Checkpoints:
         """Makes `folder` and clears what a killed run left unfinished in it.
 
         `keep` is the number of checkpoints kept, those with the highest steps. `export(weights, hf_folder)` is called
-        on the main rank, in the writing thread, with CPU copies of the tensors whose names start with "model.", that
+        on the main rank, in the writing thread, with whole tensors on the CPU, those whose names start with "model.", that
         prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be written.
         """
         self.folder, self.ranks, self.keep, self.export = folder, ranks, keep, export
@@ -95,17 +99,18 @@ class Checkpoints:
         """Copy everything to CPU memory and write it in a thread; a step saved before is replaced.
 
         `tensors` (any shapes, dtypes and devices) are the same on all ranks: each rank copies and writes its share of
-        them, the main rank the model's. `rank_tensors` and `rank_values` are each rank's own, `values` the main
+        them, the main rank the model's, and its own shards of those that are in shards. `rank_tensors` and `rank_values` are each rank's own, `values` the main
         rank's. Both are JSON: keys come back as strings and tuples as lists. All of them may change once this returns.
 
         Waits for the save before, and raises its CheckpointError instead of saving; raises one if the copy fails.
         """
         self.wait()
-        snapshot, texts = self._together(
+        copies, texts = self._together(
             f"copying the state of step {step}", lambda: self._snapshot(tensors, values, rank_tensors, rank_values)
         )
         wanted = sum(tensor.nbytes for tensor in tensors.values())
-        self._writing = self._writer.submit(self._write, step, snapshot, texts, wanted)
+        shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        self._writing = self._writer.submit(self._write, step, copies, shards, texts, wanted)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises CheckpointError, naming the step, if the last save failed."""
@@ -171,10 +176,12 @@ class Checkpoints:
     def _snapshot(
         self, tensors: dict[str, torch.Tensor], values: dict, rank_tensors: dict[str, torch.Tensor], rank_values: dict
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """CPU copies of what this rank writes, and the text of its JSON files by name."""
+        """CPU copies of what this rank writes, of tensors in shards its shard, and the text of its JSON files by name."""
         if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
             raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
-        copies = {name: _copy(tensors[name]) for name in self._share(tensors)}
+        whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        copies = {name: _copy(whole[name]) for name in self._share(whole)}
+        copies |= {name: _copy(shard) for name, tensor in tensors.items() if (shard := _own_shard(tensor)) is not None}
         copies |= {f"{RANK_PREFIX}{self.ranks.rank:05}.{name}": _copy(tensor) for name, tensor in rank_tensors.items()}
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
@@ -199,10 +206,18 @@ class Checkpoints:
                 mine.append(name)
         return mine
 
-    def _write(self, step: int, snapshot: dict[str, torch.Tensor], texts: dict[str, str], wanted: int) -> None:
+    def _write(
+        self,
+        step: int,
+        copies: dict[str, torch.Tensor],
+        shards: dict[str, DTensor],
+        texts: dict[str, str],
+        wanted: int,
+    ) -> None:
         """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures.
 
-        `wanted`: bytes of the tensors that all ranks write together.
+        `copies`: what `_snapshot` gave. `shards`: the tensors in shards, which say what the copies of theirs are part
+        of; their values are no longer those of `step`. `wanted`: bytes of the tensors that all ranks write together.
         """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
@@ -217,7 +232,9 @@ class Checkpoints:
             # The collective part comes first: a rank that failed before it would leave the others waiting inside.
             # Copying ahead is for tensors on a GPU; it would open a context on GPU 0 in every rank's thread.
             writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
-            dcp.save(snapshot, storage_writer=writer, process_group=self.ranks.checkpoint_group)
+            described = {name: shards.get(name, copy) for name, copy in copies.items()}
+            planner, group = _FromCopies(copies), self.ranks.checkpoint_group
+            dcp.save(described, storage_writer=writer, planner=planner, process_group=group)
             for name, text in texts.items():
                 (state / name).write_text(text)
                 sync(state / name)
@@ -225,8 +242,8 @@ class Checkpoints:
         def commit() -> None:
             hf = partial / "hf"
             hf.mkdir()
-            weights = {n.removeprefix(MODEL_PREFIX): t for n, t in snapshot.items() if n.startswith(MODEL_PREFIX)}
-            self.export(weights, hf)
+            weights = {name: joined.get(name, t) for name, t in copies.items() if name.startswith(MODEL_PREFIX)}
+            self.export({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, hf)
             _seal(partial, step)
             replaced = final.with_name(final.name + ".replaced")
             if final.exists():
@@ -242,6 +259,7 @@ class Checkpoints:
         try:
             self._on_main(task, make_folder)
             self._together(task, write_state)
+            joined = self._together(task, lambda: self._joined(state, [*shards]))
             self._on_main(task, commit)
         except RankGone:
             raise  # the next start clears the folder
@@ -253,6 +271,18 @@ class Checkpoints:
                 said = self._without_room(task, error, wanted)
             raise CheckpointError(self._gather(task, said)[0]) from error
         self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
+
+    def _joined(self, state: Path, names: list[str]) -> dict[str, torch.Tensor]:
+        """On the main rank: those of `names` that are the model's, whole, on the CPU, read from `state` as it was just
+        written. So no GPU ever holds the whole model for an export. Collective where there are any."""
+        names = [name for name in names if name.startswith(MODEL_PREFIX)]
+        if not names:
+            return {}
+        reader = dcp.FileSystemReader(state)
+        entries = reader.read_metadata().state_dict_metadata if self.ranks.is_main else {}
+        tensors = {n: torch.empty(entries[n].size, dtype=entries[n].properties.dtype) for n in names if n in entries}
+        dcp.load(tensors, storage_reader=reader, process_group=self.ranks.checkpoint_group)
+        return tensors
 
     def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
         """`error` with what is free for a save, once the failed one has given back what it had taken."""
@@ -382,6 +412,27 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+
+
+class _FromCopies(dcp.DefaultSavePlanner):
+    """Plans to write what is to be saved, and takes the values from its copies."""
+
+    def __init__(self, copies: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.copies[index.fqn]
+
+
+def _own_shard(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this rank writes of a tensor in shards, if it does: of copies, on several nodes, the first node writes."""
+    if not isinstance(tensor, DTensor):
+        return None
+    coordinate = cast(list[int], tensor.device_mesh.get_coordinate())
+    copied = any(at > 0 and placement.is_replicate() for at, placement in zip(coordinate, tensor.placements, strict=True))
+    shard = tensor.to_local()
+    return None if copied or shard.numel() == 0 else shard
 
 
 def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

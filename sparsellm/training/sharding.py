@@ -1,0 +1,132 @@
+"""One model on many ranks: copies of it (DistributedDataParallel), or shards (torch's FSDP2, `fully_shard`).
+
+    runtime.shard    what a rank keeps of S ranks that share      what is sent, float32 all of it
+    none             all weights, gradients and moments           gradients, averaged once in a step
+    optimizer        1/S of weights, gradients and moments, and   weights, gathered once in a step; gradients, reduced to
+                     all weights while a step computes            their shards in each micro-batch
+    full             1/S of all; a layer's weights while it       weights, gathered for each forward and each backward;
+                     computes                                     gradients, reduced to their shards in each micro-batch
+
+A matrix is cut by rows (dimension 0), the last shard may be smaller, and each layer is gathered and reduced by itself.
+The embedding, which is the head too, and the last norm are gathered once in a micro-batch in both kinds.
+
+Ranks of one node share: on several nodes each node has a whole model in shards, and the shards' gradients are averaged
+between nodes once in a step. Where every node has one rank, all ranks share.
+
+A gathered weight is the float32 weight that a single rank has, and autocast or the kernels' operator casts it there as
+they do without shards. The kernels' weight gradients are float32, and so are the sums that are sent: nothing is rounded
+to bfloat16 that would not be with runtime.shard=none. Sums over ranks and micro-batches have another order: losses are
+those of DDP up to float32 rounding.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard
+from sparsellm.distributed import Ranks, gather
+from sparsellm.model import Decoder
+from sparsellm.model.decoder import initialize
+
+
+def decoder(config: Config, ranks: Ranks) -> Decoder:
+    """The decoder of a run before its first step, on this rank's device: whole, or this rank's shards of it.
+
+    The weights are the same bits either way. In shards, no rank ever holds more than one whole matrix. Collective.
+    Raises ConfigError, alike on all ranks, where the nodes have different numbers of ranks.
+    """
+    arguments = config.model, config.sparsity.activation, config.runtime.recompute
+    mesh = None if config.runtime.shard == Shard.none else _mesh(ranks)
+    if mesh is None:
+        if config.runtime.shard != Shard.none:
+            ranks.say(f"runtime.shard={config.runtime.shard.name}: one rank has nobody to share with, and holds all")
+        with ranks.device:
+            return Decoder(*arguments)
+    with torch.device("meta"):
+        sharded = Decoder(*arguments)
+    _draw_what_constructors_draw(sharded, ranks.device)
+    full = config.runtime.shard == Shard.full
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=full)
+    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+    sharded.to_empty(device=ranks.device)
+    for parameter in sharded.parameters():
+        whole = torch.empty(parameter.shape, device=ranks.device)
+        initialize(whole, config.model.init_std)
+        dist.broadcast(whole, src=0)  # GPUs of another kind would draw other bits from the same seed
+        write(parameter, whole)
+    return sharded
+
+
+def _mesh(ranks: Ranks) -> DeviceMesh | None:
+    """The ranks that share, [S], or [nodes, S] for copies on several nodes; None where there is one rank."""
+    sizes = gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
+    if ranks.world_size == 1:
+        return None
+    here = sizes[0]
+    if len(set(sizes)) > 1:
+        raise ConfigError([
+            f"runtime.shard: nodes have {' and '.join(map(str, sorted(set(sizes))))} ranks, and shards need as many on"
+            " each: start torchrun with the same --nproc_per_node everywhere, or take runtime.shard=none"
+        ])  # fmt: skip
+    if here in (1, ranks.world_size):
+        return init_device_mesh(ranks.device.type, (ranks.world_size,))
+    nodes = ranks.world_size // here
+    return init_device_mesh(ranks.device.type, (nodes, here), mesh_dim_names=("replicate", "shard"))
+
+
+def _draw_what_constructors_draw(meta: Decoder, device: torch.device) -> None:
+    """Bring the generator of `device` to where it is once the modules of a whole decoder have been constructed.
+
+    torch's modules draw weights of their own, which the decoder then draws anew.
+    """
+    with device:
+        for module in meta.modules():  # in the order of construction
+            if isinstance(module, nn.Embedding):
+                nn.Embedding(module.num_embeddings, module.embedding_dim)
+            elif isinstance(module, nn.Linear):
+                nn.Linear(module.in_features, module.out_features, bias=False)
+
+
+def distributed(model: Decoder, runtime: RuntimeConfig, ranks: Ranks) -> Decoder | DistributedDataParallel:
+    """What a step calls: the model itself if it is in shards or there is one rank, or else under DDP. Collective."""
+    if isinstance(model, FSDPModule) or ranks.world_size == 1:
+        return model
+    torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
+    return DistributedDataParallel(
+        model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+        gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
+        broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
+    )  # fmt: skip
+
+
+def micro_batch(
+    model: Decoder | DistributedDataParallel, runtime: RuntimeConfig, last: bool
+) -> AbstractContextManager[None]:
+    """The context of a micro-batch's forward and backward. After the step's `last` one, gradients are averaged over all
+    ranks: with DDP not before, in shards in each micro-batch within a node, and between nodes after the last."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or runtime.shard == Shard.full)
+        return nullcontext()
+    return nullcontext() if last or isinstance(model, Decoder) else model.no_sync()
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole`, the same on all ranks, cut as `like` is: a DTensor of this rank's rows, or itself. Sends nothing."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def write(parameter: Tensor, whole: Tensor) -> None:
+    """Give `parameter`, whole or in shards, the values of `whole`, which are the same on all ranks."""
+    parameter.copy_(shard_of(whole.to(parameter.device), parameter))
