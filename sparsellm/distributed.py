@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from sparsellm.console import say
 
@@ -115,6 +114,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def whole(tensor: Tensor) -> Tensor:
     """`tensor` gathered, if it is in shards, or else itself. Collective on the ranks that share it."""
+    from torch.distributed.tensor import DTensor  # takes a second, that a refused command need not wait
+
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

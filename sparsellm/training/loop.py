@@ -115,7 +115,7 @@ class Trainer:
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
-        self.model = sharding.distributed(self.decoder, runtime, ranks)
+        self.model = sharding.distributed(self.decoder, config, ranks)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)

@@ -37,39 +37,50 @@ from sparsellm.model.decoder import initialize
 
 
 def decoder(config: Config, ranks: Ranks) -> Decoder:
-    """The decoder of a run before its first step, on this rank's device: whole, or this rank's shards of it.
+    """The decoder of a run before its first step, on this rank's device; without memory (on "meta") if it is to be in
+    shards, which `distributed` then makes."""
+    shard = config.runtime.shard
+    in_shards = shard != Shard.none and ranks.world_size > 1
+    if shard != Shard.none and not in_shards:
+        ranks.say(f"runtime.shard={shard.name}: one rank has nobody to share with, and holds all")
+    with torch.device("meta") if in_shards else ranks.device:
+        return Decoder(config.model, config.sparsity.activation, config.runtime.recompute)
 
-    The weights are the same bits either way. In shards, no rank ever holds more than one whole matrix. Collective.
-    Raises ConfigError, alike on all ranks, where the nodes have different numbers of ranks.
+
+def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | DistributedDataParallel:
+    """What a step calls. `model` is that of `decoder`, its blocks accelerated and compiled if they are to be: under DDP,
+    or itself where there is one rank, or in shards. Collective.
+
+    Weights in shards are drawn here, one whole matrix at a time, and are the same bits as those of a whole model.
+    Raises ConfigError, alike on all ranks, if there are to be shards and nodes have different numbers of ranks.
     """
-    arguments = config.model, config.sparsity.activation, config.runtime.recompute
-    mesh = None if config.runtime.shard == Shard.none else _mesh(ranks)
-    if mesh is None:
-        if config.runtime.shard != Shard.none:
-            ranks.say(f"runtime.shard={config.runtime.shard.name}: one rank has nobody to share with, and holds all")
-        with ranks.device:
-            return Decoder(*arguments)
-    with torch.device("meta"):
-        sharded = Decoder(*arguments)
-    _draw_what_constructors_draw(sharded, ranks.device)
-    full = config.runtime.shard == Shard.full
-    for layer in sharded.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=full)
-    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
-    sharded.to_empty(device=ranks.device)
-    for parameter in sharded.parameters():
-        whole = torch.empty(parameter.shape, device=ranks.device)
+    runtime, device = config.runtime, ranks.device
+    if ranks.world_size == 1:
+        return model
+    if runtime.shard == Shard.none:
+        torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
+        return DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
+            broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
+        )  # fmt: skip
+    mesh = _mesh(ranks)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=runtime.shard == Shard.full)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model.to_empty(device=device)
+    _draw_what_constructors_draw(model, device)
+    for parameter in model.parameters():
+        whole = torch.empty(parameter.shape, device=device)
         initialize(whole, config.model.init_std)
         dist.broadcast(whole, src=0)  # GPUs of another kind would draw other bits from the same seed
         write(parameter, whole)
-    return sharded
+    return model
 
 
-def _mesh(ranks: Ranks) -> DeviceMesh | None:
-    """The ranks that share, [S], or [nodes, S] for copies on several nodes; None where there is one rank."""
+def _mesh(ranks: Ranks) -> DeviceMesh:
+    """The ranks that share, [S], or [nodes, S] for a copy on each of several nodes. Collective."""
     sizes = gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
-    if ranks.world_size == 1:
-        return None
     here = sizes[0]
     if len(set(sizes)) > 1:
         raise ConfigError([
@@ -82,29 +93,17 @@ def _mesh(ranks: Ranks) -> DeviceMesh | None:
     return init_device_mesh(ranks.device.type, (nodes, here), mesh_dim_names=("replicate", "shard"))
 
 
-def _draw_what_constructors_draw(meta: Decoder, device: torch.device) -> None:
-    """Bring the generator of `device` to where it is once the modules of a whole decoder have been constructed.
+def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
+    """Bring the generator of `device` to where it is once the modules of a whole decoder have been constructed there.
 
     torch's modules draw weights of their own, which the decoder then draws anew.
     """
     with device:
-        for module in meta.modules():  # in the order of construction
+        for module in model.modules():  # in the order of construction
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
                 nn.Linear(module.in_features, module.out_features, bias=False)
-
-
-def distributed(model: Decoder, runtime: RuntimeConfig, ranks: Ranks) -> Decoder | DistributedDataParallel:
-    """What a step calls: the model itself if it is in shards or there is one rank, or else under DDP. Collective."""
-    if isinstance(model, FSDPModule) or ranks.world_size == 1:
-        return model
-    torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
-    return DistributedDataParallel(
-        model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
-        broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
-    )  # fmt: skip
 
 
 def micro_batch(
