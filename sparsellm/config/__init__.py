@@ -46,6 +46,8 @@ _LATER = {
         "memory_mistakes",
         "mistakes",
         "prepare_mistakes",
+        "ranks_that_share",
+        "state_bytes",
         "takes_kernels",
     ),
 }
@@ -92,7 +94,9 @@ __all__ = [
     "parameters",
     "prepare_mistakes",
     "quoted",
+    "ranks_that_share",
     "save",
+    "state_bytes",
     "sweep_request",
     "takes_kernels",
     "to_dict",

@@ -16,8 +16,8 @@ def cross_entropy(
 ) -> float:
     """The mean cross entropy in nats per token of `blocks` [V, T + 1] int64, the same on all ranks. Collective.
 
-    The ranks share the blocks between them, and make equally many passes, for a pass of a model in shards is collective: a
-    rank that has no block left makes it with one that does not count. Synchronises with the host once.
+    The ranks share the blocks between them, and make equally many passes, as a model in shards needs, whose forward is
+    collective: a rank that has no block left makes it with one that does not count. Synchronises with the host once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     mine = blocks[ranks.rank :: ranks.world_size]  # none, if there are fewer blocks than ranks

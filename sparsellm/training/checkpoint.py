@@ -21,8 +21,8 @@ than are kept.
 checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
 `hf/` is the part to exchange.
 
-Tensors in shards (DTensors) are written by the ranks that have them, and loaded into whatever shards, or whole tensors,
-the loading ranks have: DCP cuts and joins them.
+Which rank writes what is in snapshot.py. Tensors in shards (DTensors) are loaded into whatever shards, or whole
+tensors, the loading ranks have: DCP cuts and joins them.
 
 All collectives run on `ranks.checkpoint_group`, those of a save in its thread, and every method but `__init__` first
 waits for that thread: so two threads never use the group at once. An exception on one rank becomes a CheckpointError on
@@ -44,16 +44,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
+from sparsellm.training.snapshot import MODEL_PREFIX, own_copies, to_host, write
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
-MODEL_PREFIX = "model."
 RANK_PREFIX = "rank."
 HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
 HASH_CHUNK = 1 << 23  # bytes; large enough to read at the disk's speed, and xxhash lets other threads run meanwhile
@@ -79,8 +79,9 @@ class Checkpoints:
         """Makes `folder` and clears what a killed run left unfinished in it.
 
         `keep` is the number of checkpoints kept, those with the highest steps. `export(weights, hf_folder)` is called
-        on the main rank, in the writing thread, with whole tensors on the CPU, those whose names start with "model.", that
-        prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be written.
+        on the main rank, in the writing thread, with whole CPU copies of the tensors whose names start with "model.",
+        that prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be
+        written.
         """
         self.folder, self.ranks, self.keep, self.export = folder, ranks, keep, export
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -98,9 +99,10 @@ class Checkpoints:
     ) -> None:
         """Copy everything to CPU memory and write it in a thread; a step saved before is replaced.
 
-        `tensors` (any shapes, dtypes and devices) are the same on all ranks: each rank copies and writes its share of
-        them, the main rank the model's, and its own shards of those that are in shards. `rank_tensors` and `rank_values` are each rank's own, `values` the main
-        rank's. Both are JSON: keys come back as strings and tuples as lists. All of them may change once this returns.
+        `tensors` (any shapes, dtypes and devices) are the same on all ranks, whole or in shards: each rank copies and
+        writes its share of the whole ones, the main rank the model's, and its own shards. `rank_tensors` and
+        `rank_values` are each rank's own, `values` the main rank's. Both are JSON: keys come back as strings and tuples
+        as lists. All of them may change once this returns.
 
         Waits for the save before, and raises its CheckpointError instead of saving; raises one if the copy fails.
         """
@@ -176,35 +178,18 @@ class Checkpoints:
     def _snapshot(
         self, tensors: dict[str, torch.Tensor], values: dict, rank_tensors: dict[str, torch.Tensor], rank_values: dict
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """CPU copies of what this rank writes, of tensors in shards its shard, and the text of its JSON files by name."""
+        """CPU copies of what this rank writes, and the text of its JSON files by name."""
         if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
             raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
-        whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-        copies = {name: _copy(whole[name]) for name in self._share(whole)}
-        copies |= {name: _copy(shard) for name, tensor in tensors.items() if (shard := _own_shard(tensor)) is not None}
-        copies |= {f"{RANK_PREFIX}{self.ranks.rank:05}.{name}": _copy(tensor) for name, tensor in rank_tensors.items()}
+        prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
+        copies = own_copies(tensors, self.ranks)
+        copies |= {f"{prefix}{name}": to_host(tensor) for name, tensor in rank_tensors.items()}
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
         texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
         if self.ranks.is_main:
             texts[VALUES] = json.dumps(values)
         return copies, texts
-
-    def _share(self, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """The names that this rank copies and writes: every tensor has one writer, and the bytes are balanced.
-
-        DCP would spread the writing too, but only after every rank had copied everything: 8 x 25 GB at 2B.
-        """
-        load = [0] * self.ranks.world_size
-        mine = []
-        by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-        # The main rank needs the model's weights for the export, so it writes them too; the rest goes around that.
-        for name in sorted(by_size, key=lambda name: not name.startswith(MODEL_PREFIX)):
-            owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))
-            load[owner] += tensors[name].nbytes
-            if owner == self.ranks.rank:
-                mine.append(name)
-        return mine
 
     def _write(
         self,
@@ -216,13 +201,13 @@ class Checkpoints:
     ) -> None:
         """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures.
 
-        `copies`: what `_snapshot` gave. `shards`: the tensors in shards, which say what the copies of theirs are part
-        of; their values are no longer those of `step`. `wanted`: bytes of the tensors that all ranks write together.
+        `copies`, `shards`: those of `snapshot.write`. `wanted`: bytes of the tensors that all ranks write together.
         """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         state = partial / STATE
         task = f"saving step {step} to {final}"
+        weights: dict[str, torch.Tensor] = {}  # whole, of the main rank
 
         def make_folder() -> None:
             clear_leftovers(self.folder)
@@ -230,11 +215,7 @@ class Checkpoints:
 
         def write_state() -> None:
             # The collective part comes first: a rank that failed before it would leave the others waiting inside.
-            # Copying ahead is for tensors on a GPU; it would open a context on GPU 0 in every rank's thread.
-            writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
-            described = {name: shards.get(name, copy) for name, copy in copies.items()}
-            planner, group = _FromCopies(copies), self.ranks.checkpoint_group
-            dcp.save(described, storage_writer=writer, planner=planner, process_group=group)
+            weights.update(write(copies, shards, state, self.ranks))
             for name, text in texts.items():
                 (state / name).write_text(text)
                 sync(state / name)
@@ -242,7 +223,6 @@ class Checkpoints:
         def commit() -> None:
             hf = partial / "hf"
             hf.mkdir()
-            weights = {name: joined.get(name, t) for name, t in copies.items() if name.startswith(MODEL_PREFIX)}
             self.export({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, hf)
             _seal(partial, step)
             replaced = final.with_name(final.name + ".replaced")
@@ -259,7 +239,6 @@ class Checkpoints:
         try:
             self._on_main(task, make_folder)
             self._together(task, write_state)
-            joined = self._together(task, lambda: self._joined(state, [*shards]))
             self._on_main(task, commit)
         except RankGone:
             raise  # the next start clears the folder
@@ -271,18 +250,6 @@ class Checkpoints:
                 said = self._without_room(task, error, wanted)
             raise CheckpointError(self._gather(task, said)[0]) from error
         self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
-
-    def _joined(self, state: Path, names: list[str]) -> dict[str, torch.Tensor]:
-        """On the main rank: those of `names` that are the model's, whole, on the CPU, read from `state` as it was just
-        written. So no GPU ever holds the whole model for an export. Collective where there are any."""
-        names = [name for name in names if name.startswith(MODEL_PREFIX)]
-        if not names:
-            return {}
-        reader = dcp.FileSystemReader(state)
-        entries = reader.read_metadata().state_dict_metadata if self.ranks.is_main else {}
-        tensors = {n: torch.empty(entries[n].size, dtype=entries[n].properties.dtype) for n in names if n in entries}
-        dcp.load(tensors, storage_reader=reader, process_group=self.ranks.checkpoint_group)
-        return tensors
 
     def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
         """`error` with what is free for a save, once the failed one has given back what it had taken."""
@@ -402,37 +369,6 @@ def size_of(folder: Path) -> int:
 def spelled(size: int) -> str:
     """So many bytes, in GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading.
-
-    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch keeps it, and the next ones take 0.1 s.
-    """
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
-
-
-class _FromCopies(dcp.DefaultSavePlanner):
-    """Plans to write what is to be saved, and takes the values from its copies."""
-
-    def __init__(self, copies: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.copies = copies
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self.copies[index.fqn]
-
-
-def _own_shard(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What this rank writes of a tensor in shards, if it does: of copies, on several nodes, the first node writes."""
-    if not isinstance(tensor, DTensor):
-        return None
-    coordinate = cast(list[int], tensor.device_mesh.get_coordinate())
-    copied = any(at > 0 and placement.is_replicate() for at, placement in zip(coordinate, tensor.placements, strict=True))
-    shard = tensor.to_local()
-    return None if copied or shard.numel() == 0 else shard
 
 
 def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -1,11 +1,10 @@
 """One model on many ranks: copies of it (DistributedDataParallel), or shards (torch's FSDP2, `fully_shard`).
 
-    runtime.shard    what a rank keeps of S ranks that share      what is sent, float32 all of it
-    none             all weights, gradients and moments           gradients, averaged once in a step
-    optimizer        1/S of weights, gradients and moments, and   weights, gathered once in a step; gradients, reduced to
-                     all weights while a step computes            their shards in each micro-batch
-    full             1/S of all; a layer's weights while it       weights, gathered for each forward and each backward;
-                     computes                                     gradients, reduced to their shards in each micro-batch
+    none         Each rank has all weights, gradients and moments. Gradients are averaged once in a step.
+    optimizer    Each of S ranks that share has 1/S of weights, gradients and moments. Weights are gathered once in a
+                 step, and kept until its last backward. Gradients are reduced to shards in each micro-batch.
+    full         The same, but a layer's weights are gathered for its forward, freed, and gathered again for its
+                 backward.
 
 A matrix is cut by rows (dimension 0), the last shard may be smaller, and each layer is gathered and reduced by itself.
 The embedding, which is the head too, and the last norm are gathered once in a micro-batch in both kinds.
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard
+from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard, ranks_that_share
 from sparsellm.distributed import Ranks, gather
 from sparsellm.model import Decoder
 from sparsellm.model.decoder import initialize
@@ -48,9 +47,9 @@ def decoder(config: Config, ranks: Ranks) -> Decoder:
 
 
 def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | DistributedDataParallel:
-    """What a step calls. `model` is that of `decoder`, its blocks accelerated and compiled if they are to be: under DDP,
-    or itself where there is one rank, or in shards. Collective.
+    """What a step calls: `model` under DDP, or in shards, or itself where there is one rank. Collective.
 
+    `model` is that of `decoder`, its blocks accelerated and its layers compiled already if they are to be.
     Weights in shards are drawn here, one whole matrix at a time, and are the same bits as those of a whole model.
     Raises ConfigError, alike on all ranks, if there are to be shards and nodes have different numbers of ranks.
     """
@@ -81,16 +80,16 @@ def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | Distr
 def _mesh(ranks: Ranks) -> DeviceMesh:
     """The ranks that share, [S], or [nodes, S] for a copy on each of several nodes. Collective."""
     sizes = gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
-    here = sizes[0]
     if len(set(sizes)) > 1:
         raise ConfigError([
             f"runtime.shard: nodes have {' and '.join(map(str, sorted(set(sizes))))} ranks, and shards need as many on"
             " each: start torchrun with the same --nproc_per_node everywhere, or take runtime.shard=none"
         ])  # fmt: skip
-    if here in (1, ranks.world_size):
-        return init_device_mesh(ranks.device.type, (ranks.world_size,))
-    nodes = ranks.world_size // here
-    return init_device_mesh(ranks.device.type, (nodes, here), mesh_dim_names=("replicate", "shard"))
+    sharing = ranks_that_share(ranks.world_size, sizes[0])
+    if sharing == ranks.world_size:
+        return init_device_mesh(ranks.device.type, (sharing,))
+    copies = ranks.world_size // sharing
+    return init_device_mesh(ranks.device.type, (copies, sharing), mesh_dim_names=("replicate", "shard"))
 
 
 def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:

@@ -4,7 +4,16 @@ import re
 
 import pytest
 
-from sparsellm.config import ConfigError, Kernels, from_overrides, memory_mistakes, mistakes
+from sparsellm.config import (
+    ConfigError,
+    Kernels,
+    from_overrides,
+    memory_mistakes,
+    mistakes,
+    parameters,
+    ranks_that_share,
+    state_bytes,
+)
 from sparsellm.ops import build
 
 
@@ -126,15 +135,35 @@ def test_impossible_sizes_are_refused_by_arithmetic(overrides, message):
     ],
 )
 def test_what_exceeds_the_memory_is_refused_before_it_is_built(overrides, message):
-    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1)
+    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1, 1)
     assert re.search(message, found), found
 
 
 def test_ranks_on_a_cpu_share_its_memory():
     config = from_overrides(["runtime.device=cpu", "model.vocab_size=100000"])
-    assert memory_mistakes(config, 1) == []
-    (found,) = memory_mistakes(config, 10**6)
+    assert memory_mistakes(config, 1, 1) == []
+    (found,) = memory_mistakes(config, 10**6, 10**6)
     assert "on each of 1000000 ranks" in found
+
+
+@pytest.mark.parametrize(
+    ("shard", "world_size", "ranks_here", "bytes_"),
+    [
+        ("none", 8, 8, 16), ("optimizer", 1, 1, 16), ("full", 1, 1, 16), ("optimizer", 8, 8, 4 + 2),
+        ("full", 8, 8, 2), ("full", 16, 8, 2), ("full", 16, 1, 1), ("optimizer", 4, 2, 4 + 8),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_node_divide_the_state(shard, world_size, ranks_here, bytes_):
+    config = from_overrides(["experiment=1p5b", f"runtime.shard={shard}"])
+    sharing = ranks_that_share(world_size, ranks_here)
+    assert state_bytes(config, sharing) == bytes_ * parameters(config.model)
+
+
+def test_what_is_divided_between_too_few_is_refused():
+    overrides = ["runtime.device=cpu", "model.num_layers=1000000", "runtime.shard=full"]
+    (found,) = memory_mistakes(from_overrides(overrides), 4, 4)
+    assert "on each of 4 ranks with runtime.shard=full between 4" in found
+    assert "divide it between more GPUs (runtime.shard=full)" in found
 
 
 def test_all_mistakes_are_listed_at_once():

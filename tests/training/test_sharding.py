@@ -2,11 +2,11 @@
 
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -144,7 +144,6 @@ def test_shards_train_as_copies_do_send_what_they_should_and_keep_their_share(tm
             assert sent["c10d::allreduce_"] == of_one_node + (4 if nodes == 2 else 0)
 
 
-
 # ---- saved and resumed in any shape
 
 
@@ -184,7 +183,7 @@ def save_and_resume(rank, world_size, folder):
 
 def test_what_any_ranks_saved_any_ranks_resume_bit_for_bit(tmp_path):
     results = on_ranks(WORLDS, save_and_resume, tmp_path)
-    for compared, different in sum(results.values(), []):
+    for compared, different in chain.from_iterable(results.values()):
         assert compared > 27 * 100
         assert different == []
     for shard, world_size in product(SHARDS, WORLDS):
