@@ -161,7 +161,8 @@ class Decoder(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
-        compiled parts, backward hands gradients to DDP, which reduces them while the next part still runs."""
+        compiled parts, backward hands gradients to DDP, or to a layer's shards, which reduce them while the next part
+        still runs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)

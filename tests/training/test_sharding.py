@@ -85,6 +85,7 @@ def train(folder, ranks, shard, nodes, overrides):
             rows.append({"validation": trainer._validate().ce})
     parameters = trainer.optimizer.parameters
     kept = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+    trainer._validate()  # leaves weights gathered that a step computes with
     evaluated = wholes(trainer.decoder.state_dict())
     return {
         "drawn": drawn, "random": random, "rows": rows, "sent": sent, "state": state(trainer),
