@@ -7,7 +7,7 @@
                  backward.
 
 A matrix is cut by rows (dimension 0), the last shard may be smaller, and each layer is gathered and reduced by itself.
-The embedding, which is the head too, and the last norm are gathered once in a micro-batch in both kinds.
+The embedding, which is the head too, and the last norm stay gathered from forward to backward with `full`, too.
 
 Ranks of one node share: on several nodes each node has a whole model in shards, and the shards' gradients are averaged
 between nodes once in a step. Where every node has one rank, all ranks share.
