@@ -7,10 +7,11 @@ r"""Throughput, memory and energy of whole training steps, for any configuration
 
 Each variant is the trainer itself on its real data. Variants take turns, and each is built anew in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
-(sparsellm/training/metrics.py), the largest memory, the share of the step in which the host waited for data, the energy
-per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, and each layer's engine
-after the last step. Ratios are to the first variant at the same micro-batch. On one GPU, a variant that runs out of
-memory is shown as OOM, and the others go on.
+(sparsellm/training/metrics.py), the largest memory, what a GPU holds between steps (`states`: weights and moments) and
+its ratio to what it should be (12 bytes of a parameter, divided as runtime.shard says), the share of the step in which
+the host waited for data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token
+and layer, and each layer's engine after the last step. Ratios are to the first variant at the same micro-batch. On one
+GPU, a variant that runs out of memory is shown as OOM, and the others go on.
 
 --firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
 rates (scripts/shaped_firing.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
@@ -22,6 +23,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -39,8 +41,9 @@ from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
 from sparsellm import data
 from sparsellm.commands.train import check, device_type, set_determinism
-from sparsellm.config import Config, ConfigError, Precision, from_overrides
-from sparsellm.distributed import Ranks, process_group
+from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
+from sparsellm.distributed import Ranks, process_group, world_size_from_environment
+from sparsellm.training import sharding
 from sparsellm.training.loop import Trainer
 from sparsellm.training.memory import give_back
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
@@ -60,7 +63,8 @@ def measure(
     try:
         trainer = Trainer(config, ranks, opened, folder)
         if weights is not None:
-            trainer.decoder.load_state_dict(weights)
+            for name, parameter in trainer.optimizer.parameters.items():
+                sharding.write(parameter, weights[name])
         trainer.micro_batch.choose()
         first = trainer.micro_batch.size
         with closing(trainer.data.batches(None)) as batches:
@@ -72,6 +76,7 @@ def measure(
                 sums, _, clock = trainer.advance(batches)
                 clocks.append(clock)
             energy = math.nan if energy is None else energy_mj(ranks.device) - energy
+        states = torch.cuda.memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     energy = torch.tensor(energy, dtype=torch.float64)
@@ -80,6 +85,7 @@ def measure(
     result = {
         "seconds": seconds,
         "peak": max((clock.peak_memory or 0) for clock in clocks),
+        "states": states,
         "wait": sum(clock.data_wait for clock in clocks) / sum(seconds),
         "parameters": sum(p.numel() for p in trainer.decoder.parameters()),
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
@@ -188,6 +194,13 @@ def shaped_weights(
     return weights
 
 
+def states_between_steps(config: Config) -> float:
+    """Bytes of the weights and moments that a rank holds between two steps, by arithmetic."""
+    world_size = world_size_from_environment()
+    sharing = ranks_that_share(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return 12 * parameters(config.model) / (1 if config.runtime.shard == Shard.none else sharing)
+
+
 def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_flops: float | None) -> list[dict]:
     """A row for each run. Ratios are to the first run of the same micro-batch."""
     found, bases = [], {}
@@ -210,6 +223,8 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
                 config.model.hidden_size, peak_flops,
             ),
             "peak_bytes": max(r["peak"] for r in rounds),
+            "states_bytes": last["states"],
+            "states_ratio": last["states"] and last["states"] / states_between_steps(config),
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
             **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines")},
@@ -223,6 +238,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
 def show(found: list[dict]) -> None:
     print(
         f"{'variant':<44}{'micro':>6}{'tokens/s':>12}{'spread':>8}{'ratio':>8}{'MFU':>8}{'peak GiB':>10}{'ratio':>8}"
+        f"{'states GiB':>12}{'ratio':>8}"
         f"{'data wait':>11}{'mJ/token':>10}{'ratio':>8}{'nonzeros':>10}"
     )
     for row in found:
@@ -233,6 +249,8 @@ def show(found: list[dict]) -> None:
         print(
             f"{start}{row['tokens_per_s']:>12,.0f}{row['spread']:>8.1%}{_or_dash(row['ratio'], '.3f'):>8}"
             f"{_or_dash(row['mfu'], '.1%'):>8}{row['peak_bytes'] / 2**30:>10.1f}{_or_dash(row['peak_ratio'], '.3f'):>8}"
+            f"{_or_dash(row['states_bytes'] and row['states_bytes'] / 2**30, '.2f'):>12}"
+            f"{_or_dash(row['states_ratio'], '.3f'):>8}"
             f"{row['data_wait']:>11.2%}{_or_dash(row['mj_per_token'], '.2f'):>10}{_or_dash(row['mj_ratio'], '.3f'):>8}"
             f"{_or_dash(row['nonzeros'] and statistics.mean(row['nonzeros']), '.1f'):>10}"
         )

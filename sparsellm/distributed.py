@@ -8,6 +8,7 @@ thread while training goes on, so they have a CPU group of their own: collective
     on_main(ranks, work) the main rank's result; where the main rank fails, no rank goes on
     agreed(found, view)  before there is a group: what keeps a rank of any node from going on
     require_shared(...)  what all ranks must see alike, in files that the nodes share
+    whole(tensor)        a tensor that ranks hold in shards, in one piece on each of them
 
 So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
 more: whether a rank was asked to stop comes with the row of a logged step (training/metrics.py).
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 
 from sparsellm.console import say, warn
 from sparsellm.lifeline import Lifeline, RanksMissing
@@ -201,6 +203,13 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """`tensor` gathered, if it is in shards, or else itself. Collective on the ranks that share it."""
+    from torch.distributed.tensor import DTensor  # takes a second, that a refused command need not wait
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def first_error(error: str | None) -> str | None:

@@ -16,13 +16,16 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import torch
+import torch.distributed as dist
 
 from sparsellm import cli
+from sparsellm.distributed import Ranks
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -38,6 +41,16 @@ PATIENCE = 60  # seconds until a process that does not come back counts as hangi
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "fsync")
 _execute = subprocess.Popen._execute_child
+
+
+@contextmanager
+def joined(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu") -> Iterator[Ranks]:
+    """The Ranks of this process in a group that meets at the file `store`."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    try:
+        yield Ranks(rank, rank, world_size, torch.device(device), dist.new_group(backend="gloo"))
+    finally:
+        dist.destroy_process_group()
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -184,16 +184,17 @@ def test_two_ranks_train_like_one_and_resume_on_one(train, tmp_path):
     for key in ("ce", "nnz_per_layer"):  # before rounding has grown
         assert rows[0][0][key] == pytest.approx(rows[1][0][key], rel=1e-5)
 
-    process = train("run.name=moved", "training.steps=41", ranks=2, wait=False)
+    process = train("run.name=moved", "training.steps=41", "runtime.shard=full", ranks=2, wait=False)
     wait_for(tmp_path / "runs/moved/checkpoints/step_00000010", process)
     kill(family(process.pid))
-    moved = train("run.name=moved", "training.steps=41")
+    moved = train("run.name=moved", "training.steps=41")  # on one rank, and so not in shards
     assert moved.returncode == 0, moved.stderr
     assert "resuming after step" in moved.stdout
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, tmp_path):
-    process = train("run.name=stopped", "training.steps=2000", ranks=2, wait=False)
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, tmp_path, shard):
+    process = train("run.name=stopped", "training.steps=2000", f"runtime.shard={shard}", ranks=2, wait=False)
     wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
     ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
     assert len(ranks) == 2

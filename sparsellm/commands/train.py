@@ -52,7 +52,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """
     found, finished = values(config), run_folder.is_finished(config)
     if not (found or finished):
-        found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size_from_environment())
         found += run_folder.room_mistakes(config)
     found += run_folder.mistakes(config, typed)
     return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)

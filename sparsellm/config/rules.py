@@ -28,6 +28,7 @@ from sparsellm.config.schema import (
     Precision,
     RuntimeConfig,
     Schedule,
+    Shard,
     Source,
     decay_start,
     parameters,
@@ -37,6 +38,7 @@ from sparsellm.config.values import flat, to_dict
 RUN_NAME = r"[A-Za-z0-9._-]+"
 MAX_WORKERS = 256
 STATE_BYTES = 16  # of a parameter: its float32 weight, gradient and two moments
+GATHERED_BYTES = 4  # of a parameter, on ranks that keep 1/S of its state but all of the weights while a step computes
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -292,7 +294,20 @@ def _schedule_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
     return []
 
 
-def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
+def ranks_that_share(world_size: int, ranks_here: int) -> int:
+    """S, the ranks between which runtime.shard divides: those of a node, or all where each node has one."""
+    return ranks_here if ranks_here > 1 else world_size
+
+
+def state_bytes(config: Config, sharing: int) -> float:
+    """What a rank holds of the weights, gradients and moments within a step, where `sharing` ranks divide them."""
+    count, shard = parameters(config.model), config.runtime.shard
+    if shard == Shard.none or sharing == 1:
+        return STATE_BYTES * count
+    return STATE_BYTES * count / sharing + (GATHERED_BYTES * count if shard == Shard.optimizer else 0)
+
+
+def memory_mistakes(config: Config, ranks_here: int, world_size: int) -> list[str]:
     """Whether what training cannot do without exceeds the memory of this machine, as a GPU or `ranks_here` CPU ranks
     share it: the model's state, and the tokens of a step. Activations come on top."""
     import torch
@@ -300,7 +315,8 @@ def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
     on_gpu = config.runtime.device != Device.cpu and torch.cuda.is_available()
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, training, limit = parameters(config.model), config.training, config.runtime.memory_limit_gib
-    state, tokens = STATE_BYTES * count, 8 * training.batch_size * (training.sequence_length + 1)
+    sharing = ranks_that_share(world_size, ranks_here)
+    state, tokens = state_bytes(config, sharing), 8 * training.batch_size * (training.sequence_length + 1)
     place, memory, copies, found = "GPU", 0, 1, []
     if on_gpu:
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -316,10 +332,12 @@ def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
         place, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
     if copies * state > memory:
         ranks = f" on each of {copies} ranks" if copies > 1 else ""
+        if config.runtime.shard != Shard.none:
+            ranks += f" with runtime.shard={config.runtime.shard.name} between {sharing}"
         found.append(
             f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, and this"
             f" {place} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
-            " model.intermediate_size, model.vocab_size)"
+            " model.intermediate_size, model.vocab_size), or divide it between more GPUs (runtime.shard=full)"
         )
     if tokens > host:
         found.append(
@@ -329,7 +347,7 @@ def memory_mistakes(config: Config, ranks_here: int) -> list[str]:
     return found
 
 
-def _gib(size: int) -> str:
+def _gib(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
@@ -408,6 +426,8 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
 
     if world_size == 1:
         obstacle = "one process sends no gradients"
+    elif runtime.shard != Shard.none:
+        obstacle = f"runtime.shard={runtime.shard.name} sends shards, in float32, and has no such hook"
     elif runtime.precision == Precision.float32:
         obstacle = "runtime.precision=float32 rounds nothing to bfloat16"
     elif runtime.device == Device.cpu or not torch.cuda.is_available():

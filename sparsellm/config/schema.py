@@ -80,6 +80,15 @@ class Dtype(Enum):
     float32 = "float32"
 
 
+class Shard(Enum):
+    """What the ranks of a node divide between them, instead of holding all of it each: nothing; gradients and moments;
+    or these and the weights."""
+
+    none = "none"
+    optimizer = "optimizer"
+    full = "full"
+
+
 class WandbMode(Enum):
     online = "online"
     offline = "offline"
@@ -222,9 +231,12 @@ class RuntimeConfig:
     )
     memory_limit_gib: float | None = key(None, "GiB of each GPU that a rank may take, everything included; null: all")
     recompute: bool = key(False, "recompute each layer in backward instead of keeping its activations")
+    shard: Shard = key(
+        Shard.none, "what the ranks of a node divide: nothing; gradients and moments; these and the weights"
+    )
     deterministic: bool = key(False, "the same bits on every run of the same ranks and hardware; slower")
     data_workers: int = key(2, "processes per rank that read ahead (a stream: at most one); 0 reads between steps")
-    ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on")
+    ddp_bucket_mb: int = key(64, "MB of gradients that are reduced at once while backward goes on, with shard=none")
     ddp_compress: DdpCompress = key(DdpCompress.none, "bf16: ranks send gradients in bfloat16, half the bytes")
     max_skipped_steps: int = key(10, "non-finite steps in a row after which the run stops")
     profile_steps: list[int] = key([], "[FIRST,LAST], of which a trace is written to profile/ in the run's folder")

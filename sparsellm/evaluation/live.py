@@ -15,7 +15,7 @@ from sparsellm import hub
 from sparsellm.config import Config, ConfigError, Precision, takes_kernels
 from sparsellm.console import warn
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error, on_main
+from sparsellm.distributed import Ranks, first_error, on_main, whole
 from sparsellm.evaluation import tasks
 from sparsellm.model import Decoder, huggingface, pretrained
 
@@ -103,7 +103,8 @@ class LiveEvaluation:
         from sparsellm.model.accelerate import accelerate  # takes a second, that a refused run need not wait
 
         config, runtime = self.config, self.config.runtime
-        model = huggingface.view(decoder.state_dict(), config.model, config.sparsity.activation, data.end_of_text_id)
+        weights = {name: whole(weight) for name, weight in decoder.state_dict().items()}
+        model = huggingface.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
         if takes_kernels(config, runtime.kernels, self.ranks.device.type):
             accelerate(model, runtime.kernels.name)
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)

@@ -1,5 +1,7 @@
 """Cross entropy on held-out blocks."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,13 +18,16 @@ def cross_entropy(
 ) -> float:
     """The mean cross entropy in nats per token of `blocks` [V, T + 1] int64, the same on all ranks. Collective.
 
-    The ranks share the blocks between them. Synchronises with the host once.
+    The ranks share the blocks between them, and make equally many passes, as a model in shards needs, whose forward is
+    collective: a rank that has no block left makes it with one that does not count. Synchronises with the host once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     mine = blocks[ranks.rank :: ranks.world_size]  # none, if there are fewer blocks than ranks
-    for first in range(0, len(mine), micro_batch_size):
-        block = mine[first : first + micro_batch_size].to(ranks.device)
+    for first in range(0, math.ceil(len(blocks) / ranks.world_size), micro_batch_size):
+        counted = mine[first : first + micro_batch_size]
+        block = (counted if len(counted) else blocks[:1]).to(ranks.device)
         with autocast:
-            total += model(block[:, :-1], block[:, 1:]).ce
+            ce = model(block[:, :-1], block[:, 1:]).ce
+        total += ce if len(counted) else 0
     dist.all_reduce(total)
     return total.item() / (blocks.shape[0] * (blocks.shape[1] - 1))

@@ -7,8 +7,7 @@ bfloat16 with float32 accumulation; the residual stream, normalisation and rotat
 pass draws no random numbers.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from sparsellm.model.cross_entropy import linear_cross_entropy, softmax_cross_en
 from sparsellm.ops import FeedForwardOutput
 
 
-@dataclass
-class DecoderOutput:
+class DecoderOutput(NamedTuple):
     """Sums over the M tokens of a forward pass; the caller normalises (DESIGN §2)."""
 
     ce: Tensor  # 0-d float32: the sum of the tokens' cross entropies, in nats
@@ -137,6 +135,14 @@ class DecoderLayer(nn.Module):
         return x + y, *statistics
 
 
+def initialize(parameter: Tensor, std: float) -> None:
+    """Draw a matrix from N(0, std) from torch's default generator, and fill a norm's weight [K] with ones."""
+    if parameter.dim() == 2:
+        nn.init.normal_(parameter, std=std)
+    else:
+        nn.init.ones_(parameter)
+
+
 class Decoder(nn.Module):
     """Token ids to cross entropy (`forward`) or to logits (`logits`). Embedding and head share one weight [V, K].
 
@@ -151,12 +157,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, activation) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=config.init_std)
+            initialize(parameter, config.init_std)
 
     def compile_parts(self) -> None:
         """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
-        compiled parts, backward hands gradients to DDP, which reduces them while the next part still runs."""
+        compiled parts, backward hands gradients to DDP, or to a layer's shards, which reduce them while the next part
+        still runs."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)

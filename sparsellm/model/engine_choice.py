@@ -232,8 +232,10 @@ _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDict
 
 
 def register(handle: Tensor, choice: EngineChoice) -> None:
-    """Let compiled code find `choice` by the address of `handle`, for as long as the caller keeps both."""
-    _choices[handle.data_ptr()] = choice
+    """Let compiled code find `choice` by the address of `handle`, for as long as the caller keeps both. On the meta
+    device it has none yet."""
+    if not handle.is_meta:
+        _choices[handle.data_ptr()] = choice
 
 
 def _choice_of(handle: Tensor) -> EngineChoice:

@@ -21,6 +21,9 @@ than are kept.
 checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
 `hf/` is the part to exchange.
 
+Which rank writes what is in snapshot.py. Tensors in shards (DTensors) are loaded into whatever shards, or whole
+tensors, the loading ranks have: DCP cuts and joins them.
+
 All collectives run on `ranks.checkpoint_group`, those of a save in its thread, and every method but `__init__` first
 waits for that thread: so two threads never use the group at once. An exception on one rank becomes a CheckpointError on
 all of them at the end of the phase it happened in; no rank waits for one that gave up.
@@ -42,14 +45,15 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, explain_failure, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
+from sparsellm.training.snapshot import MODEL_PREFIX, own_copies, to_host, write
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
-MODEL_PREFIX = "model."
 RANK_PREFIX = "rank."
 HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
 HASH_CHUNK = 1 << 23  # bytes; large enough to read at the disk's speed, and xxhash lets other threads run meanwhile
@@ -76,9 +80,9 @@ class Checkpoints:
         """Makes `folder` and clears what a killed run left unfinished in it.
 
         `keep` is the number of checkpoints kept, those with the highest steps; beside them stay those of
-        `for_good(all steps, ascending)`. `export(weights, hf_folder)` is called
-        on the main rank, in the writing thread, with CPU copies of the tensors whose names start with "model.", that
-        prefix removed, and a folder that exists and is empty. Raises CheckpointError if `folder` cannot be written.
+        `for_good(all steps, ascending)`. `export(weights, hf_folder)` is called on the main rank, in the writing
+        thread, with whole CPU copies of the tensors whose names start with "model.", that prefix removed, and a folder
+        that exists and is empty. Raises CheckpointError if `folder` cannot be written.
         """
         self.folder, self.ranks, self.keep, self.export, self.for_good = folder, ranks, keep, export, for_good
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -96,18 +100,20 @@ class Checkpoints:
     ) -> None:
         """Copy everything to CPU memory and write it in a thread; a step saved before is replaced.
 
-        `tensors` (any shapes, dtypes and devices) are the same on all ranks: each rank copies and writes its share of
-        them, the main rank the model's. `rank_tensors` and `rank_values` are each rank's own, `values` the main
-        rank's. Both are JSON: keys come back as strings and tuples as lists. All of them may change once this returns.
+        `tensors` (any shapes, dtypes and devices) are the same on all ranks, whole or in shards: each rank copies and
+        writes its share of the whole ones, the main rank the model's, and its own shards. `rank_tensors` and
+        `rank_values` are each rank's own, `values` the main rank's. Both are JSON: keys come back as strings and tuples
+        as lists. All of them may change once this returns.
 
         Waits for the save before, and raises its CheckpointError instead of saving; raises one if the copy fails.
         """
         self.wait()
-        snapshot, texts = self._together(
+        copies, texts = self._together(
             f"copying the state of step {step}", lambda: self._snapshot(tensors, values, rank_tensors, rank_values)
         )
         wanted = sum(tensor.nbytes for tensor in tensors.values())
-        self._writing = self._writer.submit(self._write, step, snapshot, texts, wanted)
+        shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        self._writing = self._writer.submit(self._write, step, copies, shards, texts, wanted)
 
     def wait(self) -> None:
         """Until nothing is being written. Raises CheckpointError, naming the step, if the last save failed."""
@@ -176,8 +182,9 @@ class Checkpoints:
         """CPU copies of what this rank writes, and the text of its JSON files by name."""
         if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
             raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
-        copies = {name: _copy(tensors[name]) for name in self._share(tensors)}
-        copies |= {f"{RANK_PREFIX}{self.ranks.rank:05}.{name}": _copy(tensor) for name, tensor in rank_tensors.items()}
+        prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
+        copies = own_copies(tensors, self.ranks)
+        copies |= {f"{prefix}{name}": to_host(tensor) for name, tensor in rank_tensors.items()}
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
         texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
@@ -185,31 +192,23 @@ class Checkpoints:
             texts[VALUES] = json.dumps(values)
         return copies, texts
 
-    def _share(self, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """The names that this rank copies and writes: every tensor has one writer, and the bytes are balanced.
-
-        DCP would spread the writing too, but only after every rank had copied everything: 8 x 25 GB at 2B.
-        """
-        load = [0] * self.ranks.world_size
-        mine = []
-        by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-        # The main rank needs the model's weights for the export, so it writes them too; the rest goes around that.
-        for name in sorted(by_size, key=lambda name: not name.startswith(MODEL_PREFIX)):
-            owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))
-            load[owner] += tensors[name].nbytes
-            if owner == self.ranks.rank:
-                mine.append(name)
-        return mine
-
-    def _write(self, step: int, snapshot: dict[str, torch.Tensor], texts: dict[str, str], wanted: int) -> None:
+    def _write(
+        self,
+        step: int,
+        copies: dict[str, torch.Tensor],
+        shards: dict[str, DTensor],
+        texts: dict[str, str],
+        wanted: int,
+    ) -> None:
         """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures.
 
-        `wanted`: bytes of the tensors that all ranks write together.
+        `copies`, `shards`: those of `snapshot.write`. `wanted`: bytes of the tensors that all ranks write together.
         """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         state = partial / STATE
         task = f"saving step {step} to {final}"
+        weights: dict[str, torch.Tensor] = {}  # whole, of the main rank
 
         def make_folder() -> None:
             clear_leftovers(self.folder)
@@ -217,9 +216,7 @@ class Checkpoints:
 
         def write_state() -> None:
             # The collective part comes first: a rank that failed before it would leave the others waiting inside.
-            # Copying ahead is for tensors on a GPU; it would open a context on GPU 0 in every rank's thread.
-            writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
-            dcp.save(snapshot, storage_writer=writer, process_group=self.ranks.checkpoint_group)
+            weights.update(write(copies, shards, state, self.ranks))
             for name, text in texts.items():
                 (state / name).write_text(text)
                 sync(state / name)
@@ -227,8 +224,7 @@ class Checkpoints:
         def commit() -> None:
             hf = partial / "hf"
             hf.mkdir()
-            weights = {n.removeprefix(MODEL_PREFIX): t for n, t in snapshot.items() if n.startswith(MODEL_PREFIX)}
-            self.export(weights, hf)
+            self.export({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, hf)
             _seal(partial, step)
             replaced = final.with_name(final.name + ".replaced")
             if final.exists():
@@ -376,16 +372,6 @@ def size_of(folder: Path) -> int:
 def spelled(size: int) -> str:
     """So many bytes, in GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading.
-
-    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch keeps it, and the next ones take 0.1 s.
-    """
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
 
 
 def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

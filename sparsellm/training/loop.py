@@ -5,8 +5,8 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
 Each micro-batch contributes its sums over M, however many sequences it has, so gradients add up to those of one big
-batch. DDP averages gradients over W ranks, so every loss is multiplied by W. Gradients are reduced once per step, in
-buckets, while the last micro-batch's backward goes on.
+batch. Gradients are averaged over W ranks, so every loss is multiplied by W. They are reduced while backward goes on:
+with DDP once per step, in buckets; of a model in shards layer by layer (training/sharding.py).
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
 (`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.config import Config, Precision, takes_kernels
 from sparsellm.console import say, warn
@@ -34,11 +33,11 @@ from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build
 from sparsellm.processes import PARENT_ENDED
-from sparsellm.training import communication, report, run_folder
+from sparsellm.training import report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
@@ -111,10 +110,10 @@ class Trainer:
         runtime, device = config.runtime, ranks.device
         self.plans: Plans | None = None  # None: the traced reference trains
         self.step = 0
-        self.micro_batch = MicroBatch(self)  # before there are tensors, for it holds the process to its memory
+        # Before there are tensors, for it holds the process to its memory.
+        self.micro_batch = MicroBatch(self, sharding.sharing(config, ranks))
         torch.manual_seed(config.training.seed)
-        with device:
-            self.decoder = Decoder(config.model, config.sparsity.activation, runtime.recompute)
+        self.decoder = sharding.decoder(config, ranks)
         if takes_kernels(config, runtime.kernels, device.type):
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
@@ -122,15 +121,7 @@ class Trainer:
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
-        self.model: Decoder | DistributedDataParallel = self.decoder
-        if ranks.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
-            self.model = DistributedDataParallel(
-                self.decoder, device_ids=[device.index] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
-                broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
-            )  # fmt: skip
-            communication.arrange(self.model, runtime)
+        self.model = sharding.distributed(self.decoder, config, ranks)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
@@ -251,7 +242,7 @@ class Trainer:
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(size)
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
-            with nullcontext() if last or isinstance(self.model, Decoder) else self.model.no_sync():
+            with sharding.micro_batch(self.model, self.config.runtime, last):
                 with self.autocast:
                     out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
                 loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
@@ -348,7 +339,7 @@ class Trainer:
     def _tensors(self, silent_tokens: Tensor) -> dict[str, Tensor]:
         drawn = {} if self.reinitialization is None else self.reinitialization.state()
         return (
-            {f"model.{name}": p.detach() for name, p in self.decoder.named_parameters()}
+            {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
             | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
             | {"sparsity.silent_tokens": silent_tokens}
             | {f"sparsity.{name}": tensor for name, tensor in drawn.items()}

@@ -40,6 +40,7 @@ class Sharing(NamedTuple):
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
+    gathered: int = 0  # how many numbers of weights and gradients are whole for a time, beside the shards
 
 
 class Usage(NamedTuple):
@@ -67,7 +68,7 @@ def usage(
     accumulates = sequences < config.training.batch_size // world_size
     buckets = count if world_size > 1 and sharing.gradients == 1 else 0
     return Usage(
-        weights=count // sharing.weights,
+        weights=count // sharing.weights + FLOAT32 * sharing.gathered,
         optimizer=2 * count // sharing.optimizer,
         # autograd hands each gradient of the last micro-batch to its bucket; those of the others it keeps itself
         gradients=count // sharing.gradients if accumulates or not buckets else 0,

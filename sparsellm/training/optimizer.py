@@ -1,5 +1,7 @@
 """AdamW as the recipe has it (DESIGN §3), and steps that a non-finite gradient cannot spoil.
 
+Of a model in shards, each rank updates its shards, as fully_shard's DTensors.
+
 Everything stays on the device: clipping and skipping are factors that the fused kernel reads, so no step waits for the
 host. A skipped step leaves weights, moments and Adam's own step count as they were; the schedule goes on.
 """
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.config import OptimizerConfig, Schedule, decay_start
+from sparsellm.distributed import whole
+from sparsellm.training.sharding import shard_of
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -63,7 +67,7 @@ class Optimizer:
 
         The norm is 0-d float32 on the device; it is the same on all ranks once gradients have been reduced.
         """
-        norm = nn.utils.get_total_norm(cast(list[Tensor], [p.grad for p in self.parameters.values()]))
+        norm = whole(nn.utils.get_total_norm(cast(list[Tensor], [p.grad for p in self.parameters.values()])))
         not_finite = ~norm.isfinite()
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
         adamw: Any = self.adamw  # which declares neither of these
@@ -80,7 +84,8 @@ class Optimizer:
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
         """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]; its step count stays."""
         for moment in ("exp_avg", "exp_avg_sq"):
-            self.adamw.state[parameter][moment].masked_fill_(rows[:, None], 0)
+            tensor = self.adamw.state[parameter][moment]
+            tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that the next step depends on, by name; load by writing into them."""

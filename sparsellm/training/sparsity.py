@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsellm.config import Config, L1Normalization, L1Schedule, ModelConfig, SparsityConfig
 from sparsellm.model import Decoder
 from sparsellm.training.optimizer import Optimizer
+from sparsellm.training.sharding import shard_of
 
 
 def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
@@ -111,9 +112,9 @@ class Reinitialization:
         for layer, (weight, of_layer) in enumerate(zip(self.weights, rows, strict=True)):
             seed = int(np.random.SeedSequence((self.seed, step, layer)).generate_state(1, np.uint64)[0])
             generator = torch.Generator(weight.device).manual_seed(seed)
-            drawn = torch.empty_like(weight).normal_(std=self.std, generator=generator)
+            drawn = torch.empty(weight.shape, device=weight.device).normal_(std=self.std, generator=generator)
             dist.broadcast(drawn, src=0)  # GPUs of another kind would draw other bits from the same seed
-            weight.copy_(torch.where(of_layer[:, None], drawn, weight))
+            weight.copy_(torch.where(shard_of(of_layer[:, None], weight), shard_of(drawn, weight), weight))
             self.optimizer.forget(weight, of_layer)
         self.drawn_at.masked_fill_(rows, now)
         self.count += rows.sum(1)

@@ -26,7 +26,7 @@ def choices(group):
 
 
 def test_shipped_groups_are_the_documented_ones():
-    assert choices("model") == ["0p5b", "1b", "1p5b", "2b", "tiny"]
+    assert choices("model") == ["0p5b", "1b", "1p5b", "2b", "7b", "tiny"]
     assert choices("data") == ["files", "fineweb_edu", "fineweb_edu_stream", "stdlib_docs"]
     assert choices("sparsity") == ["dense_silu", "l1", "relu"]
     assert choices("logging") == ["disabled", "offline", "online"]
@@ -53,15 +53,15 @@ def test_every_choice_of_every_group_is_accepted(choice):
     assert mistakes(config, 1) == []
 
 
-@pytest.mark.parametrize("size", ["0p5b", "1b", "1p5b", "2b"])
-def test_the_papers_sizes(size):
-    """Parameters and tokens of DESIGN §3's table."""
+@pytest.mark.parametrize("size", ["0p5b", "1b", "1p5b", "2b", "7b"])
+def test_the_papers_sizes_and_a_larger_one(size):
+    """Parameters and tokens of DESIGN §3's table, and of 7b."""
     config = from_overrides([f"experiment={size}"])
     model, training = config.model, config.training
     per_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
     parameters = model.vocab_size * model.hidden_size + model.num_layers * per_layer
     tokens = training.steps * training.batch_size * training.sequence_length
-    expected = {"0p5b": (0.51, 10), "1b": (1.03, 20), "1p5b": (1.54, 30), "2b": (2.05, 40)}[size]
+    expected = {"0p5b": (0.51, 10), "1b": (1.03, 20), "1p5b": (1.54, 30), "2b": (2.05, 40), "7b": (6.68, 140)}[size]
     assert (round(parameters / 1e9, 2), round(tokens / 1e9, 2)) == expected
 
 

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsellm.config import ConfigError, Kernels, from_overrides, memory_mistakes, mistakes
+from sparsellm.config import (
+    ConfigError,
+    Kernels,
+    from_overrides,
+    memory_mistakes,
+    mistakes,
+    parameters,
+    ranks_that_share,
+    state_bytes,
+)
 from sparsellm.ops import build
 
 
@@ -57,6 +66,7 @@ from sparsellm.ops import build
         ),
         (["data.max_tokens=0"], "data.max_tokens is 0"),
         (["runtime.ddp_compress=bf16"], "ddp_compress=bf16, but runtime.precision=float32 rounds nothing to bfloat16"),
+        (["runtime.ddp_compress=bf16", "runtime.shard=full"], "ddp_compress=bf16, but runtime.shard=full sends shards"),
         (
             ["runtime.ddp_compress=bf16", "runtime.precision=bfloat16", "runtime.device=cpu"],
             "ddp_compress=bf16, but torch compresses only what GPUs send each other",
@@ -146,14 +156,14 @@ def test_impossible_sizes_are_refused_by_arithmetic(overrides, message):
     ],
 )
 def test_what_exceeds_the_memory_is_refused_before_it_is_built(overrides, message):
-    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1)
+    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1, 1)
     assert re.search(message, found), found
 
 
 def test_ranks_on_a_cpu_share_its_memory():
     config = from_overrides(["runtime.device=cpu", "model.vocab_size=100000"])
-    assert memory_mistakes(config, 1) == []
-    (found,) = memory_mistakes(config, 10**6)
+    assert memory_mistakes(config, 1, 1) == []
+    (found,) = memory_mistakes(config, 10**6, 10**6)
     assert "on each of 1000000 ranks" in found
 
 
@@ -168,13 +178,33 @@ def test_ranks_on_a_cpu_share_its_memory():
 def test_a_part_of_a_gpu_is_all_that_a_run_has(limit, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30))
-    found = memory_mistakes(from_overrides(["model=0p5b", f"runtime.memory_limit_gib={limit}"]), 1)
+    found = memory_mistakes(from_overrides(["model=0p5b", f"runtime.memory_limit_gib={limit}"]), 1, 1)
     assert (found == []) if message is None else re.search(message, found[0]), found
 
 
 def test_a_part_of_a_gpu_is_refused_where_there_is_none():
-    (found,) = memory_mistakes(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1)
+    (found,) = memory_mistakes(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1, 1)
     assert found == "runtime.memory_limit_gib is 77, of a GPU, and this run takes none: set it to null"
+
+
+@pytest.mark.parametrize(
+    ("shard", "world_size", "ranks_here", "bytes_"),
+    [
+        ("none", 8, 8, 16), ("optimizer", 1, 1, 16), ("full", 1, 1, 16), ("optimizer", 8, 8, 4 + 2),
+        ("full", 8, 8, 2), ("full", 16, 8, 2), ("full", 16, 1, 1), ("optimizer", 4, 2, 4 + 8),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_node_divide_the_state(shard, world_size, ranks_here, bytes_):
+    config = from_overrides(["experiment=1p5b", f"runtime.shard={shard}"])
+    sharing = ranks_that_share(world_size, ranks_here)
+    assert state_bytes(config, sharing) == bytes_ * parameters(config.model)
+
+
+def test_what_is_divided_between_too_few_is_refused():
+    overrides = ["runtime.device=cpu", "model.num_layers=1000000", "runtime.shard=full"]
+    (found,) = memory_mistakes(from_overrides(overrides), 4, 4)
+    assert "on each of 4 ranks with runtime.shard=full between 4" in found
+    assert "divide it between more GPUs (runtime.shard=full)" in found
 
 
 def test_all_mistakes_are_listed_at_once():

@@ -224,11 +224,11 @@ def test_scores_stand_under_evaluation_in_the_record(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_share_the_rows(asked, rows, tmp_path):
-    """By the command line; one rank gives the checkpoint the same scores."""
+    """By the command line, of a model in shards; one rank gives the checkpoint the same scores."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.train"]
 
     done = subprocess.run(
-        [sys.executable, *launcher, *asked], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, *launcher, *asked, "runtime.shard=full"], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

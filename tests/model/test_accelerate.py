@@ -14,6 +14,7 @@ import sparsellm
 from sparsellm.config import Activation
 from sparsellm.model import Decoder
 from sparsellm.model import accelerate as module
+from sparsellm.model.engine_choice import _choice_of
 from sparsellm.ops import Plan
 from sparsellm.ops.build import KernelsUnavailable
 
@@ -309,6 +310,16 @@ def test_a_copy_and_a_moved_model_compile_with_choices_of_their_own(hollow):
 
 
 @pytest.mark.usefixtures("small_choices")
+def test_a_decoder_may_be_accelerated_before_it_has_memory():
+    with torch.device("meta"):
+        model = make("decoder")
+    sparsellm.accelerate(model, "torch")
+    with pytest.raises(ValueError, match="handle is not of an accelerated block"):
+        _choice_of(blocks(model)[0].handle)
+    model.to_empty(device="cpu")
+    assert [_choice_of(block.handle) for block in blocks(model)] == [block.choice for block in blocks(model)]
+
+
 def test_a_handle_of_no_block_is_refused():
     weights = torch.ones(24, 16), torch.ones(24, 16), torch.ones(16, 24)
     with pytest.raises(ValueError, match="handle is not of an accelerated block that still exists"):

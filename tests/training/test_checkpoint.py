@@ -8,16 +8,13 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import PATIENCE, SERVER, dying
+from processes import PATIENCE, SERVER, dying, joined
 from safetensors.torch import load_file, save_file
 
-from sparsellm.distributed import Ranks
 from sparsellm.training import checkpoint
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints
 
@@ -25,16 +22,6 @@ DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 ]  # fmt: skip
-
-
-@contextmanager
-def joined(store, rank=0, world_size=1, device="cpu"):
-    """The Ranks of this process in a group that meets at the file `store`."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
-    try:
-        yield Ranks(rank, rank, world_size, torch.device(device), dist.new_group(backend="gloo"))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture
