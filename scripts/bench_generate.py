@@ -1,15 +1,17 @@
 """`generate()` of a whole 1.5B model, stock Hugging Face Llama with ReLU, before and after `sparsellm.accelerate`.
 
-    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes eager] [--json OUT]
+    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes ours] [--json OUT]
 
 Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
 so that they average to --mean. Modes: `eager`, transformers' default; `static`, cache_implementation="static", for
-which transformers compiles the decoding step and replays it as a CUDA graph.
+which transformers compiles the decoding step and replays it as a CUDA graph; `ours`, the same weights in
+sparsellm.Generator, whose dense side is compiled too.
 
 Per mode and batch: time to the first token (a call for one token), milliseconds per further token, tokens per second
-of the whole call, of --prompt tokens of prompt and --new of new ones, which are prescribed, and which engines the
-layers have chosen for few tokens in the end. Wall-clock medians of calls that alternate between the two models, which
-share one set of weights; the first calls, which compile and let engines be chosen, are not timed.
+of the whole call, of --prompt tokens of prompt and --new of new ones, which are prescribed (`ours`: drawn from the
+whole vocabulary at random), and which engines the layers have chosen for few tokens in the end. Wall-clock medians of
+calls that alternate between the two models, which share one set of weights; the first calls, which compile and let
+engines be chosen, are not timed.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +30,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import sparsellm
 from scripts import ffn_patterns as patterns
 from scripts.bench_model import CONFIG, random_model, sharing_copy
-from scripts.shaped_firing import CALIBRATION, blocks, firing_statistics, layer_rates, random_text, shape_to_rates
+from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, random_text, shape_to_rates
+from sparsellm.config import Activation, ModelConfig
+from sparsellm.model import Decoder, huggingface
+from sparsellm.model.accelerate import SparseFeedForward
+from sparsellm.model.generation import Generator, Sampling
 
 WARMUP = 3  # calls that are not timed
 
@@ -56,6 +63,24 @@ def generation(model: nn.Module, mode: str, text: Tensor, prompt: int) -> Callab
     )
 
 
+def generator(model: nn.Module, kernels: str | None) -> Generator:
+    """The same weights in a generator of our own."""
+    config = ModelConfig(
+        **{ours: CONFIG[theirs] for ours, theirs in huggingface.FIELDS.items() if theirs in CONFIG},
+        rope_theta=CONFIG["rope_parameters"]["rope_theta"],
+    )
+    config = replace(config, num_layers=len(model.model.layers))
+    with torch.device("meta"):
+        decoder = Decoder(config, Activation.relu)
+    decoder.load_state_dict({name: p.detach() for name, p in model.model.state_dict().items()}, assign=True)
+    return Generator(decoder, dtype=torch.bfloat16, kernels=kernels)
+
+
+def own_generation(made: Generator, text: Tensor, prompt: int) -> Callable[[int], list]:
+    prompts = text[:, :prompt].tolist()
+    return lambda new: list(made.stream(prompts, new, Sampling(temperature=1e4)))
+
+
 def seconds(call: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -80,7 +105,7 @@ def measure(calls: dict[str, Callable[[int], Tensor]], new: int, rounds: int) ->
 
 def engines(model: nn.Module) -> str:
     """How many layers have chosen which engine for calls of few tokens."""
-    chosen = Counter(block.choice.plans[0].engine.name for block in blocks(model))
+    chosen = Counter(m.choice.plans[0].engine.name for m in model.modules() if isinstance(m, SparseFeedForward))
     return ", ".join(f"{name} {count}" for name, count in sorted(chosen.items()))
 
 
@@ -89,7 +114,7 @@ def main() -> None:
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, default=36.0, help="nonzeros per token, averaged over layers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--modes", nargs="+", default=["eager", "static"], choices=["eager", "static"])
+    parser.add_argument("--modes", nargs="+", default=["eager", "static", "ours"], choices=["eager", "static", "ours"])
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens")
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
@@ -114,11 +139,17 @@ def main() -> None:
     )
     models = {"dense": model, "accelerated": sparsellm.accelerate(sharing_copy(model), "cuda")}
     results = []
+    own = {}
+    if "ours" in args.modes:
+        own = {"dense": generator(model, None), "accelerated": generator(model, "cuda")}
     for mode in args.modes:
         for batch in args.batches:
             given = text(batch, args.prompt + args.new, seed=2)
             torch._dynamo.reset()
             calls = {name: generation(each, mode, given, args.prompt) for name, each in models.items()}
+            if mode == "ours":
+                calls = {name: own_generation(each, given, args.prompt) for name, each in own.items()}
+            accelerated = own["accelerated"].decoder if mode == "ours" else models["accelerated"]
             times = measure(calls, args.new, args.rounds)
             line = f"{mode:<7} batch {batch:<4}"
             for name, found in times.items():
@@ -128,7 +159,7 @@ def main() -> None:
                 line += f"{name} {first:8.1f} ms to the first, {further:6.2f} ms each, {rate:8,.0f} tokens/s; "
                 results.append({"mode": mode, "batch": batch, "model": name, **found, "tokens_per_s": rate})
             ratio = times["dense"]["whole"] / times["accelerated"]["whole"]
-            print(f"{line}{ratio:.3f}x; layers: {engines(models['accelerated'])}", flush=True)
+            print(f"{line}{ratio:.3f}x; layers: {engines(accelerated)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

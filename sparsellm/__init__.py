@@ -1,17 +1,18 @@
 """Pretraining of language models whose feedforward activations are almost all exactly zero (arXiv 2603.23198).
 
 `sparsellm.accelerate(model)` runs a loaded model's feedforward blocks on the sparse kernels; `sparsellm.restore(model)`
-undoes it.
+undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint.
 """
 
+import importlib
 from typing import Any
 
-__all__ = ["accelerate", "restore"]
+__all__ = ["Generator", "accelerate", "restore"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
-    from sparsellm.model import accelerate  # here, for `import sparsellm` itself should not load torch
-
-    return getattr(accelerate, name)
+    room = "generation" if name == "Generator" else "accelerate"
+    module = importlib.import_module(f"sparsellm.model.{room}")  # here, for `import sparsellm` should not load torch
+    return getattr(module, name)

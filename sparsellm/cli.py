@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": "score a checkpoint on seven tasks and on its run's held-out text",
     "sweep": "train, evaluate and compare runs over lists of values",
     "analyze": "count where a checkpoint's neurons fire",
+    "generate": "write text with a checkpoint",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

@@ -12,9 +12,11 @@ from scripts import draw_readme
 from sparsellm.config import (
     AnalyzeConfig,
     EvaluateConfig,
+    GenerateConfig,
     analyze_mistakes,
     evaluate_mistakes,
     from_overrides,
+    generate_mistakes,
     mistakes,
     sweep_request,
 )
@@ -22,7 +24,7 @@ from sparsellm.config import (
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
 HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
-COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze"}
+COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate"}
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 
@@ -66,6 +68,8 @@ def composed(command: Command) -> list[str]:
         return evaluate_mistakes(from_overrides(overrides, EvaluateConfig))
     if name == "analyze":
         return analyze_mistakes(from_overrides(overrides, AnalyzeConfig))
+    if name == "generate":
+        return generate_mistakes(from_overrides(overrides, GenerateConfig))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)

@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.schema import Config, SweepConfig
+from sparsellm.config.schema import Config, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, unknown_key
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -107,6 +107,9 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     kinds = flat_types(schema)
     if name not in kinds:
         typed.mistakes.append(unknown_key(name, schema))
+        return
+    if Verbatim in typing.get_args(kinds[name]):
+        typed.keys[name] = raw
         return
     value = _value(f"{name}={raw}", raw)
     if isinstance(value, str) and "${" in value:

@@ -21,6 +21,7 @@ from sparsellm.config.schema import (
     Dtype,
     EvaluateConfig,
     EvaluationConfig,
+    GenerateConfig,
     Kernels,
     L1Schedule,
     ModelConfig,
@@ -382,6 +383,27 @@ def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
             found.append(f"{key} is {value}: it must be at least 1")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append("an analysis is one process: start it without torchrun")
+    return found + _device_mistakes("device", config.device)
+
+
+def generate_mistakes(config: GenerateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.tokens < 1:
+        found.append(f"tokens is {config.tokens}: it must be at least 1")
+    if not 0 <= config.temperature < math.inf:
+        found.append(f"temperature is {config.temperature}: it must be at least 0, where 0 takes the likeliest token")
+    if not 0 < config.top_p <= 1:
+        found.append(f"top_p is {config.top_p}: it must be above 0 and at most 1, where 1 draws from all tokens")
+    if config.prompt == "":
+        found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("text is written by one process: start it without torchrun")
+    if config.kernels == Kernels.cuda:
+        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+        if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+            obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
     return found + _device_mistakes("device", config.device)
 
 

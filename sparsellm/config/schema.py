@@ -348,6 +348,27 @@ class AnalyzeConfig:
     speed: bool = key(True, "time each layer, where the CUDA kernels run; times differ a little from run to run")
 
 
+class Verbatim(str):
+    """Text that is taken as it was typed, commas, quotes and braces included."""
+
+
+@dataclass
+class GenerateConfig:
+    """Which checkpoint writes, how it goes on from what, and for how long."""
+
+    checkpoint: str | None = key(
+        None, "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name; must be given"
+    )
+    prompt: Verbatim | None = key(None, "the text to go on from; null: each line of the standard input is one")
+    tokens: int = key(128, "new ones at most; a sequence may end before")
+    temperature: float = key(0.8, "the logits are divided by it; 0: always the likeliest token")
+    top_p: float = key(0.95, "draw from the likeliest tokens whose probabilities add up to this; 1: from all")
+    seed: int = key(0, "of the draws")
+    dtype: Dtype = key(Dtype.auto, "of weights and products; auto: bfloat16 on a GPU, float32 on a CPU")
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
+
+
 def parameters(model: ModelConfig) -> int:
     """Of the whole decoder, the tied embedding once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2

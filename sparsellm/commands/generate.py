@@ -1,0 +1,97 @@
+"""python -m sparsellm.generate checkpoint=PATH prompt=TEXT [key=value] : text that a checkpoint writes.
+
+The text appears as it is written. Without prompt=TEXT each line of the standard input is a prompt: they are gone on
+from all at once, and one line of JSON is printed for each, {"prompt": ..., "text": ...}. One process, on a CPU, or on a
+GPU, where the checkpoint's feedforward layers run on the sparse kernels. Exit codes: 0 complete, 1 for a checkpoint
+that cannot be read, 2 for a refused configuration.
+"""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from sparsellm import hub
+from sparsellm.config import Dtype, GenerateConfig, Kernels, entry_point, generate_mistakes
+from sparsellm.console import warn
+from sparsellm.distributed import device_type
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
+
+if TYPE_CHECKING:  # these take seconds to import, that a refused command need not wait
+    import torch
+
+    from sparsellm.model.generation import Generator, Sampling
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of which some tokens are still to come
+
+
+def mistakes(config: GenerateConfig) -> list[str]:
+    found = generate_mistakes(config)
+    if config.checkpoint is not None:
+        try:
+            locate(config.checkpoint)
+        except CheckpointNotFound as error:
+            found.append(str(error))
+    return found
+
+
+@entry_point(lambda config, _typed: mistakes(config), generate_mistakes, GenerateConfig)
+def main(config: GenerateConfig) -> int:
+    import torch
+
+    from sparsellm.model.generation import Sampling
+    from sparsellm.model.pretrained import BrokenModel
+    from sparsellm.ops.build import KernelsUnavailable
+
+    assert config.checkpoint is not None
+    checkpoint = locate(config.checkpoint)
+    prompts: list[str] = (
+        [config.prompt] if config.prompt is not None else [line for line in map(str.strip, sys.stdin) if line]
+    )
+    if not prompts:
+        warn("the standard input has no line with a prompt: give some, or prompt=TEXT")
+        return 2
+    dtype = None if config.dtype == Dtype.auto else getattr(torch, config.dtype.name)
+    try:
+        generator = _load(checkpoint, device_type(config.device.name), dtype, config.kernels)
+        sampling = Sampling(config.temperature, config.top_p)
+        write = _write_one if config.prompt is not None else _write_all
+        write(generator, prompts, config.tokens, sampling, config.seed)
+    except (CheckpointNotFound, BrokenModel, OSError) as error:
+        warn(unreadable(checkpoint, error))
+        return 1
+    except (KernelsUnavailable, ValueError) as error:
+        warn(str(error))
+        return 1
+    return 0
+
+
+def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":
+    from sparsellm.model.generation import Generator
+
+    with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
+        checkpoint.identity()
+        return Generator.load(checkpoint.model, device, dtype, kernels=kernels.name)
+
+
+def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
+    """The prompt, and its continuation as it comes."""
+    ids: list[int] = []
+    shown, start = "", time.perf_counter()
+    print(prompts[0], end="", flush=True)
+    for (token,) in generator.stream([generator.tokenizer(prompts[0]).input_ids], new_tokens, sampling, seed):
+        if token is None or token in generator.stop:
+            break
+        ids.append(token)
+        text = generator.tokenizer.decode(ids).rstrip(UNFINISHED)
+        print(text.removeprefix(shown), end="", flush=True)
+        shown = text
+    print(generator.tokenizer.decode(ids).removeprefix(shown), flush=True)
+    seconds = time.perf_counter() - start
+    print(f"sparsellm: {len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:,.0f} tokens/s", file=sys.stderr)
+
+
+def _write_all(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
+    """A line of JSON for each prompt, once all are done."""
+    for prompt, text in zip(prompts, generator.text(prompts, new_tokens, sampling, seed), strict=True):
+        print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)

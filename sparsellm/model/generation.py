@@ -1,0 +1,277 @@
+"""Text from a decoder, token by token: fixed memory for keys and values, and one CUDA graph for each shape of a batch.
+
+    generator = Generator.load("runs/NAME/checkpoints/step_100/hf")
+    for tokens in generator.stream([[5, 17], [3]], 64): ...    # an id of each sequence, None where it has ended
+    generator.text(["The water", "Why"], 64)                   # both continuations, as text
+
+Prompts of different lengths are computed without padding, but for attention: the feedforward layers see the tokens that
+there are, and count those alone. A decoding step is one CUDA graph: embedding, layers, head, and the choice of the next
+token, so the host only starts it and reads the tokens of the step before. The graph is captured after two steps that
+run one operator after the other, from whose counts each layer has chosen its engine; it keeps these engines.
+
+Numerics: weights of the embedding and of all products are in `dtype`, products and attention are computed in it with
+float32 accumulation; residual stream, norms, rotation, logits' softmax and sampling are float32. Letters: B sequences,
+R tokens of a call, all sequences together, T the longest, S positions of the cache, H heads of D = K / H.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsellm.config import ModelConfig
+from sparsellm.model import huggingface, pretrained
+from sparsellm.model.accelerate import SparseFeedForward, accelerate
+from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward, rotary_tables, rotate
+
+CACHE_MULTIPLE = 128  # positions: so that prompts of about the same length share a graph
+UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
+
+
+class Sampling(NamedTuple):
+    """How the next token is drawn from the logits: the likeliest (temperature 0), or at random from the smallest set of
+    tokens whose probabilities add up to top_p, after the logits were divided by the temperature."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """logits [B, V] float32 -> [B] int64."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        chances = F.softmax(logits / self.temperature, -1)
+        if self.top_p < 1:
+            ordered, tokens = chances.sort(-1, descending=True)
+            ordered = ordered.where(ordered.cumsum(-1) - ordered < self.top_p, 0)  # the likeliest always stays
+            chances = torch.zeros_like(chances).scatter_(-1, tokens, ordered)
+        # The token whose chance divided by a draw from Exp(1) is largest comes up as often as its chance says. Unlike
+        # torch.multinomial this needs no look at the numbers by the host, and can be captured.
+        return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
+
+
+GREEDY = Sampling()
+
+
+class Batch:
+    """Fixed memory for B sequences of up to S positions: the cache, where each sequence is, and its last token."""
+
+    def __init__(
+        self, config: ModelConfig, size: int, positions: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        heads, head_dim = config.num_heads, config.hidden_size // config.num_heads
+        shape = config.num_layers, size, positions, heads, head_dim
+        # Zeros, for positions that are not there yet are masked, but what they hold is multiplied by zero.
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.cos, self.sin = rotary_tables(positions, head_dim, config.rope_theta, device)
+        self.rows = torch.arange(size, device=device)
+        self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
+        self.generator = torch.Generator(device)  # of the draws
+        self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+        self.steps = 0  # that were taken without a graph
+
+
+class Generator:
+    """Generates with a decoder that it has taken for itself: in inference, its matrices in one dtype, accelerated."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        stop: Collection[int] = (),
+        tokenizer: Any = None,
+        dtype: torch.dtype = torch.float32,
+        kernels: str | None = "auto",
+    ) -> None:
+        """stop: ids of tokens that end a sequence. kernels: as of `accelerate`; None: not accelerated, as SiLU models
+        never are."""
+        self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
+        self.decoder = decoder.requires_grad_(False).eval()
+        for parameter in decoder.parameters():
+            parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32)
+        if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
+            accelerate(decoder, kernels)
+        for block in decoder.modules():
+            if isinstance(block, SparseFeedForward):
+                block.returns_statistics = False  # nobody looks at them
+        self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self.device = decoder.embed_tokens.weight.device
+        self._layer = _decode_layer
+        if self.device.type == "cuda":  # captured: inductor fuses what stands between the products
+            self._layer = torch.compile(_decode_layer, dynamic=False)
+        self._batches: dict[tuple[int, int], Batch] = {}
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any
+    ) -> Self:
+        """The model and tokenizer of an hf/ folder or a hub name, as `huggingface.load` takes them.
+
+        device: a GPU where there is one. dtype: bfloat16 on a GPU, float32 on a CPU. settings: those of Generator.
+        """
+        config, activation, weights = huggingface.load(path)
+        tokenizer = pretrained.read_tokenizer(path, config.vocab_size)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        with torch.device("meta"):
+            decoder = Decoder(config, activation)
+        decoder.load_state_dict(weights, assign=True)
+        end = tokenizer.eos_token_id
+        return cls(decoder.to(device), () if end is None else (end,), tokenizer, dtype, **settings)
+
+    def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
+        """The continuation of each prompt, without the prompt and without the token that ended it."""
+        made: list[list[int]] = [[] for _ in prompts]
+        for tokens in self.stream([self.tokenizer(prompt).input_ids for prompt in prompts], new_tokens, sampling, seed):
+            for sequence, token in zip(made, tokens, strict=True):
+                if token is not None and token not in self.stop:
+                    sequence.append(token)
+        return [self.tokenizer.decode(sequence) for sequence in made]
+
+    @torch.no_grad()
+    def stream(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> Iterator[list[int | None]]:
+        """Up to `new_tokens` times the next token of each sequence; None after one that is in `stop`. Ends early when
+        all sequences have ended.
+
+        Raises ValueError for a prompt without tokens or with ids that the vocabulary lacks, and for prompts that have
+        no room for `new_tokens` in the model's context.
+        """
+        lengths = self._check(prompts, new_tokens)
+        batch = self._batch(len(prompts), max(lengths) + new_tokens)
+        batch.generator.manual_seed(seed)
+        self._prefill(batch, prompts, sampling)
+        going = [True] * len(prompts)
+        read = self._send(batch)
+        for step in range(new_tokens):
+            here = read
+            if step + 1 < new_tokens:
+                self._step(batch, sampling)  # starts while the host waits for the tokens of the step before
+                read = self._send(batch)
+            tokens = here()
+            yield [token if go else None for token, go in zip(tokens, going, strict=True)]
+            going = [go and token not in self.stop for token, go in zip(tokens, going, strict=True)]
+            if not any(going):
+                return
+
+    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[int]:
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or not min(lengths):
+            raise ValueError(f"the prompts have {lengths} tokens: each needs at least one, and there must be a prompt")
+        if new_tokens < 1:
+            raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
+        context, vocabulary = self.config.context_length, self.config.vocab_size
+        if max(lengths) + new_tokens > context:
+            raise ValueError(
+                f"a prompt of {max(lengths):,} tokens and {new_tokens:,} new ones exceed the model's context of"
+                f" {context:,}: shorten the prompt, or ask for fewer new tokens"
+            )
+        if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
+            raise ValueError(f"token {strange[0]} is not in the vocabulary of {vocabulary:,} tokens")
+        return lengths
+
+    def _batch(self, size: int, positions: int) -> Batch:
+        """Of this size, with room for so many positions; the last one asked for is kept, with its graphs."""
+        room = min(-(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE, self.config.context_length)
+        if (size, room) not in self._batches:
+            self._batches = {(size, room): Batch(self.config, size, room, self.device, self.dtype)}
+        return self._batches[size, room]
+
+    def _prefill(self, batch: Batch, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Compute all prompts, and draw each one's first new token."""
+
+        def on_device(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, device=self.device)
+
+        tokens = on_device([token for prompt in prompts for token in prompt])
+        rows = on_device([row for row, prompt in enumerate(prompts) for _ in prompt])
+        positions = on_device([position for prompt in prompts for position in range(len(prompt))])
+        lengths = [len(prompt) for prompt in prompts]
+        x = self.decoder.embed_tokens(tokens).float()
+        cos, sin = batch.cos[positions, None], batch.sin[positions, None]
+        for i, layer in enumerate(self.layers):
+            q, k, v = _projections(layer, x, cos, sin)
+            padded = q.new_zeros(3, len(prompts), max(lengths), *q.shape[1:])
+            padded[:, rows, positions] = torch.stack([q, k, v])
+            batch.keys[i, rows, positions], batch.values[i, rows, positions] = k, v
+            # Behind a sequence's end there are zeros, which none of its own tokens looks at.
+            queries, keys, values = padded.transpose(2, 3).unbind()
+            y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2)
+            x = _after_attention(layer, x, y[rows, positions])
+        last = on_device(lengths).cumsum(0) - 1
+        batch.tokens.copy_(sampling.draw(self._logits(x[last]), batch.generator))
+        batch.lengths.copy_(on_device(lengths))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """x [B, K] float32 -> [B, V] float32."""
+        return F.linear(self.decoder.norm(x).to(self.dtype), self.decoder.embed_tokens.weight).float()
+
+    def _step(self, batch: Batch, sampling: Sampling) -> None:
+        if self.device.type != "cuda" or batch.steps < UNCAPTURED_STEPS:
+            batch.steps += 1
+            return self._decode(batch, sampling)
+        if sampling not in batch.graphs:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(batch.generator)
+            with torch.cuda.graph(graph):
+                self._decode(batch, sampling)
+            batch.graphs[sampling] = graph
+        batch.graphs[sampling].replay()
+        return None
+
+    def _decode(self, batch: Batch, sampling: Sampling) -> None:
+        """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
+        x = self.decoder.embed_tokens(batch.tokens).float()
+        cos, sin = batch.cos[batch.lengths, None], batch.sin[batch.lengths, None]
+        there = torch.arange(batch.keys.shape[2], device=self.device) <= batch.lengths[:, None]
+        for i, layer in enumerate(self.layers):
+            x = self._layer(layer, x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, there)
+        batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
+        batch.lengths.add_(1)
+
+    def _send(self, batch: Batch) -> Any:
+        """Start the copy of the newest tokens to the host. Returns what waits for them: a function of nothing."""
+        if self.device.type != "cuda":
+            tokens = batch.tokens.tolist()
+            return lambda: tokens
+        there = torch.empty(batch.tokens.shape, dtype=torch.int64, pin_memory=True)
+        there.copy_(batch.tokens, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def read() -> list[int]:
+            arrived.synchronize()
+            return there.tolist()
+
+        return read
+
+
+def _projections(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [R, K], cos and sin [R, 1, D] -> rotated queries and keys, and values, [R, H, D]."""
+    attention = layer.self_attn
+    normed = layer.input_layernorm(x).to(attention.q_proj.weight.dtype)
+    heads = len(x), -1, attention.head_dim
+    q, k, v = (proj(normed).view(heads) for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
+    """x [R, K] with what attention has found, y [R, H, D], and then with the feedforward block's output."""
+    x = x + layer.self_attn.o_proj(y.flatten(1))
+    normed = layer.post_attention_layernorm(x).to(y.dtype)
+    out = layer.mlp(normed[None])
+    return x + (out if isinstance(out, Tensor) else out[0])[0]
+
+
+def _decode_layer(
+    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, rows: Tensor,
+    lengths: Tensor, there: Tensor,
+) -> Tensor:  # fmt: skip
+    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get its own at `lengths`; there [B, S]."""
+    q, k, v = _projections(layer, x, cos, sin)
+    keys[rows, lengths], values[rows, lengths] = k, v
+    seen = there[:, None, None]
+    y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
+    return _after_attention(layer, x, y[:, :, 0])

@@ -1,0 +1,101 @@
+"""Text from the decoder: the tokens that transformers would choose, whatever else is in the batch."""
+
+import pytest
+import torch
+from model.small_models import make
+
+from sparsellm.config import Activation
+from sparsellm.model import huggingface
+from sparsellm.model.generation import Generator, Sampling
+
+PROMPTS = [[5, 17, 3, 80, 11], [3], [44, 2, 9]]
+
+
+def all_of(generator, prompts, new, *settings):
+    """The new tokens of each sequence, without None."""
+    steps = list(generator.stream(prompts, new, *settings))
+    return [[token for token in sequence if token is not None] for sequence in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("kernels", [None, "torch"])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("decoder", Activation.relu), ("nongated_decoder", Activation.relu), ("decoder", Activation.silu)],
+)
+def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
+    decoder = make(name, activation=activation)
+    theirs = huggingface.view({n: p.detach() for n, p in decoder.named_parameters()}, decoder.config, activation, 0)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        tokens = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, min_new_tokens=40, do_sample=False
+        )
+        expected.append(tokens[0, len(prompt) :].tolist())
+    generator = Generator(decoder, kernels=kernels)
+    # min_new_tokens keeps transformers from choosing token 0, which ends a sequence there
+    assert all(0 not in tokens for tokens in expected)
+    assert all_of(generator, PROMPTS, 40) == expected
+    assert all_of(generator, PROMPTS[1:2], 40) == expected[1:2]
+    assert all_of(generator, PROMPTS, 40) == expected  # in memory that other calls have used
+
+
+def test_a_sequence_ends_with_a_stop_token_and_the_others_go_on():
+    free = all_of(Generator(make("decoder")), PROMPTS, 30)
+    stop = free[0][7]
+    ends = [tokens.index(stop) + 1 if stop in tokens else 30 for tokens in free]
+    steps = list(Generator(make("decoder"), stop=[stop]).stream(PROMPTS, 30))
+    assert len(steps) == max(ends)
+    for sequence, tokens, end in zip(zip(*steps, strict=True), free, ends, strict=True):
+        assert list(sequence) == tokens[:end] + [None] * (len(steps) - end)
+    assert min(ends) < max(ends)
+
+
+def test_draws_follow_the_chances_and_the_seed():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+
+    def counts(sampling, draws=40_000):
+        tokens = sampling.draw(logits.expand(draws, -1), generator)
+        return torch.bincount(tokens, minlength=4) / draws
+
+    chances = logits.exp()[0]
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(-1)[0]
+        assert (counts(Sampling(temperature)) - expected).abs().max() < 0.01  # four standard deviations
+    # 0.64, 0.24, 0.09, 0.03: the smallest sets that reach 0.5, 0.7 and 0.9
+    for top_p, kept in ((0.5, 1), (0.7, 2), (0.9, 3)):
+        expected = torch.where(torch.arange(4) < kept, chances, 0) / chances[:kept].sum()
+        assert (counts(Sampling(1.0, top_p)) - expected).abs().max() < 0.01
+    decoder = Generator(make("decoder"))
+    first, again, other = (all_of(decoder, PROMPTS, 20, Sampling(1.0), seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "message"),
+    [
+        ([], 5, "there must be a prompt"),
+        ([[1], []], 5, r"\[1, 0\] tokens: each needs at least one"),
+        ([[1] * 250], 7, "a prompt of 250 tokens and 7 new ones exceed the model's context of 256"),
+        ([[1]], 0, "new_tokens is 0"),
+        ([[1, 96]], 5, "token 96 is not in the vocabulary of 96 tokens"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompts, new, message):
+    with pytest.raises(ValueError, match=message):
+        next(Generator(make("decoder")).stream(prompts, new))
+
+
+def test_the_whole_context_can_be_filled():
+    generator = Generator(make("decoder"))
+    assert len(all_of(generator, [[1] * 250], 6)[0]) == 6
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    generator = Generator(make("decoder"))
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    all_of(generator, PROMPTS, 5, Sampling(1.0))
+    assert torch.equal(torch.rand(2), expected)

@@ -1,0 +1,64 @@
+"""The command that writes text: as it comes for one prompt, as JSON for lines of them; and what it refuses."""
+
+import io
+import json
+
+import pytest
+from attack.small_export import cut, damaged, write_export
+
+from sparsellm.commands.generate import main
+from sparsellm.config import GenerateConfig, from_overrides
+
+PROGRAM = "sparsellm generate"
+SETTINGS = ["device=cpu", "tokens=20", "kernels=torch"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_export(tmp_path_factory.mktemp("export"))
+
+
+def written(capsys, *arguments):
+    assert main([*SETTINGS, *arguments], PROGRAM) == 0
+    return capsys.readouterr()
+
+
+def test_one_prompt_is_gone_on_from_and_lines_of_them_too(checkpoint, capsys, monkeypatch):
+    for chosen in (["temperature=0"], ["temperature=1.5", "top_p=1", "seed=3"]):
+        alone = written(capsys, f"checkpoint={checkpoint}", "prompt=why water", *chosen)
+        assert alone.out.startswith("why water")
+        assert " tokens in " in alone.err
+        monkeypatch.setattr("sys.stdin", io.StringIO("why water\n\n"))
+        (line,) = written(capsys, f"checkpoint={checkpoint}", *chosen).out.splitlines()
+        assert json.loads(line) == {"prompt": "why water", "text": alone.out[len("why water") :].removesuffix("\n")}
+    monkeypatch.setattr("sys.stdin", io.StringIO("why water\nbird\nfish tree stone\n"))
+    lines = written(capsys, f"checkpoint={checkpoint}", "temperature=0").out.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["why water", "bird", "fish tree stone"]
+
+
+def test_a_prompt_is_taken_as_it_was_typed():
+    for text in ("why, water", '"why" {water}: [a] = $b', "3", "null", "a=b"):
+        assert from_overrides([f"prompt={text}"], GenerateConfig).prompt == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["prompt=x"], 2, ["checkpoint has no value"]),
+        (["checkpoint=nope/nope/nope", "prompt="], 2, ["nope/nope/nope", "prompt is empty"]),
+        (
+            ["checkpoint=WHOLE", "tokens=0", "temperature=-1", "top_p=0"],
+            2,
+            ["tokens is 0", "temperature is -1.0", "top_p is 0.0"],
+        ),
+        (["checkpoint=WHOLE", "prompt=why water", "tokens=64"], 1, ["exceed the model's context of 64"]),
+        (["checkpoint=CUT", "prompt=why"], 1, ["cannot be read", "model.safetensors"]),
+        (["checkpoint=WHOLE", "promt=why"], 2, ["did you mean prompt"]),
+    ],
+)
+def test_what_cannot_be_written_is_refused(arguments, code, words, checkpoint, tmp_path, capsys):
+    broken = damaged(checkpoint, tmp_path / "hf", cut("model.safetensors", 0.5))
+    arguments = [a.replace("WHOLE", str(checkpoint)).replace("CUT", str(broken)) for a in arguments]
+    assert main(arguments + [s for s in SETTINGS if s.split("=")[0] not in " ".join(arguments)], PROGRAM) == code
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
