@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsellm.config import ModelConfig
 from sparsellm.model import huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate
-from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward, rotary_tables, rotate
+from sparsellm.model.decoder import Attention, Decoder, DecoderLayer, SiluFeedForward, rotary_tables, rotate
 
 CACHE_MULTIPLE = 128  # positions: so that prompts of about the same length share a graph
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
@@ -96,6 +96,7 @@ class Generator:
             if isinstance(block, SparseFeedForward):
                 block.returns_statistics = False  # nobody looks at them
         self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self.merged = [_merge_projections(layer.self_attn) for layer in self.layers]
         self.device = decoder.embed_tokens.weight.device
         self._layer = _decode_layer
         if self.device.type == "cuda":  # captured: inductor fuses what stands between the products
@@ -192,7 +193,7 @@ class Generator:
         x = self.decoder.embed_tokens(tokens).float()
         cos, sin = batch.cos[positions, None], batch.sin[positions, None]
         for i, layer in enumerate(self.layers):
-            q, k, v = _projections(layer, x, cos, sin)
+            q, k, v = _projections(layer, self.merged[i], x, cos, sin)
             padded = q.new_zeros(3, len(prompts), max(lengths), *q.shape[1:])
             padded[:, rows, positions] = torch.stack([q, k, v])
             batch.keys[i, rows, positions], batch.values[i, rows, positions] = k, v
@@ -227,7 +228,9 @@ class Generator:
         cos, sin = batch.cos[batch.lengths, None], batch.sin[batch.lengths, None]
         there = torch.arange(batch.keys.shape[2], device=self.device) <= batch.lengths[:, None]
         for i, layer in enumerate(self.layers):
-            x = self._layer(layer, x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, there)
+            x = self._layer(
+                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, there
+            )
         batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
         batch.lengths.add_(1)
 
@@ -248,12 +251,22 @@ class Generator:
         return read
 
 
-def _projections(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_projections(attention: Attention) -> Tensor:
+    """The weights of queries, keys and values as one matrix [3 K, K], for one product instead of three. They become
+    parts of it."""
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    merged = torch.cat([proj.weight for proj in projections])
+    for proj, part in zip(projections, merged.chunk(3), strict=True):
+        proj.weight.data = part
+    return merged
+
+
+def _projections(
+    layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [R, K], cos and sin [R, 1, D] -> rotated queries and keys, and values, [R, H, D]."""
-    attention = layer.self_attn
-    normed = layer.input_layernorm(x).to(attention.q_proj.weight.dtype)
-    heads = len(x), -1, attention.head_dim
-    q, k, v = (proj(normed).view(heads) for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
+    normed = layer.input_layernorm(x).to(merged.dtype)
+    q, k, v = F.linear(normed, merged).view(len(x), 3, -1, layer.self_attn.head_dim).unbind(1)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -266,11 +279,11 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _decode_layer(
-    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, rows: Tensor,
-    lengths: Tensor, there: Tensor,
+    layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    rows: Tensor, lengths: Tensor, there: Tensor,
 ) -> Tensor:  # fmt: skip
     """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get its own at `lengths`; there [B, S]."""
-    q, k, v = _projections(layer, x, cos, sin)
+    q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
     seen = there[:, None, None]
     y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
