@@ -1,6 +1,6 @@
 """Documents to tokens on disk, once, for any number of runs; the layout is in manifest.py.
 
-After each chunk of documents the files are on disk and progress.json says how far they are good. A start after a kill
+Every few chunks of documents the files are on disk and progress.json says how far they are good. A start after a kill
 compares them with the checksums that progress.json keeps of all that was written, cuts them back to that and goes on
 from there, so the result is the same to the byte, and damage on the way is found, not sealed. A finished folder is not
 touched, unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from sparsellm import locks
 from sparsellm.config import Config, Source
-from sparsellm.data import corpus, tokenizer
+from sparsellm.data import corpus, encoding, tokenizer
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import (
@@ -288,26 +288,29 @@ def _write_tokens(
         )
         if _is_read(manifest, limit):  # a kill came after the last document and before the manifest
             return
-        for chunk in corpus.chunks(documents):
-            tokens = iter(tokenizer.encode(vocabulary, [document.text for document in chunk if document.text]))
-            for document in chunk:
+        chunks = encoding.encoded(corpus.chunks(documents), vocabulary, fraction, manifest.token_dtype)
+        for chunk in stack.enter_context(closing(chunks)):
+            encoded = zip(*chunk.encoded, strict=True)
+            for document in chunk.documents:
                 manifest.empty_files += _files_between(manifest.position, document.file)
                 manifest.position = document.position_after()
                 if not document.text:
                     manifest.empty_documents += 1
                     continue
-                split = "validation" if corpus.is_held_out(document.text, fraction) else "train"
-                writers[split].append(next(tokens))
+                tokens, held_out = next(encoded)
+                writers["validation" if held_out else "train"].append(tokens)
                 if document.licence is not None:
                     manifest.licences[document.licence] = manifest.licences.get(document.licence, 0) + 1
                 if _is_read(manifest, limit):
                     break
-            for writer in writers.values():
-                writer.flush()
-            _count_files(manifest, manifest.position["file"] + 1)
-            write(manifest, folder, "progress.json")
+            done = _is_read(manifest, limit)
+            if done or chunk.at_rest:
+                for writer in writers.values():
+                    writer.flush()
+                _count_files(manifest, manifest.position["file"] + 1)
+                write(manifest, folder, "progress.json")
             bar.update(manifest.train.tokens - bar.n)
-            if _is_read(manifest, limit):
+            if done:
                 return
     _count_files(manifest, len(manifest.source_files))
     manifest.empty_files += _files_between(manifest.position, len(manifest.source_files))
@@ -385,7 +388,7 @@ class _Writer:
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         self.counts: Split = getattr(manifest, split)
         self.dtype = manifest.token_dtype
-        self.tokens: list[int] = []
+        self.tokens: list[np.ndarray] = []
         self.starts: list[int] = []
         self.recorded = manifest.files
         self.digests = {}
@@ -416,15 +419,16 @@ class _Writer:
             with suppress(OSError):  # of a full disk, once more: `flush` has raised it, or brought all to disk
                 file.close()
 
-    def append(self, document: list[int]) -> None:
+    def append(self, document: np.ndarray) -> None:
         self.starts.append(self.counts.tokens)
-        self.tokens += document
+        self.tokens.append(document)
         self.counts.documents += 1
         self.counts.tokens += len(document)
 
     def flush(self) -> None:
         """Bring everything appended so far to disk."""
-        contents = np.array(self.tokens, self.dtype).tobytes(), np.array(self.starts, DOCUMENT_DTYPE).tobytes()
+        tokens = np.concatenate([np.empty(0, self.dtype), *self.tokens])
+        contents = tokens.tobytes(), np.array(self.starts, DOCUMENT_DTYPE).tobytes()
         self.tokens, self.starts = [], []
         for (name, file), content in zip(self.files.items(), contents, strict=True):
             file.write(content)

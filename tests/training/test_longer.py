@@ -84,6 +84,8 @@ def test_a_run_without_a_checkpoint_from_before_its_decay_is_refused(tmp_path):
     config, longer = small_config(*where), small_config(*where, "training.steps=20")
     with process_group("cpu") as ranks, run_folder.open_folder(config, ranks) as (_, folder):
         assert run_folder.mistakes(longer) == []  # it has none at all: it begins
+        again = small_config(*where, "training.steps=20", "data.max_tokens=99")
+        assert run_folder.mistakes(again) == []  # the tokens that there are, again
         (folder / "checkpoints/step_00000012").mkdir(parents=True)
     (found,) = run_folder.mistakes(longer)
     assert "no checkpoint from before its decay, which began after step 9" in found

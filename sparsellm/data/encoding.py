@@ -1,0 +1,114 @@
+"""Chunks of documents to tokens, on all cores and in order.
+
+A short text is encoded here, by the threads of the tokenizer. A longer one is spread over processes, one for each core,
+a chunk at a time: what Python does for each document is then done in parallel, too, and reading goes on meanwhile. The
+tokens are the same.
+"""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import count
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sparsellm.data import corpus, tokenizer
+from sparsellm.data.corpus import Document
+from sparsellm.data.errors import DataError
+from sparsellm.processes import end_with_parent
+
+PATIENCE = 16_000_000  # characters that are encoded without other processes: a few seconds' work
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # what the tokenizers library asks before it uses threads
+AHEAD = 2  # chunks that each process has at hand
+
+
+class Encoded(NamedTuple):
+    """The documents of a chunk that have a text, in their order."""
+
+    tokens: list[np.ndarray]  # of each its ids
+    held_out: list[bool]
+
+
+class Chunk(NamedTuple):
+    documents: list[Document]
+    encoded: Encoded
+    at_rest: bool  # whether to bring what there is to disk: after as many chunks as there are processes, and at the end
+
+
+def encode(vocabulary: Tokenizer, texts: list[str], fraction: float, dtype: str) -> Encoded:
+    """`fraction`: of the documents that are held out. `dtype`: of the ids."""
+    ids = [np.array(document, dtype) for document in tokenizer.encode(vocabulary, texts)]
+    return Encoded(ids, [corpus.is_held_out(text, fraction) for text in texts])
+
+
+def encoded(
+    chunks: Iterator[list[Document]], vocabulary: Tokenizer, fraction: float, dtype: str
+) -> Generator[Chunk, None, None]:
+    """`chunks`, each with its tokens. What reading raises is raised after the chunks before. Close it when done."""
+    characters = 0
+    for documents in chunks:
+        texts = _texts(documents)
+        yield Chunk(documents, encode(vocabulary, texts, fraction, dtype), True)
+        characters += sum(map(len, texts))
+        if characters >= PATIENCE and (cores := len(os.sched_getaffinity(0))) > 1:
+            yield from _by_processes(chunks, cores, (vocabulary, fraction, dtype))
+
+
+def _by_processes(
+    chunks: Iterator[list[Document]], cores: int, given: tuple[Tokenizer, float, str]
+) -> Generator[Chunk, None, None]:
+    pending: deque[tuple[list[Document], Future[Encoded]]] = deque()
+    end: BaseException | None = None
+    # A fork has none of the tokenizer's threads, so it must not ask for them. The library warns of forks, unless told.
+    os.environ.setdefault(PARALLELISM, "true")
+    executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
+    try:
+        for number in count(1):
+            while end is None and len(pending) < AHEAD * cores:
+                try:
+                    documents = next(chunks)
+                except (StopIteration, DataError) as error:
+                    end = error
+                else:
+                    pending.append((documents, executor.submit(_encode, _texts(documents))))
+            if not pending:
+                break
+            documents, future = pending.popleft()
+            yield Chunk(documents, future.result(), number % cores == 0 or not pending)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenizes has ended, as where memory is short: the same command goes on; started with fewer"
+            " cores (taskset -c 0-3 ...) it needs less"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+    if isinstance(end, DataError):
+        raise end
+
+
+def _texts(documents: list[Document]) -> list[str]:
+    return [document.text for document in documents if document.text]
+
+
+# In a process of its own.
+
+_given: tuple[Tokenizer, float, str]
+
+
+def _begin(*given: object) -> None:
+    global _given
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the one that writes ends the others
+    os.environ[PARALLELISM] = "false"
+    _given = given  # type: ignore[assignment]
+
+
+def _encode(texts: list[str]) -> Encoded:
+    vocabulary, fraction, dtype = _given
+    return encode(vocabulary, texts, fraction, dtype)
