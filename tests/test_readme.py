@@ -49,6 +49,7 @@ def commands(document: Path) -> list[Command]:
         if not line.startswith(BEGINNINGS):
             continue
         words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        words = words[: words.index("<")] if "<" in words else words  # what follows is the shell's
         ranks = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
         start = 1 if words[0] == "sparsellm" else words.index("-m") + 1
         name = words[start].removeprefix("sparsellm.").removeprefix("scripts.")
