@@ -37,6 +37,7 @@ import shutil
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -365,8 +366,13 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Bytes of all files in `folder`; of those that are gone meanwhile, as another process may save here, none."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(parent, name).stat().st_size
+    return size
 
 
 def spelled(size: int) -> str:

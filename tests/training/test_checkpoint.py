@@ -605,3 +605,21 @@ def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path, ranks):
         process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
     assert open_(tmp_path / "c", ranks).find(skip_damaged=False) == 1
+
+
+def test_the_size_of_what_another_process_takes_away_meanwhile_is_counted_as_far_as_it_is_there(tmp_path, monkeypatch):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "a").write_bytes(b"123")
+    (tmp_path / "b").write_bytes(b"12345")
+    (tmp_path / "c").write_bytes(b"1")
+    assert checkpoint.size_of(tmp_path) == 9
+    assert checkpoint.size_of(tmp_path / "gone") == 0
+    stat = Path.stat
+
+    def without_b(path, *arguments, **named):
+        if path.name == "b":
+            raise FileNotFoundError(path)
+        return stat(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "stat", without_b)
+    assert checkpoint.size_of(tmp_path) == 4
