@@ -37,6 +37,7 @@ from sparsellm.config.schema import (
     WandbMode,
     decay_start,
     l1_coefficient_as,
+    l1_denominator,
     parameters,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
@@ -100,6 +101,7 @@ __all__ = [
     "from_overrides",
     "generate_mistakes",
     "l1_coefficient_as",
+    "l1_denominator",
     "load",
     "memory_mistakes",
     "mistakes",

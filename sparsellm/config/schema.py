@@ -15,10 +15,12 @@ class Activation(Enum):
 
 
 class L1Normalization(Enum):
-    """What the coefficient multiplies: per token, the `sum` over neurons and layers, or the `mean` over both."""
+    """What the coefficient multiplies: per token, the `sum` over neurons and layers, the `mean` over both, or
+    `layer_mean`, the sum over neurons and the mean over layers."""
 
     sum = "sum"
     mean = "mean"
+    layer_mean = "layer_mean"
 
 
 class L1Schedule(Enum):
@@ -381,10 +383,17 @@ def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
     return steps - max(1, round(optimizer.decay_fraction * steps))
 
 
+def l1_denominator(normalization: L1Normalization, model: ModelConfig) -> int:
+    """What a token's sum of |h| over neurons and layers is divided by before the coefficient multiplies it."""
+    layers, neurons = model.num_layers, model.intermediate_size
+    return {
+        L1Normalization.sum: 1,
+        L1Normalization.mean: neurons * layers,
+        L1Normalization.layer_mean: layers,
+    }[normalization]
+
+
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
-    """The coefficient that gives the same loss under `normalization` (DESIGN §2: `mean` = `sum` x N x L)."""
-    size = config.model.intermediate_size * config.model.num_layers
-    coefficient = config.sparsity.l1_coefficient
-    if config.sparsity.l1_normalization == normalization:
-        return coefficient
-    return coefficient * size if normalization == L1Normalization.mean else coefficient / size
+    """The coefficient that gives the same loss under `normalization` (DESIGN §2)."""
+    own = l1_denominator(config.sparsity.l1_normalization, config.model)
+    return config.sparsity.l1_coefficient * (l1_denominator(normalization, config.model) / own)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sparsellm.config import Activation
+from sparsellm.config import Activation, L1Normalization
 from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.results import RESULTS, only
@@ -17,6 +17,11 @@ from sparsellm.run_layout import EVALUATION
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.training.metrics import METRICS, read
 
+MULTIPLIED = {
+    L1Normalization.sum: "the sum over neurons and layers",
+    L1Normalization.mean: "the mean over neurons and layers",
+    L1Normalization.layer_mean: "the sum over neurons and mean over layers",
+}
 COMPLETE, UNFINISHED, NOT_BEGUN = "complete", "unfinished", "not begun"
 Row = dict[str, Any]
 
@@ -152,15 +157,15 @@ def _legend(sweep: Sweep, evaluated: bool) -> str:
     configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
-    normalization = distinct(c.sparsity.l1_normalization.name for c in configs if c.sparsity.l1_coefficient)
+    multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
     lines = [
         "CE: cross entropy of the last step's batch, nats per token; held-out CE on the validation split.",
         f"CE increase: over the ReLU run with {COEFFICIENT}=0.",
         f"nonzeros: feedforward activations per token that are not zero, mean over layers, of {neurons}.",
         f"dead: neurons, over all layers, that were silent for the last {silence} tokens.",
     ]
-    if normalization:
-        lines.append(f"The coefficient multiplies the {normalization} of |h| over neurons and layers, per token.")
+    if multiplied:
+        lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
     if evaluated:
         rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
         lines.append(f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}.")

@@ -115,7 +115,7 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     }  # fmt: skip
     assert second[3:] == ["not begun"] + [""] * 8
     assert any("silent for the last 100,000 tokens" in line for line in lines)
-    assert any("multiplies the sum of |h|" in line for line in lines)
+    assert any("the sum over neurons and layers of |h|" in line for line in lines)
 
 
 def test_the_figure_has_a_panel_for_what_exists(swept, monkeypatch):
