@@ -371,6 +371,33 @@ class GenerateConfig:
     kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
 
 
+@dataclass
+class BenchmarkConfig:
+    """Which checkpoints are timed, beside what, on what text, and for how long."""
+
+    checkpoint: list[str] = key(
+        [],
+        "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, a hub name, or several, [A,B]; not empty",
+    )
+    baseline: list[str] = key(
+        [], "what to compare with, as a run of sparsity=dense_silu: one for each checkpoint, or none"
+    )
+    text: str | None = key(None, "plain text, or parquet with a column `text`; null: each run's own held-out blocks")
+    sequences: int = key(64, "of a forward pass and of a training step, at most")
+    micro_batch_size: int = key(8, "sequences that a training step computes at a time")
+    prompts: int = key(16, "sequences that are generated at once, at most")
+    prompt_tokens: int = key(512, "of each prompt; at most half a sequence of the text")
+    new_tokens: int = key(128, "generated for each prompt, as far as the model's context has room")
+    seconds: float = key(3.0, "measured for each number, about")
+    output_dir: str | None = key(
+        None, "null: benchmark/ in the first checkpoint, benchmarks/NAME where that is read-only"
+    )
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    kernels: Kernels = key(
+        Kernels.auto, "beside PyTorch: CUDA kernels where they run, or else refuse; or PyTorch alone"
+    )
+
+
 def parameters(model: ModelConfig) -> int:
     """Of the whole decoder, the tied embedding once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2
