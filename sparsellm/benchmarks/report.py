@@ -65,10 +65,12 @@ def measured_on(results: Row) -> str:
 
 
 def tables(results: Row) -> list[Table]:
-    """Speed and memory; energy, where it was counted; the layers of each checkpoint, on the kernels."""
+    """Speed and memory; energy, where it was counted; scores, where there are some; layers, on the kernels."""
     found = [_speeds(results)]
     if any(_of(row, side, phase, "mj_per_token") for row, side in _sides(results) for phase in PHASES):
         found.append(_energies(results))
+    if any(model["scores"] and model["scores"]["tasks"] for model in _models(results)):
+        found.append(_scores(results))
     return found + [_layers(row) for row in results["checkpoints"] if row["layer_speeds"]]
 
 
@@ -162,6 +164,22 @@ def _energies(results: Row) -> Table:
             *(_cell(row, side, p, "mj_per_token", lambda value: f"{value:,.3g}") for p in PHASES),
         ]
         for row, side in _sides(results)
+    ]
+
+
+def _models(results: Row) -> list[Row]:
+    """Every checkpoint, each followed by its baseline."""
+    return [model for row in results["checkpoints"] for model in (row, row["baseline"]) if model is not None]
+
+
+def _scores(results: Row) -> Table:
+    """What `evaluate` left: a row for each model, a column for each task that any has."""
+    each = {model["checkpoint"]: model for model in _models(results)}.values()
+    tasks = list(dict.fromkeys(task for model in each for task in (model["scores"] or {"tasks": {}})["tasks"]))
+    return [["accuracy of", "parameters", *tasks]] + [
+        [model["name"], size(model["parameters"]), *("-" if s is None else f"{s:.4f}" for s in map(of.get, tasks))]
+        for model in each
+        for of in [(model["scores"] or {"tasks": {}})["tasks"]]
     ]
 
 

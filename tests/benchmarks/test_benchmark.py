@@ -82,7 +82,8 @@ def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
 def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, tmp_path, kernels, capsys):
     output = run / LAST / "evaluation"
     output.mkdir()
-    scores = {"identity": locate(str(run)).identity(), "mean": 0.4321, "validation": {"loss": 2.5}, "tasks": {}}
+    scores = {"identity": locate(str(run)).identity(), "mean": 0.4321, "validation": {"loss": 2.5}}
+    scores["tasks"] = {"piqa": {"score": 0.61}, "hellaswag": {"score": 0.3}}
     (output / "results.json").write_text(json.dumps(scores))
     arguments = [
         f"checkpoint=[{run},{bare}]",
@@ -98,7 +99,7 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     assert (ours["sequence_length"], alone["sequence_length"]) == (32, 192)  # the run's, and the model's context
     assert (ours["sequences"], alone["sequences"]) == (4, 2)  # as asked, and as far as the text goes
     assert ours["baseline"]["activation"] == "silu"
-    assert ours["scores"] == {"mean": 0.4321, "tasks": {}, "validation_loss": 2.5}
+    assert ours["scores"] == {"mean": 0.4321, "tasks": {"piqa": 0.61, "hellaswag": 0.3}, "validation_loss": 2.5}
     assert alone["scores"] is None
     assert [of["speedup"] for of in ours["layer_speeds"]] == [2.0, 2.0]
     for side in ours["sides"].values():
@@ -107,6 +108,11 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     tables = [part.splitlines() for part in shown.split("\n\n")]
     assert ["kernels" in line for line in tables[1][1:]] == [True, False, False] * 2
     assert ["0.4321" in line for line in tables[1][1:]] == [True, True, False] + [False] * 3
+    forward = {name: side["forward"]["tokens_per_s"] for name, side in ours["sides"].items()}
+    assert f"{forward['kernels'] / 1e3:,.1f} ({forward['kernels'] / forward['baseline']:.2f}x)" in tables[1][1]
+    assert f"{forward['PyTorch'] / 1e3:,.1f} ({forward['PyTorch'] / forward['baseline']:.2f}x)" in tables[1][2]
+    assert tables[3][0].split()[-2:] == ["piqa", "hellaswag"]
+    assert [line.split()[-2:] for line in tables[3][1:]] == [["0.6100", "0.3000"], ["-", "-"], ["-", "-"]]
     assert tables[2][0].split()[2:] == ["mJ", "per", "token", "on", "forward", "training", "prefill", "decode"]
     markdown = (tmp_path / "out" / report.BENCHMARK_MD).read_text()
     assert all(line.startswith("|") == ("|" in line) for line in markdown.splitlines())
