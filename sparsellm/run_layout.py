@@ -13,6 +13,7 @@ STATE = "state"
 VALUES = "values.json"  # in state/: what is the same on all ranks
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS, BENCHMARK = "evaluation", "analysis", "benchmark"
+BENCHMARK_JSON = "benchmark.json"  # in benchmark/
 ADDED = (EVALUATION, ANALYSIS, BENCHMARK)  # to a checkpoint, later, so not among them
 
 

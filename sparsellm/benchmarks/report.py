@@ -11,8 +11,9 @@ from typing import Any
 
 from sparsellm.analysis.report import aligned
 from sparsellm.files import write_whole
+from sparsellm.run_layout import BENCHMARK_JSON
 
-BENCHMARK_JSON, BENCHMARK_MD, BENCHMARK_PNG = "benchmark.json", "benchmark.md", "benchmark.png"
+BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # beside BENCHMARK_JSON
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
 

@@ -309,6 +309,7 @@ class SweepConfig:
     mode: SweepMode = key(SweepMode.run, "run the runs here, print their commands, or write a SLURM array script")
     baseline: bool = key(False, "add the dense run, sparsity=dense_silu")
     evaluate: bool = key(True, "evaluate every finished run, with the options evaluate.*")
+    benchmark: bool = key(False, "measure every finished run's speed, memory and energy, as `benchmark` does")
     nproc_per_node: int | None = key(None, "processes of a run; null: the GPUs of this machine, or 1")
     point: int | None = key(None, "do only this run, counted from 0: what one task of a SLURM array does")
 

@@ -22,6 +22,18 @@ MULTIPLIED = {
     L1Normalization.mean: "the mean over neurons and layers",
     L1Normalization.layer_mean: "the sum over neurons and mean over layers",
 }
+# What of a benchmark stands in a table, and the titles: PHASE_KEY of its JSON.
+COSTS = {
+    "forward_tokens_per_s": "forward tokens/s",
+    "training_tokens_per_s": "training tokens/s",
+    "training_peak_bytes": "training peak bytes",
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+    "forward_mj_per_token": "forward mJ/token",
+    "training_mj_per_token": "training mJ/token",
+    "prefill_mj_per_token": "prefill mJ/token",
+    "decode_mj_per_token": "decode mJ/token",
+}
 COMPLETE, UNFINISHED, NOT_BEGUN = "complete", "unfinished", "not begun"
 Row = dict[str, Any]
 
@@ -59,6 +71,7 @@ def rows(sweep: Sweep) -> list[Row]:
             | {"dead_neurons": None if dead is None else sum(dead)}
             | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
             | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result)}
+            | (_costs(sweep, point) if sweep.options.benchmark else {})
         )
     return table
 
@@ -92,6 +105,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
         column("dead", "dead_neurons", "{:,}"),
         *(column(task, task, "{:.1%}") for task in tasks),
         column("mean", "mean", "{:.1%}"),
+        *(column(title, key, "{:,.4g}") for key, title in COSTS.items() if key in table[0]),
     ]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     widths = [max(len(title), *map(len, cells)) for title, cells in columns]
@@ -129,6 +143,19 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         warn(f"the scores of {point.checkpoint} are left out: {error}")
         return {}
+
+
+def _costs(sweep: Sweep, point: Point) -> Row:
+    """What a finished point's benchmark measured: on the kernels, if it ran on them, else in PyTorch."""
+    side: Row = {}
+    if point.is_finished() and (path := sweep.benchmark(point)).exists():
+        sides = json.loads(path.read_text())["checkpoints"][0]["sides"]
+        side = sides.get("kernels", sides["PyTorch"])
+    found = {}
+    for key in COSTS:
+        phase, _, number = key.partition("_")
+        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has none
+    return found
 
 
 def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
