@@ -20,19 +20,16 @@ random texts whose neighbours share neurons: between 0.5 and 0.7, about as many 
 """
 
 import argparse
-import functools
 import json
 import math
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pynvml
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +37,7 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
 from sparsellm import data
+from sparsellm.benchmarks.timing import energy_mj
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed import Ranks, process_group, world_size_from_environment
@@ -129,30 +127,6 @@ def gpu_bytes(device: torch.device) -> int:
 def engines(trainer: Trainer) -> list[str] | None:
     """Each layer's engine; None where training does not use the kernels."""
     return None if trainer.plans is None else trainer.plans.engines
-
-
-def energy_mj(device: torch.device) -> int | None:
-    """Millijoules that the GPU has used since its driver was loaded, once its work is done; None without a counter."""
-    handle = energy_counter(device)
-    if handle is None:
-        return None
-    torch.cuda.synchronize(device)
-    return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-
-
-@functools.cache
-def energy_counter(device: torch.device):
-    """NVML's handle of a GPU that counts its energy, or None."""
-    if device.type != "cuda":
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError as error:
-        print(f"energy is not measured: {error}", file=sys.stderr)
-        return None
-    return handle
 
 
 def freeze(configs: list[Config]) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": "train, evaluate and compare runs over lists of values",
     "analyze": "count where a checkpoint's neurons fire",
     "generate": "write text with a checkpoint",
+    "benchmark": "time checkpoints, on the kernels, in PyTorch and beside a baseline",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

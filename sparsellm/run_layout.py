@@ -1,6 +1,6 @@
 """What a run's folder holds, by name, for those that write it and those that only read it.
 
-runs/NAME/{config.yaml, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/}}
+runs/NAME/{config.yaml, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/, benchmark/}}
 """
 
 from pathlib import Path
@@ -12,8 +12,9 @@ HF = "hf"
 STATE = "state"
 VALUES = "values.json"  # in state/: what is the same on all ranks
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
-EVALUATION, ANALYSIS = "evaluation", "analysis"
-ADDED = (EVALUATION, ANALYSIS)  # to a checkpoint, later, so not among them
+EVALUATION, ANALYSIS, BENCHMARK = "evaluation", "analysis", "benchmark"
+BENCHMARK_JSON = "benchmark.json"  # in benchmark/
+ADDED = (EVALUATION, ANALYSIS, BENCHMARK)  # to a checkpoint, later, so not among them
 
 
 def checkpoint(folder: Path, step: int) -> Path:

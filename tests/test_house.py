@@ -10,8 +10,8 @@ PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
     {"console", "locks"}, {"ops", "figures", "files", "hub", "lifeline", "processes"},
-    {"config", "distributed", "run_layout"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"}, {"sweeps"},
-    {"commands"}, {"cli"},
+    {"config", "distributed", "run_layout"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
+    {"sweeps", "benchmarks"}, {"commands"}, {"cli"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [

@@ -5,7 +5,8 @@
 Every key of sparsellm.train may have a list of values; each of their combinations is an ordinary run. They are trained
 one after another, on all GPUs of this machine, and evaluated with the options evaluate.*; what is finished is not done
 again, so the same command goes on after an interruption. sweeps/NAME/ gets sweep.csv, sweep.md, sweep.png, sweep.pdf
-and a log of each run. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an array script.
+and a log of each run. sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead,
+sweep.mode=slurm writes an array script.
 
 Exit codes: 0 complete, 1 if a run failed (the others are done all the same), 128 + signal when stopped, 2 for a refused
 configuration.
@@ -70,6 +71,9 @@ def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
+        # The file's place is known once there is a checkpoint.
+        if sweep.options.benchmark and not (point.is_finished() and sweep.benchmark(point).exists()):
+            steps.append(("benchmark", commands.benchmark(point)))
         for step, command in steps:
             if launcher.signal is not None:
                 return None

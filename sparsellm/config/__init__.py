@@ -11,6 +11,7 @@ from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
     AnalyzeConfig,
+    BenchmarkConfig,
     Config,
     DataConfig,
     DdpCompress,
@@ -37,6 +38,7 @@ from sparsellm.config.schema import (
     WandbMode,
     decay_start,
     l1_coefficient_as,
+    l1_denominator,
     parameters,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
@@ -47,6 +49,7 @@ _LATER = {
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
     "rules": (
         "analyze_mistakes",
+        "benchmark_mistakes",
         "evaluate_mistakes",
         "generate_mistakes",
         "memory_mistakes",
@@ -63,6 +66,7 @@ __all__ = [
     "MIX_PERIOD",
     "Activation",
     "AnalyzeConfig",
+    "BenchmarkConfig",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -90,6 +94,7 @@ __all__ = [
     "TrainingConfig",
     "WandbMode",
     "analyze_mistakes",
+    "benchmark_mistakes",
     "composition",
     "decay_start",
     "definition",
@@ -100,6 +105,7 @@ __all__ = [
     "from_overrides",
     "generate_mistakes",
     "l1_coefficient_as",
+    "l1_denominator",
     "load",
     "memory_mistakes",
     "mistakes",

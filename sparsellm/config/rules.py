@@ -14,6 +14,7 @@ from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
     AnalyzeConfig,
+    BenchmarkConfig,
     Config,
     DataConfig,
     DdpCompress,
@@ -407,8 +408,31 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
     return found + _device_mistakes("device", config.device)
 
 
-def _checkpoint_mistakes(checkpoint: str | None) -> list[str]:
-    if checkpoint is None:
+def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmarks looks at what it names."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.baseline and len(config.baseline) != len(config.checkpoint):
+        found.append(
+            f"baseline has {len(config.baseline)} and checkpoint {len(config.checkpoint)}: the first is compared with"
+            " the first, and so on, so give as many, or no baseline"
+        )
+    for key, least in (
+        ("sequences", 1), ("micro_batch_size", 1), ("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 3),
+    ):  # fmt: skip
+        if (value := getattr(config, key)) < least:
+            found.append(f"{key} is {value}: it must be at least {least}")
+    if not 0 < config.seconds < math.inf:
+        found.append(f"seconds is {config.seconds}: it must be a positive number")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("a benchmark is one process: start it without torchrun")
+    if config.kernels == Kernels.cuda:
+        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found + _device_mistakes("device", config.device)
+
+
+def _checkpoint_mistakes(checkpoint: str | list[str] | None) -> list[str]:
+    if not checkpoint:
         return ["checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name"]
     return []
 

@@ -15,10 +15,12 @@ class Activation(Enum):
 
 
 class L1Normalization(Enum):
-    """What the coefficient multiplies: per token, the `sum` over neurons and layers, or the `mean` over both."""
+    """What the coefficient multiplies: per token, the `sum` over neurons and layers, the `mean` over both, or
+    `layer_mean`, the sum over neurons and the mean over layers."""
 
     sum = "sum"
     mean = "mean"
+    layer_mean = "layer_mean"
 
 
 class L1Schedule(Enum):
@@ -307,6 +309,7 @@ class SweepConfig:
     mode: SweepMode = key(SweepMode.run, "run the runs here, print their commands, or write a SLURM array script")
     baseline: bool = key(False, "add the dense run, sparsity=dense_silu")
     evaluate: bool = key(True, "evaluate every finished run, with the options evaluate.*")
+    benchmark: bool = key(False, "measure every finished run's speed, memory and energy, as `benchmark` does")
     nproc_per_node: int | None = key(None, "processes of a run; null: the GPUs of this machine, or 1")
     point: int | None = key(None, "do only this run, counted from 0: what one task of a SLURM array does")
 
@@ -369,6 +372,33 @@ class GenerateConfig:
     kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
 
 
+@dataclass
+class BenchmarkConfig:
+    """Which checkpoints are timed, beside what, on what text, and for how long."""
+
+    checkpoint: list[str] = key(
+        [],
+        "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, a hub name, or several, [A,B]; not empty",
+    )
+    baseline: list[str] = key(
+        [], "what to compare with, as a run of sparsity=dense_silu: one for each checkpoint, or none"
+    )
+    text: str | None = key(None, "plain text, or parquet with a column `text`; null: each run's own held-out blocks")
+    sequences: int = key(64, "of a forward pass and of a training step, at most")
+    micro_batch_size: int = key(8, "sequences that a training step computes at a time")
+    prompts: int = key(16, "sequences that are generated at once, at most")
+    prompt_tokens: int = key(512, "of each prompt; at most half a sequence of the text")
+    new_tokens: int = key(128, "generated for each prompt, as far as the model's context has room")
+    seconds: float = key(3.0, "measured for each number, about")
+    output_dir: str | None = key(
+        None, "null: benchmark/ in the first checkpoint, benchmarks/NAME where that is read-only"
+    )
+    device: Device = key(Device.auto, "auto: a GPU where there is one")
+    kernels: Kernels = key(
+        Kernels.auto, "beside PyTorch: CUDA kernels where they run, or else refuse; or PyTorch alone"
+    )
+
+
 def parameters(model: ModelConfig) -> int:
     """Of the whole decoder, the tied embedding once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2
@@ -381,10 +411,17 @@ def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
     return steps - max(1, round(optimizer.decay_fraction * steps))
 
 
+def l1_denominator(normalization: L1Normalization, model: ModelConfig) -> int:
+    """What a token's sum of |h| over neurons and layers is divided by before the coefficient multiplies it."""
+    layers, neurons = model.num_layers, model.intermediate_size
+    return {
+        L1Normalization.sum: 1,
+        L1Normalization.mean: neurons * layers,
+        L1Normalization.layer_mean: layers,
+    }[normalization]
+
+
 def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
-    """The coefficient that gives the same loss under `normalization` (DESIGN §2: `mean` = `sum` x N x L)."""
-    size = config.model.intermediate_size * config.model.num_layers
-    coefficient = config.sparsity.l1_coefficient
-    if config.sparsity.l1_normalization == normalization:
-        return coefficient
-    return coefficient * size if normalization == L1Normalization.mean else coefficient / size
+    """The coefficient that gives the same loss under `normalization` (DESIGN §2)."""
+    own = l1_denominator(config.sparsity.l1_normalization, config.model)
+    return config.sparsity.l1_coefficient * (l1_denominator(normalization, config.model) / own)

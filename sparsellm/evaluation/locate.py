@@ -15,12 +15,13 @@ from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
 from sparsellm.files import read_json
 from sparsellm.model import pretrained
-from sparsellm.run_layout import ANALYSIS, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
+from sparsellm.run_layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 
 DIGEST_THREADS = 8
 RUNS = RunConfig.root  # where runs are by default
 LISTED = 10  # folders at most, that are named where another one is missing
-ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses"}  # for checkpoints that cannot be written
+# For checkpoints that cannot be written.
+ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses", BENCHMARK: "benchmarks"}
 
 
 class CheckpointNotFound(ValueError):
@@ -57,9 +58,9 @@ class Checkpoint:
         return f"checkpoint={self}, which is no folder here,"
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
-        """The folder for what is `added`, EVALUATION or ANALYSIS: `asked` if given, else inside, or, where that cannot
-        be written, evaluations/NAME or analyses/NAME in the working directory. Of so many rows only, `limit`, a folder
-        in that one.
+        """The folder for what is `added`, one of run_layout.ADDED: `asked` if given, else inside, or, where that cannot
+        be written, evaluations/NAME and so on (ELSEWHERE) in the working directory. Of so many rows only, `limit`, a
+        folder in that one.
         """
         if asked is not None:
             return Path(asked).expanduser()

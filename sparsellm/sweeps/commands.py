@@ -4,6 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from sparsellm.config import quoted
 from sparsellm.sweeps.plan import Point, Sweep
 
 GROUP = "logging.wandb_group"
@@ -19,12 +20,19 @@ def evaluate(sweep: Sweep, point: Point) -> list[str]:
     return _launch(sweep, "evaluate", sweep.evaluation(point))
 
 
+def benchmark(point: Point) -> list[str]:
+    """One process, whatever the runs have."""
+    return [sys.executable, "-m", "sparsellm.benchmark", f"checkpoint={quoted(str(point.checkpoint))}"]
+
+
 def text(sweep: Sweep, arguments: list[str]) -> str:
     """A line of shell for each run, and what `arguments` then gather as a comment."""
     lines = []
     for point in sweep.points:
-        both = [train(sweep, point), *([evaluate(sweep, point)] if sweep.options.evaluate else [])]
-        lines.append(" && ".join(shlex.join(command) for command in both))
+        each = [train(sweep, point)]
+        each += [evaluate(sweep, point)] if sweep.options.evaluate else []
+        each += [benchmark(point)] if sweep.options.benchmark else []
+        lines.append(" && ".join(map(shlex.join, each)))
     return "\n".join([*lines, f"# then, for the table and the figure: {shlex.join(_again(arguments))}"])
 
 

@@ -34,7 +34,9 @@ from sparsellm.config.rules import RUN_NAME
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
+from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.tasks import TASKS
+from sparsellm.run_layout import BENCHMARK, BENCHMARK_JSON
 from sparsellm.training import run_folder
 
 COEFFICIENT = "sparsity.l1_coefficient"
@@ -114,6 +116,10 @@ class Sweep:
     def is_evaluated(self, point: Point) -> bool:
         """Whether its evaluation would find everything finished."""
         return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
+
+    def benchmark(self, point: Point) -> Path:
+        """The file that the benchmark of a finished point leaves."""
+        return locate(str(point.checkpoint)).output(BENCHMARK) / BENCHMARK_JSON
 
 
 def plan(arguments: list[str]) -> Sweep:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sparsellm.config import Activation
+from sparsellm.config import Activation, L1Normalization
 from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.results import RESULTS, only
@@ -17,6 +17,23 @@ from sparsellm.run_layout import EVALUATION
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.training.metrics import METRICS, read
 
+MULTIPLIED = {
+    L1Normalization.sum: "the sum over neurons and layers",
+    L1Normalization.mean: "the mean over neurons and layers",
+    L1Normalization.layer_mean: "the sum over neurons and mean over layers",
+}
+# What of a benchmark stands in a table, and the titles: PHASE_KEY of its JSON.
+COSTS = {
+    "forward_tokens_per_s": "forward tokens/s",
+    "training_tokens_per_s": "training tokens/s",
+    "training_peak_bytes": "training peak bytes",
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+    "forward_mj_per_token": "forward mJ/token",
+    "training_mj_per_token": "training mJ/token",
+    "prefill_mj_per_token": "prefill mJ/token",
+    "decode_mj_per_token": "decode mJ/token",
+}
 COMPLETE, UNFINISHED, NOT_BEGUN = "complete", "unfinished", "not begun"
 Row = dict[str, Any]
 
@@ -54,6 +71,7 @@ def rows(sweep: Sweep) -> list[Row]:
             | {"dead_neurons": None if dead is None else sum(dead)}
             | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
             | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result)}
+            | (_costs(sweep, point) if sweep.options.benchmark else {})
         )
     return table
 
@@ -87,6 +105,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
         column("dead", "dead_neurons", "{:,}"),
         *(column(task, task, "{:.1%}") for task in tasks),
         column("mean", "mean", "{:.1%}"),
+        *(column(title, key, "{:,.4g}") for key, title in COSTS.items() if key in table[0]),
     ]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     widths = [max(len(title), *map(len, cells)) for title, cells in columns]
@@ -126,6 +145,19 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
         return {}
 
 
+def _costs(sweep: Sweep, point: Point) -> Row:
+    """What a finished point's benchmark measured: on the kernels, if it ran on them, else in PyTorch."""
+    side: Row = {}
+    if point.is_finished() and (path := sweep.benchmark(point)).exists():
+        sides = json.loads(path.read_text())["checkpoints"][0]["sides"]
+        side = sides.get("kernels", sides["PyTorch"])
+    found = {}
+    for key in COSTS:
+        phase, _, number = key.partition("_")
+        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has none
+    return found
+
+
 def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
     reference = unregularised(point, sweep)
     if reference is None or point.name not in finished or reference.name not in finished:
@@ -152,15 +184,15 @@ def _legend(sweep: Sweep, evaluated: bool) -> str:
     configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
-    normalization = distinct(c.sparsity.l1_normalization.name for c in configs if c.sparsity.l1_coefficient)
+    multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
     lines = [
         "CE: cross entropy of the last step's batch, nats per token; held-out CE on the validation split.",
         f"CE increase: over the ReLU run with {COEFFICIENT}=0.",
         f"nonzeros: feedforward activations per token that are not zero, mean over layers, of {neurons}.",
         f"dead: neurons, over all layers, that were silent for the last {silence} tokens.",
     ]
-    if normalization:
-        lines.append(f"The coefficient multiplies the {normalization} of |h| over neurons and layers, per token.")
+    if multiplied:
+        lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
     if evaluated:
         rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
         lines.append(f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}.")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config, Precision, takes_kernels
+from sparsellm.config import Config, Precision, l1_denominator, takes_kernels
 from sparsellm.console import say, warn
 from sparsellm.data import Data
 from sparsellm.distributed import Ranks, first_error, on_main
@@ -59,7 +59,7 @@ from sparsellm.training.plans import Plans
 from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
 from sparsellm.training.retention import Retention
-from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient, l1_denominator
+from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient
 from sparsellm.training.stop import StopSignals
 from sparsellm.training.wandb_record import WandbRun
 
@@ -128,7 +128,7 @@ class Trainer:
         self.reinitialization = None
         if config.sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
-        self.l1_denominator = l1_denominator(config.sparsity, config.model)
+        self.l1_denominator = l1_denominator(config.sparsity.l1_normalization, config.model)
         self.tokens_per_step = config.training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from

@@ -93,8 +93,8 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
         width = config.model.intermediate_size
         zeros = f"{100 * (1 - last['nnz_mean'] / width):.2f}% zeros"
         lines["nonzeros per token"] = f"{change('nnz_mean')}  of {width:,} per layer ({zeros})"
-        by = {n: f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization}
-        lines["L1 coefficient"] = f"{by[L1Normalization.sum]}, the same as {by[L1Normalization.mean]}"
+        same = [f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization]
+        lines["L1 coefficient"] = ", the same as ".join([same[0], " and ".join(same[1:])])
     if last["dead_per_layer"] is not None and last["tokens"] >= config.sparsity.dead_after_tokens:
         dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * config.model.intermediate_size
         silence = f"silent for the last {config.sparsity.dead_after_tokens:,} tokens"

@@ -1,7 +1,7 @@
 """The L1 loss's weight over time, the neurons that have fallen silent, and drawing those anew.
 
-The coefficient of `sparsity.l1_coefficient` multiplies, per token, either the SUM of |h| over neurons and layers (the
-default; 2e-5 then reproduces the paper) or the MEAN over both, which is the sum divided by N x L (DESIGN §2).
+The coefficient of `sparsity.l1_coefficient` multiplies, per token, the SUM of |h| over neurons and layers, or that sum
+divided by N x L or by L (`sparsity.l1_normalization`, DESIGN §2).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config, L1Normalization, L1Schedule, ModelConfig, SparsityConfig
+from sparsellm.config import Config, L1Schedule, ModelConfig, SparsityConfig
 from sparsellm.model import Decoder
 from sparsellm.training.optimizer import Optimizer
 from sparsellm.training.sharding import shard_of
@@ -29,13 +29,6 @@ def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
     if config.l1_schedule == L1Schedule.linear and since_start < config.l1_warmup_tokens:
         return config.l1_coefficient * since_start / config.l1_warmup_tokens
     return config.l1_coefficient
-
-
-def l1_denominator(config: SparsityConfig, model: ModelConfig) -> int:
-    """What a token's sum of |h| over neurons and layers is divided by before the coefficient multiplies it."""
-    if config.l1_normalization == L1Normalization.mean:
-        return model.intermediate_size * model.num_layers
-    return 1
 
 
 class SilentNeurons:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from sparsellm.cli import COMMANDS
-from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, SweepConfig, help
+from sparsellm.config import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, SweepConfig, help
 from sparsellm.config.values import flat_types
 
 
@@ -16,6 +16,7 @@ from sparsellm.config.values import flat_types
         ("train", Config, "", ()),
         ("evaluate", EvaluateConfig, "", ()),
         ("analyze", AnalyzeConfig, "", ()),
+        ("benchmark", BenchmarkConfig, "", ()),
         ("sweep", SweepConfig, "sweep.", ()),
         ("sweep", EvaluateConfig, "evaluate.", ("checkpoint", "output_dir")),
     ],

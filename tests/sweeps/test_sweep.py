@@ -61,6 +61,25 @@ def process(tmp_path):
         each.wait()
 
 
+def test_a_finished_run_is_benchmarked_once(sweep, monkeypatch):
+    write = (
+        "import pathlib, sys; f = pathlib.Path(sys.argv[1]); f.mkdir(); (f / 'benchmark.json').write_text(sys.argv[2])"
+    )
+    costs = json.dumps({"checkpoints": [{"sides": {"PyTorch": {"forward": {"tokens_per_s": 7.0}}}}]})
+    started = []
+
+    def stand_in(point):
+        started.append(point.name)
+        return [sys.executable, "-c", write, str(point.checkpoint / "benchmark"), costs]
+
+    monkeypatch.setattr(commands, "benchmark", stand_in)
+    for _ in range(2):
+        code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.evaluate=false", "sweep.benchmark=true")
+        assert code == 0
+        assert "forward tokens/s" in output
+    assert started == NAMES
+
+
 def results(folder):
     return {name: (folder / "sweeps/s" / name).read_bytes() for name in ("sweep.csv", "sweep.md", "sweep.png")}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from sparsellm.sweeps import figure, report, table
+from sparsellm.sweeps import commands, figure, report, table
 from sparsellm.sweeps.plan import plan
 
 SMALL = ["experiment=smoke", "training.steps=40", "model.num_layers=2"]
@@ -35,6 +35,30 @@ def leave(point, step=40, scores=None, **values):
         if scores is not None:
             (point.checkpoint / "evaluation").mkdir()
             (point.checkpoint / "evaluation/results.json").write_text(json.dumps(scores))
+
+
+def test_what_a_benchmark_measured_stands_beside_the_scores(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3,3e-3", "sweep.benchmark=true")
+    dense, sparse, _ = sweep.points
+    rate = {"tokens_per_s": 1000.0, "mj_per_token": 0.5}
+    for point, sides in (
+        (dense, {"PyTorch": dict.fromkeys(("forward", "prefill", "decode"), rate) | {"training": None}}),
+        (sparse, {"kernels": {"forward": {"tokens_per_s": 1500.0, "mj_per_token": None}}, "PyTorch": {}}),
+    ):
+        leave(point)
+        (point.checkpoint / "benchmark").mkdir()
+        (point.checkpoint / "benchmark/benchmark.json").write_text(json.dumps({"checkpoints": [{"sides": sides}]}))
+    rows = table.rows(sweep)
+    assert [row["forward_tokens_per_s"] for row in rows] == [1000.0, 1500.0, None]
+    assert [row["decode_mj_per_token"] for row in rows] == [0.5, None, None]
+    assert [row["training_peak_bytes"] for row in rows] == [None] * 3
+    markdown = table.as_markdown(sweep, rows)
+    assert "| forward tokens/s | prefill tokens/s |" in markdown
+    assert "training tokens/s" not in markdown  # nobody has one
+    shown = [line for line in commands.text(sweep, []).splitlines() if not line.startswith("#")]
+    wanted = [f" -m sparsellm.benchmark checkpoint={point.checkpoint}" for point in sweep.points]
+    assert all(line.endswith(end) for line, end in zip(shown, wanted, strict=True))
+    assert not table.COSTS.keys() & table.rows(swept("sparsity.l1_coefficient=0,1e-3"))[0].keys()
 
 
 def scored(mean, **tasks):
@@ -115,7 +139,7 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     }  # fmt: skip
     assert second[3:] == ["not begun"] + [""] * 8
     assert any("silent for the last 100,000 tokens" in line for line in lines)
-    assert any("multiplies the sum of |h|" in line for line in lines)
+    assert any("the sum over neurons and layers of |h|" in line for line in lines)
 
 
 def test_the_figure_has_a_panel_for_what_exists(swept, monkeypatch):

@@ -47,14 +47,14 @@ def stock(trainer, folder):
     return model, hidden
 
 
-def specified(trainer, folder, coefficient, mean):
+def specified(trainer, folder, coefficient, normalization):
     """(loss, ce, l1, hidden, gradients) of the first global batch as DESIGN §2 writes them."""
     model, hidden = stock(trainer, folder)
     tokens = trainer.data.samples(range(trainer.config.training.batch_size))
     logits = model(tokens[:, :-1]).logits
     ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    l1 = sum((h.abs().mean(-1) if mean else h.abs().sum(-1)).mean() for h in hidden)
-    l1 = l1 / len(hidden) if mean else l1
+    l1 = sum((h.abs().mean(-1) if normalization == "mean" else h.abs().sum(-1)).mean() for h in hidden)
+    l1 = l1 if normalization == "sum" else l1 / len(hidden)
     loss = ce + coefficient * l1
     loss.backward()
     gradients = {name.removeprefix("model."): p.grad for name, p in model.named_parameters()}
@@ -83,21 +83,21 @@ def test_the_gradient_is_that_of_one_big_batch(overrides, normalization, tmp_pat
     coefficient = 1e-2 if normalization == "sum" else 1.0
     overrides = [*overrides, f"sparsity.l1_normalization={normalization}", f"sparsity.l1_coefficient={coefficient}"]
     with small_trainer(tmp_path / "run", *overrides) as trainer:
-        expected = specified(trainer, tmp_path, coefficient, normalization == "mean")[-1]
-        without = specified(trainer, tmp_path / "0", 0, False)[-1]
+        expected = specified(trainer, tmp_path, coefficient, normalization)[-1]
+        without = specified(trainer, tmp_path / "0", 0, "sum")[-1]
         assert_equal_gradients(first_gradients(trainer), expected)
     # The L1 term is large enough that losing or miscounting it would show.
     key = "layers.0.mlp.up_proj.weight"
     assert (expected[key] - without[key]).norm() > 0.01 * expected[key].norm()
 
 
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
+@pytest.mark.parametrize("normalization", ["sum", "mean", "layer_mean"])
 def test_the_gradient_has_the_coefficient_in_force(normalization, tmp_path):
     """The first step's 128 tokens are 64 after the start: a tenth of the warm-up."""
     overrides = ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=64", "sparsity.l1_warmup_tokens=640"]
     overrides += [f"sparsity.l1_normalization={normalization}", "sparsity.l1_coefficient=1"]
     with small_trainer(tmp_path / "run", *overrides) as trainer:
-        expected = specified(trainer, tmp_path, 0.1, normalization == "mean")[-1]
+        expected = specified(trainer, tmp_path, 0.1, normalization)[-1]
         assert_equal_gradients(first_gradients(trainer), expected)
 
 
@@ -138,7 +138,7 @@ def torchrun(ranks, *command):
 
 def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
     with small_trainer(tmp_path / "run", "runtime.micro_batch_size=3") as trainer:
-        loss, ce, l1, hidden, gradients = specified(trainer, tmp_path, 1e-2, False)
+        loss, ce, l1, hidden, gradients = specified(trainer, tmp_path, 1e-2, "sum")
         assert trainer.fit() == 0
     rows = read(tmp_path / "run" / METRICS)
     assert [row["step"] for row in rows] == [1, 3, 4, 6, 8, 9, 12]

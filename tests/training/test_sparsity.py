@@ -6,10 +6,10 @@ import pytest
 import torch
 from small_run import small_trainer
 
-from sparsellm.config import L1Normalization, L1Schedule, ModelConfig, SparsityConfig
+from sparsellm.config import L1Normalization, L1Schedule, ModelConfig, SparsityConfig, l1_denominator
 from sparsellm.training import sparsity
 from sparsellm.training.metrics import METRICS, read
-from sparsellm.training.sparsity import SilentNeurons, l1_coefficient, l1_denominator
+from sparsellm.training.sparsity import SilentNeurons, l1_coefficient
 
 WARMUP = ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=64", "sparsity.l1_warmup_tokens=640"]
 REINIT = ["sparsity.reinit_dead_after_tokens=256", "sparsity.reinit_every=2"]  # 2 steps of 128 tokens
@@ -27,10 +27,10 @@ def test_the_coefficient_is_constant_or_grows_linearly_after_the_start():
     assert [l1_coefficient(t, linear) for t in (99, 100, 200, 500)] == pytest.approx([0, 0, 5e-6, 2e-5])
 
 
-def test_mean_divides_by_neurons_and_layers():
+def test_means_divide_by_what_they_are_taken_over():
     model = ModelConfig(intermediate_size=5632, num_layers=8)
-    assert l1_denominator(SparsityConfig(), model) == 1
-    assert l1_denominator(SparsityConfig(l1_normalization=L1Normalization.mean), model) == 5632 * 8
+    divided = {each.name: l1_denominator(each, model) for each in L1Normalization}
+    assert divided == {"sum": 1, "mean": 5632 * 8, "layer_mean": 8}
 
 
 @pytest.mark.parametrize("batch_size", [4, 8])
