@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": "train, evaluate and compare runs over lists of values",
     "analyze": "count where a checkpoint's neurons fire",
     "generate": "write text with a checkpoint",
+    "import_model": "write a published sparse checkpoint as a stock Hugging Face model",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

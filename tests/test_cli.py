@@ -35,10 +35,14 @@ SLOW = "{'torch', 'datasets', 'transformers', 'lm_eval', 'pandas', 'matplotlib',
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
+    needed = {
+        **{name: ["checkpoint=x"] for name in ("evaluate", "analyze", "generate")},
+        "import_model": ["checkpoint=x", "output_dir=not-there"],
+    }
     code = (
         "import sys, importlib; from sparsellm import cli\n"
         "importlib.import_module = lambda name: (_ for _ in ()).throw(SystemExit(9))\n"
-        f"try: cli.run({command!r}, {['checkpoint=x'] if command in ('evaluate', 'analyze', 'generate') else []!r})\n"
+        f"try: cli.run({command!r}, {needed.get(command, [])!r})\n"
         "except SystemExit as end: assert end.code == 9\n"
         f"assert not {SLOW} & set(sys.modules)"
     )

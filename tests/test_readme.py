@@ -13,10 +13,12 @@ from sparsellm.config import (
     AnalyzeConfig,
     EvaluateConfig,
     GenerateConfig,
+    ImportConfig,
     analyze_mistakes,
     evaluate_mistakes,
     from_overrides,
     generate_mistakes,
+    import_mistakes,
     mistakes,
     sweep_request,
 )
@@ -24,7 +26,7 @@ from sparsellm.config import (
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
 HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
-COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate"}
+COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "import_model"}
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 
@@ -71,6 +73,8 @@ def composed(command: Command) -> list[str]:
         return analyze_mistakes(from_overrides(overrides, AnalyzeConfig))
     if name == "generate":
         return generate_mistakes(from_overrides(overrides, GenerateConfig))
+    if name == "import_model":
+        return import_mistakes(from_overrides(overrides, ImportConfig))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)

@@ -17,10 +17,11 @@ from sparsellm.config.rules import (
     analyze_mistakes,
     evaluate_mistakes,
     generate_mistakes,
+    import_mistakes,
     prepare_mistakes,
     value_mistakes,
 )
-from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig, GenerateConfig
+from sparsellm.config.schema import AnalyzeConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
 from sparsellm.console import is_main_rank, warn
 
 # Of each command but `sweep`: its schema, and the rules for values that need no torch.
@@ -30,6 +31,7 @@ RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "evaluate": (EvaluateConfig, evaluate_mistakes),
     "analyze": (AnalyzeConfig, analyze_mistakes),
     "generate": (GenerateConfig, generate_mistakes),
+    "import_model": (ImportConfig, import_mistakes),
 }
 CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 

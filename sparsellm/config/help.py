@@ -11,7 +11,15 @@ from typing import Any
 
 from sparsellm.config.compose import composition
 from sparsellm.config.overrides import EXPERIMENT, choices, groups
-from sparsellm.config.schema import MEANING, AnalyzeConfig, Config, EvaluateConfig, GenerateConfig, SweepConfig
+from sparsellm.config.schema import (
+    MEANING,
+    AnalyzeConfig,
+    Config,
+    EvaluateConfig,
+    GenerateConfig,
+    ImportConfig,
+    SweepConfig,
+)
 from sparsellm.config.values import to_dict
 
 COMMANDS = Path(__file__).parents[1] / "commands"
@@ -33,6 +41,7 @@ TAKEN = {
     "evaluate": (Keys(EvaluateConfig),),
     "analyze": (Keys(AnalyzeConfig),),
     "generate": (Keys(GenerateConfig),),
+    "import_model": (Keys(ImportConfig),),
     "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
 }
 LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
@@ -42,6 +51,7 @@ USAGE = {
     "evaluate": "checkpoint=PATH [KEY=VALUE ...]",
     "analyze": "checkpoint=PATH [KEY=VALUE ...]",
     "generate": "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]",
+    "import_model": "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]",
     "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
 }
 
