@@ -22,6 +22,7 @@ COMMANDS = {
     "analyze": "count where a checkpoint's neurons fire",
     "generate": "write text with a checkpoint",
     "benchmark": "time checkpoints, on the kernels, in PyTorch and beside a baseline",
+    "import_model": "write a published sparse checkpoint as a stock Hugging Face model",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

@@ -14,11 +14,13 @@ from sparsellm.config import (
     BenchmarkConfig,
     EvaluateConfig,
     GenerateConfig,
+    ImportConfig,
     analyze_mistakes,
     benchmark_mistakes,
     evaluate_mistakes,
     from_overrides,
     generate_mistakes,
+    import_mistakes,
     mistakes,
     sweep_request,
 )
@@ -26,7 +28,7 @@ from sparsellm.config import (
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
 HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
-COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "benchmark"}
+COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "benchmark", "import_model"}
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 
@@ -75,6 +77,8 @@ def composed(command: Command) -> list[str]:
         return generate_mistakes(from_overrides(overrides, GenerateConfig))
     if name == "benchmark":
         return benchmark_mistakes(from_overrides(overrides, BenchmarkConfig))
+    if name == "import_model":
+        return import_mistakes(from_overrides(overrides, ImportConfig))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)

@@ -18,10 +18,11 @@ from sparsellm.config.rules import (
     benchmark_mistakes,
     evaluate_mistakes,
     generate_mistakes,
+    import_mistakes,
     prepare_mistakes,
     value_mistakes,
 )
-from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig
+from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
 from sparsellm.console import is_main_rank, warn
 
 # Of each command but `sweep`: its schema, and the rules for values that need no torch.
@@ -32,6 +33,7 @@ RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "analyze": (AnalyzeConfig, analyze_mistakes),
     "generate": (GenerateConfig, generate_mistakes),
     "benchmark": (BenchmarkConfig, benchmark_mistakes),
+    "import_model": (ImportConfig, import_mistakes),
 }
 CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
-from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig
+from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 from sparsellm.files import write_whole
 
-AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig, GenerateConfig, BenchmarkConfig)
+AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig, GenerateConfig, BenchmarkConfig, ImportConfig)
 Flat = dict[str, Any]  # group.key -> plain value
 
 SEAL = "# checksum xxh3_64 "  # begins a config.yaml

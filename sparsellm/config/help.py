@@ -18,6 +18,7 @@ from sparsellm.config.schema import (
     Config,
     EvaluateConfig,
     GenerateConfig,
+    ImportConfig,
     SweepConfig,
 )
 from sparsellm.config.values import to_dict
@@ -42,6 +43,7 @@ TAKEN = {
     "analyze": (Keys(AnalyzeConfig),),
     "generate": (Keys(GenerateConfig),),
     "benchmark": (Keys(BenchmarkConfig),),
+    "import_model": (Keys(ImportConfig),),
     "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
 }
 LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
@@ -52,6 +54,7 @@ USAGE = {
     "analyze": "checkpoint=PATH [KEY=VALUE ...]",
     "generate": "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]",
     "benchmark": "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]",
+    "import_model": "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]",
     "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
 }
 

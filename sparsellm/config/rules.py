@@ -23,6 +23,7 @@ from sparsellm.config.schema import (
     EvaluateConfig,
     EvaluationConfig,
     GenerateConfig,
+    ImportConfig,
     Kernels,
     L1Schedule,
     ModelConfig,
@@ -429,6 +430,18 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
         obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
         found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
     return found + _device_mistakes("device", config.device)
+
+
+def import_mistakes(config: ImportConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.output_dir is None:
+        found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
+    elif Path(config.output_dir).expanduser().exists():
+        found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("an import is one process: start it without torchrun")
+    return found
 
 
 def _checkpoint_mistakes(checkpoint: str | list[str] | None) -> list[str]:

@@ -399,6 +399,17 @@ class BenchmarkConfig:
     )
 
 
+@dataclass
+class ImportConfig:
+    """Which checkpoint is written as a stock Hugging Face model, and where."""
+
+    checkpoint: str | None = key(
+        None, "a folder or hub name, as of a published sparse checkpoint (llama_sparse_relu); must be given"
+    )
+    output_dir: str | None = key(None, "the folder to write, which must not exist yet; must be given")
+    dtype: Dtype = key(Dtype.auto, "of the weights; auto: the stored one")
+
+
 def parameters(model: ModelConfig) -> int:
     """Of the whole decoder, the tied embedding once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2

@@ -86,7 +86,7 @@ class Checkpoint:
         Raises CheckpointNotFound if a file is not the one that a run's checkpoint was committed with.
         """
         if self.folder is None:
-            return f"{self.model}@{pretrained.read_config(self.model)._commit_hash}"
+            return f"{self.model}@{pretrained.commit(self.model)}"
         files = sorted(path for path in Path(self.model).iterdir() if path.is_file())
         with ThreadPoolExecutor(DIGEST_THREADS) as pool:
             digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))

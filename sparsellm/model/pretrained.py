@@ -1,16 +1,19 @@
 """Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
 
 transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
-every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. No other file calls
-transformers' `from_pretrained`.
+every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. A published sparse
+checkpoint becomes a stock model in memory (foreign.py). No other file calls transformers' `from_pretrained`.
 """
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from sparsellm.model import foreign
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
 )  # fmt: skip
+# What a model's repository holds at its top for reading: no code, no pickles, no training state.
+DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
@@ -35,7 +40,10 @@ class BrokenModel(ValueError):
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """The model's configuration; of a published sparse checkpoint (foreign.py), the one of the stock model it becomes.
+
+    Raises BrokenModel, and OSError if the hub cannot be read.
+    """
     from transformers import AutoConfig
 
     local = Path(path).is_dir()
@@ -45,13 +53,15 @@ def read_config(path: str | Path) -> Any:
                 raise BrokenModel(
                     f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
                 )
-    config = _reading(
-        path,
-        "config.json",
-        lambda: AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local),
-    )
+    given = _config_json(path)
+
+    def described() -> Any:
+        if given.get("model_type") == foreign.MODEL_TYPE:
+            return foreign.stock_config(given)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+    config = _reading(path, "config.json", described)
     if local and config.model_type in ("llama", "arcee"):
-        given = json.loads(Path(path, "config.json").read_text("utf-8"))
         given = (given.get("rope_parameters") or {}) | given
         if absent := [key for key in REQUIRED if given.get(key) is None]:
             raise BrokenModel(
@@ -75,8 +85,12 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     what = (
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
+    # transformers looks at the kind of model too, to choose a tokenizer's class.
+    config = read_config(path) if _is_foreign(path) else None
     tokenizer = _reading(
-        path, what, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+        path,
+        what,
+        lambda: AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, local_files_only=local),
     )
     words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
     if not words:
@@ -95,11 +109,19 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
 def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel, and OSError if
     the hub cannot be read."""
-    from transformers import AutoModelForCausalLM
+    from transformers import ArceeForCausalLM, AutoModelForCausalLM, LlamaForCausalLM
     from transformers.utils import logging
 
     config, local = read_config(path), Path(path).is_dir()
-    if local:
+    kind: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if _is_foreign(path):
+        folder = data_folder(path)
+        tensors, wrong = foreign.stock_tensors(_tensors(folder, _verify_files(folder, config)), config)
+        _refuse(path, wrong)
+        kind = LlamaForCausalLM if config.model_type == "llama" else ArceeForCausalLM
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
+    elif local:
         _verify_files(Path(path), config)
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
@@ -107,8 +129,8 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
         read: Any = _reading(
             path,
             "the model",
-            lambda: AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True,
+            lambda: kind.from_pretrained(
+                **source, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True,
                 ignore_mismatched_sizes=True, output_loading_info=True,
             ),
         )  # fmt: skip
@@ -127,6 +149,48 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     return model
 
 
+def commit(name: str) -> str:
+    """The hub's commit from which the model `name` is read. Raises OSError if the hub cannot be read."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, "config.json")).parent.name
+
+
+def data_folder(path: str | Path) -> Path:
+    """The folder of the model's files: `path`, or for a hub name the hub's copy on this machine, without any code.
+
+    Raises OSError if the hub cannot be read.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(snapshot_download(str(path), allow_patterns=list(DATA), ignore_patterns=["*/*"]))
+
+
+def _config_json(path: str | Path) -> dict[str, Any]:
+    """The content of config.json. Raises BrokenModel, and OSError if the hub cannot be read."""
+    from transformers import PreTrainedConfig
+
+    local = Path(path).is_dir()
+    return _reading(
+        path, "config.json", lambda: dict(PreTrainedConfig.get_config_dict(path, local_files_only=local)[0])
+    )
+
+
+def _is_foreign(path: str | Path) -> bool:
+    return _config_json(path).get("model_type") == foreign.MODEL_TYPE
+
+
+def _tensors(folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    held: dict[str, torch.Tensor] = {}
+    for file in files:
+        held |= _reading(folder, file, partial(load_file, folder / file))
+    return held
+
+
 def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
     """The result of `work`. What a library raises because of damaged files becomes a BrokenModel that names them."""
     try:
@@ -143,8 +207,10 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
         raise BrokenModel(text) from error
 
 
-def _verify_files(folder: Path, config: Any) -> None:
-    """Check that the safetensors of a folder are whole, as far as their headers say. Raises BrokenModel.
+def _verify_files(folder: Path, config: Any) -> list[str]:
+    """Check that the safetensors of a folder are whole, as far as their headers say, and return their names.
+
+    Raises BrokenModel.
 
     This comes before transformers builds the model, because transformers would allocate what is missing, however large
     config.json says that it is.
@@ -171,7 +237,8 @@ def _verify_files(folder: Path, config: Any) -> None:
                 return {tensor: file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118
 
         found = _reading(folder, name, read)
-        integers = [] if quantized else [tensor for tensor, dtype in found.items() if "F" not in dtype]
+        integers = [tensor for tensor, dtype in found.items() if "F" not in dtype and not foreign.is_counter(tensor)]
+        integers = [] if quantized else integers
         elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
         _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
         held |= dict.fromkeys(found, name)
@@ -192,6 +259,7 @@ def _verify_files(folder: Path, config: Any) -> None:
             f"config.json of {folder} describes {described:,} parameters, and the files have {size:,} bytes: they"
             f" should be of one checkpoint; {REMEDY}"
         )
+    return files
 
 
 def _not_finite(model: Any) -> list[str]:

@@ -1,0 +1,85 @@
+"""python -m sparsellm.import_model checkpoint=NAME output_dir=OUT [key=value] : a checkpoint as a stock model, on disk.
+
+Of a published sparse checkpoint (model_type llama_sparse_relu) it writes the same model as a LlamaForCausalLM or, if it
+is not gated, an ArceeForCausalLM, with hidden_act relu and its tokenizer: transformers loads the folder as it is. No
+code of the checkpoint is run, and every tensor must be there, of its shape, and finite. The folder is written beside
+output_dir and then renamed, so that it is whole or not there. Exit codes: 0 complete, 1 for a checkpoint that cannot be
+read or a folder that cannot be written, 2 for a refused configuration.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sparsellm import hub
+from sparsellm.config import Dtype, ImportConfig, entry_point, import_mistakes
+from sparsellm.console import warn
+from sparsellm.evaluation.locate import CheckpointNotFound, locate, unreadable
+
+# What is copied as it is: how text becomes tokens and how tokens are drawn, no code.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def mistakes(config: ImportConfig) -> list[str]:
+    found = import_mistakes(config)
+    if config.checkpoint is not None:
+        try:
+            locate(config.checkpoint)
+        except CheckpointNotFound as error:
+            found.append(str(error))
+    return found
+
+
+@entry_point(lambda config, _typed: mistakes(config), import_mistakes, ImportConfig)
+def main(config: ImportConfig) -> int:
+    import torch
+
+    from sparsellm.model import pretrained
+
+    assert config.checkpoint is not None
+    assert config.output_dir is not None
+    checkpoint, output = locate(config.checkpoint), Path(config.output_dir).expanduser()
+    dtype = "auto" if config.dtype == Dtype.auto else getattr(torch, config.dtype.name)
+    try:
+        with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
+            checkpoint.identity()
+            model = pretrained.read_model(checkpoint.model, dtype)
+            tokenizer = pretrained.read_tokenizer(checkpoint.model, model.config.get_text_config().vocab_size)
+            source = pretrained.data_folder(checkpoint.model)
+    except (CheckpointNotFound, pretrained.BrokenModel, OSError) as error:
+        warn(unreadable(checkpoint, error))
+        return 1
+    try:
+        _write(model, tokenizer, source, output)
+    except (pretrained.BrokenModel, OSError) as error:
+        warn(f"output_dir={output} cannot be written: {' '.join(str(error).split())}")
+        return 1
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{output}: {type(model).__name__}, {count:,} parameters, {model.dtype}")
+    return 0
+
+
+def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
+    """The stock model, and the tokenizer of the folder `source`, in `output`, whole or not at all. Raises OSError, and
+    BrokenModel if another class than `tokenizer`'s would be chosen for the same files beside a stock config.json."""
+    from sparsellm.model import pretrained
+
+    partial = output.with_name(f"{output.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        model.save_pretrained(partial)
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        written = pretrained.read_tokenizer(partial, model.config.get_text_config().vocab_size)
+        if type(written) is not type(tokenizer):
+            raise pretrained.BrokenModel(
+                f"the tokenizer is a {type(tokenizer).__name__} beside the checkpoint, and would be a"
+                f" {type(written).__name__} beside the stock model: name its class in tokenizer_config.json"
+            )
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
