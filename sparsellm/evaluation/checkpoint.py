@@ -168,8 +168,11 @@ class Evaluation:
         """Finish all parts of the side in `folder` that are not finished."""
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
+        parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
+        if missing := [task for name, task in loaded.items() if parts[name] is None]:
+            self._model(kernels).builder.announce(missing, self.config.limit)
         for name, task in loaded.items():
-            part, before = self._on_main(partial(self._found, finished, task)), "  (finished before)"
+            part, before = parts[name], "  (finished before)"
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:
