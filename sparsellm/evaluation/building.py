@@ -29,7 +29,7 @@ class Share:
     """A task of lm-eval as `lm_eval.evaluator.evaluate` uses it, of this rank's rows, their requests built."""
 
     def __init__(self, task: Any, limit: int | None, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        self.task, self.ranks = task, ranks
+        self.task = task
         rows = len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs))
         task._instances = []
         if ranks.rank < rows:  # of no rows lm-eval refuses to build requests
@@ -43,9 +43,9 @@ class Share:
     def build_all_requests(self, **_: Any) -> None:
         """They are built."""
 
-    def doc_iterator(self, *, limit: int | None, **_: Any) -> Iterator[tuple[int, Any]]:
-        """(number, row) of this rank's rows among the first `limit`."""
-        return self.task.doc_iterator(rank=self.ranks.rank, limit=limit, world_size=self.ranks.world_size)
+    def doc_iterator(self, **_: Any) -> Iterator[tuple[int, Any]]:
+        """(number, row) of this rank's rows, in their order."""
+        return iter({instance.doc_id: instance.doc for instance in self.task.instances}.items())
 
 
 class Builder:
