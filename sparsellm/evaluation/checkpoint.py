@@ -62,11 +62,11 @@ def evaluate_checkpoint(
 
     {"checkpoint", "identity" of its weights, "step", "tasks": {TASK: {"metric", "score", "stderr", "acc", "acc_stderr",
     "acc_norm", "acc_norm_stderr", "split", "rows", "note", "measured": {"dtype", "kernels", "device", "data", "limit",
-    and the version of each package}}}, "failed": {TASK: reason}, "mean", "validation": {"loss" in nats per token,
-    "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under "torch" the tasks, mean and validation once
-    more where kernels were compared. Standard errors are null for a single row, "mean" if a task failed that has no
-    earlier score or if the tasks were not all measured alike, "validation" without a run, the version of a package that
-    is not installed. A task that fails leaves the others alone.
+    and the version of each package}}}, "failed": {TASK: reason}, "mean" of the scores, "mean_acc" of `acc`,
+    "validation": {"loss" in nats per token, "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under
+    "torch" the tasks, means and validation once more where kernels were compared. Standard errors are null for a single
+    row, means if a task failed that has no earlier score or if the tasks were not all measured alike, "validation"
+    without a run, the version of a package that is not installed. A task that fails leaves the others alone.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """
