@@ -13,6 +13,7 @@ Nothing in a step waits for the device. The host waits where it says so: when th
 the host, and once, early on, to say how long the run will take (`Progress.step`).
 """
 
+import json
 import math
 import os
 import shutil
@@ -37,10 +38,12 @@ from sparsellm.model import huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build
 from sparsellm.processes import PARENT_ENDED
-from sparsellm.training import report, run_folder, sharding
+from sparsellm.run_layout import STATE, VALUES
+from sparsellm.training import card, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
+    IN_EVERY_ROW,
     METRICS,
     HeldOut,
     MetricsError,
@@ -51,6 +54,7 @@ from sparsellm.training.metrics import (
     StepReport,
     StepSums,
     StepValues,
+    history,
     reduce_step,
 )
 from sparsellm.training.micro_batch import MicroBatch
@@ -136,7 +140,11 @@ class Trainer:
         self.warned_of: str | None = None
         self.retention = Retention(config)
         self.checkpoints = Checkpoints(
-            folder / run_folder.CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export, self.retention.for_good
+            folder / run_folder.CHECKPOINTS,
+            ranks,
+            config.run.keep_checkpoints,
+            self._export_with_card,
+            self.retention.for_good,
         )
 
     def _agree_on_kernels(self) -> None:
@@ -383,6 +391,13 @@ class Trainer:
             weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
             self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype],
         )  # fmt: skip
+
+    def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """In the writing thread, while training goes on: the model, and its card of the rows up to its step."""
+        self._export(weights, folder)
+        step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
+        rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
+        (folder / "README.md").write_text(card.text(self.config, step, rows), encoding="utf-8")
 
     # What people see.
 

@@ -1,0 +1,109 @@
+"""The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
+
+Made of the configuration and of the rows of metrics.jsonl that the checkpoint counts on, so the same state gives the
+same text. Times, folders and names of machines are left out.
+"""
+
+import shlex
+from enum import Enum
+from typing import Any
+
+from sparsellm.config import Activation, Config, definition, from_overrides, parameters, quoted
+
+WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
+LICENCE = "FILL IN"
+
+_TEXT = """\
+---
+# license: {licence}, as apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [sparsellm, sparse-activations]
+---
+
+# {name}, step {step:,}
+
+{kind} with {parameters:,} parameters, pretrained with sparsellm (after arXiv:2603.23198). It is a stock
+`{architecture}` with `hidden_act: {activation}`: transformers loads it as it is.
+
+| | |
+|---|---|
+{table}
+
+## Training
+
+{commands}
+
+## Licence
+
+{licence}: of the weights, of the data, of the tokenizer. Edit a copy of this folder: the checkpoint that it comes from
+has checksums of its files.
+"""
+
+
+def text(config: Config, step: int, rows: list[dict[str, Any]]) -> str:
+    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl; later ones are not looked at."""
+    rows = [row for row in rows if row["step"] <= step]
+    relu = config.sparsity.activation == Activation.relu
+    kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
+    table = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, step, rows))
+    commands = "\n".join(f"    {command}" for command in commands_of(config))
+    return _TEXT.format(
+        licence=LICENCE, name=config.run.name, step=step, kind=kind, parameters=parameters(config.model), table=table,
+        architecture="LlamaForCausalLM" if config.model.gated else "ArceeForCausalLM",
+        activation=config.sparsity.activation.name, commands=commands,
+    )  # fmt: skip
+
+
+def commands_of(config: Config) -> list[str]:
+    """The command lines that prepare the data, where it is prepared from one source, and train the same model."""
+    default, typed = definition(from_overrides([])), []
+    for key, value in definition(config).items():
+        if value != default[key] or key == WARMUP:
+            typed.append(shlex.quote(f"{key}={_spelled(value)}"))
+    prepares = not (config.data.streaming or config.data.mix)
+    return [" ".join([f"sparsellm {command}", *typed]) for command in ["prepare_data"] * prepares + ["train"]]
+
+
+def _spelled(value: Any) -> str:
+    """`value` as an override has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_spelled(each)}' for key, each in value.items())}}}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return quoted(value.name if isinstance(value, Enum) else value) if isinstance(value, str | Enum) else str(value)
+
+
+def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    model, data, training, sparsity = config.model, config.data, config.training, config.sparsity
+    layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
+    done = f"{step * training.tokens_per_step:,} of {training.steps * training.tokens_per_step:,}"
+    source = " ".join(part for part in (data.dataset, data.subset) if part)
+    found = [
+        ("layers", layers),
+        ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
+        ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
+        ("tokens", done),
+    ]
+    if sparsity.activation == Activation.relu:
+        found.append(("L1 coefficient", f"{sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"))
+    if not rows:
+        return found
+    last = rows[-1]
+    if last["ce"] is not None:
+        found.append(("cross entropy, training", f"{last['ce']:.3f} (step {last['step']:,})"))
+    for row in reversed(rows):
+        if row["val_ce"] is not None:
+            found.append(("cross entropy, held-out", f"{row['val_ce']:.3f} (step {row['step']:,})"))
+            break
+    for row in reversed(rows):
+        if scores := row.get("evaluation"):
+            each = ", ".join(f"{name} {score:.4f}" for name, score in scores.items() if score is not None)
+            found.append((f"scores at step {row['step']:,}", each))
+            break
+    if last["nnz_per_layer"] is not None:
+        each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
+        found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))
+    return found

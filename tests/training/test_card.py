@@ -1,0 +1,79 @@
+"""The model card of a checkpoint: what the run's rows say up to its step, and commands that give the same run."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+from small_run import small_config, small_trainer
+
+from sparsellm.config import definition, from_overrides
+from sparsellm.evaluation.locate import locate
+from sparsellm.training import card, run_folder
+from sparsellm.training.metrics import METRICS, read
+
+
+def row(step, **values):
+    return {"step": step, "ce": 5.0, "val_ce": None, "evaluation": None, "nnz_per_layer": [3.0, 4.5],
+            "nnz_mean": 3.75, **values}  # fmt: skip
+
+
+def test_a_saved_checkpoint_has_a_card_of_the_rows_up_to_its_step(tmp_path):
+    with small_trainer(tmp_path / "run", "run.checkpoint_every=8") as trainer:
+        assert trainer.fit() == 0
+    rows = {row["step"]: row for row in read(tmp_path / "run" / METRICS)}
+    for step, told, validated in ((8, 8, 8), (12, 12, 12)):
+        folder = run_folder.checkpoint(tmp_path / "run", step)
+        locate(str(folder)).identity()  # holds hf/ to its checksums
+        text = (folder / "hf/README.md").read_text()
+        assert f"step {step}\n" in text
+        assert f"| cross entropy, held-out | {rows[validated]['val_ce']:.3f} (step {validated}) |" in text
+        each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in rows[told]["nnz_per_layer"])
+        assert f"by layer {each} |" in text
+        assert "README.md" in "".join(json.loads((folder / "COMMITTED").read_text())["files"])
+        assert text == card.text(trainer.config, step, list(rows.values()))
+
+
+def test_later_rows_and_rows_that_are_not_there_change_nothing():
+    config = small_config()
+    rows = [row(3, val_ce=4.0, evaluation={"mean": 0.5, "piqa": 0.5, "sciq": None}), row(6)]
+    text = card.text(config, 6, rows)
+    assert card.text(config, 6, [*rows, row(9, ce=1.0, val_ce=1.0)]) == text
+    assert "| cross entropy, held-out | 4.000 (step 3) |" in text
+    assert "| scores at step 3 | mean 0.5000, piqa 0.5000 |" in text
+    assert "| nonzeros per token | 3.8 of 48; by layer 3.0, 4.5 |" in text
+    assert "| tokens | 768 of 1,536 |" in text
+    without = card.text(config, 6, [])
+    assert "cross entropy" not in without
+    for each in (text, without):
+        _, head, _ = each.split("---\n", 2)
+        assert yaml.safe_load(head) == {
+            "library_name": "transformers",
+            "pipeline_tag": "text-generation",
+            "tags": ["sparsellm", "sparse-activations"],
+        }
+        assert each.count("FILL IN") == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["experiment=0p5b"],
+        ["experiment=smoke", "training.steps=5", "sparsity=dense_silu"],
+        ["experiment=smoke", "data=files", "data.files=[a b.txt,c/*.jsonl]", "data.tokenizer=owner/name"],
+        ["experiment=7b", "model.gated=false", "optimizer.warmup_steps=0"],
+        ["experiment=0p5b", "data.mix=[{data: web, weight: 0.7}, {data: code, weight: 3}]"],
+        ["experiment=0p5b", "data=fineweb_edu_stream"],
+    ],
+    ids=" ".join,
+)
+def test_its_commands_give_the_same_run(overrides):
+    config = from_overrides(overrides)
+    commands = [shlex.split(command) for command in card.commands_of(config)]
+    mixed_or_streamed = bool(config.data.mix) or config.data.streaming
+    assert [command[:2] for command in commands] == [
+        ["sparsellm", name] for name in (["train"] if mixed_or_streamed else ["prepare_data", "train"])
+    ]
+    for _, _, *typed in commands:
+        assert definition(from_overrides(typed)) == definition(config)
