@@ -67,11 +67,8 @@ def main(config: GenerateConfig) -> int:
 
 
 def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":
-    from transformers.utils import logging
-
     from sparsellm.model.generation import Generator
 
-    logging.disable_progress_bar()  # of a load that takes a second
     with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
         checkpoint.identity()
         return Generator.load(checkpoint.model, device, dtype, kernels=kernels.name)

@@ -123,8 +123,10 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
         source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
     elif local:
         _verify_files(Path(path), config)
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
+    if local:
+        logging.disable_progress_bar()  # a folder is read in seconds
     try:
         read: Any = _reading(
             path,
@@ -136,6 +138,8 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
         )  # fmt: skip
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
     model, found = read  # for output_loading_info
     wrong = {
         "missing": found["missing_keys"],

@@ -143,9 +143,7 @@ def saved_rows(checkpoint: Path) -> Saved | None:
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
     """Text that transformers alone generates on the CPU from an exported checkpoint: top-k 50, temperature 0.8."""
     import torch
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     model = pretrained.read_model(hf_folder)
     tokenizer = pretrained.read_tokenizer(hf_folder, model.config.vocab_size)
     inputs = tokenizer(prompt, return_tensors="pt")
