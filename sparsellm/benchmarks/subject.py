@@ -37,6 +37,9 @@ class Subject:
     @classmethod
     def open(cls, checkpoint: Checkpoint, config: BenchmarkConfig, length: int | None = None) -> "Subject":
         """`length`: tokens of a sequence of text=FILE, instead of the run's. Raises BenchmarkError."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of a load of seconds
         try:
             with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
                 identity = checkpoint.identity()

@@ -24,11 +24,6 @@ class Sample(NamedTuple):
     seconds: float
     millijoules: float | None  # of the whole GPU; None where nothing counts them
 
-    def plus(self, other: "Sample") -> "Sample":
-        counted = self.millijoules is not None and other.millijoules is not None
-        energy = self.millijoules + other.millijoules if counted else None  # type: ignore[operator]
-        return Sample(self.tokens + other.tokens, self.seconds + other.seconds, energy)
-
 
 class Stopwatch:
     """Starts once the device has done what it was given before."""
@@ -71,11 +66,11 @@ def rate(samples: list[Sample]) -> dict[str, Any]:
     """{"tokens_per_s": the median, "spread": of the samples, relative to it, "mj_per_token": the mean, or None}"""
     rates = [each.tokens / each.seconds for each in samples]
     median = statistics.median(rates)
-    whole = functools.reduce(Sample.plus, samples)
+    counted = [each.millijoules for each in samples if each.millijoules is not None]
     return {
         "tokens_per_s": median,
         "spread": (max(rates) - min(rates)) / median,
-        "mj_per_token": None if whole.millijoules is None else whole.millijoules / whole.tokens,
+        "mj_per_token": sum(counted) / sum(each.tokens for each in samples) if len(counted) == len(samples) else None,
     }
 
 
