@@ -200,6 +200,8 @@ def require_shared(what: str, seen: object) -> None:
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value`, which must pickle, by rank. Collective on `group`, by default on all ranks."""
+    if dist.get_world_size(group) == 1:
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

@@ -62,11 +62,11 @@ def evaluate_checkpoint(
 
     {"checkpoint", "identity" of its weights, "step", "tasks": {TASK: {"metric", "score", "stderr", "acc", "acc_stderr",
     "acc_norm", "acc_norm_stderr", "split", "rows", "note", "measured": {"dtype", "kernels", "device", "data", "limit",
-    and the version of each package}}}, "failed": {TASK: reason}, "mean", "validation": {"loss" in nats per token,
-    "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under "torch" the tasks, mean and validation once
-    more where kernels were compared. Standard errors are null for a single row, "mean" if a task failed that has no
-    earlier score or if the tasks were not all measured alike, "validation" without a run, the version of a package that
-    is not installed. A task that fails leaves the others alone.
+    and the version of each package}}}, "failed": {TASK: reason}, "mean" of the scores, "mean_acc" of `acc`,
+    "validation": {"loss" in nats per token, "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under
+    "torch" the tasks, means and validation once more where kernels were compared. Standard errors are null for a single
+    row, means if a task failed that has no earlier score or if the tasks were not all measured alike, "validation"
+    without a run, the version of a package that is not installed. A task that fails leaves the others alone.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """
@@ -168,8 +168,11 @@ class Evaluation:
         """Finish all parts of the side in `folder` that are not finished."""
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
+        parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
+        if missing := [task for name, task in loaded.items() if parts[name] is None]:
+            self._model(kernels).builder.announce(missing, self.config.limit)
         for name, task in loaded.items():
-            part, before = self._on_main(partial(self._found, finished, task)), "  (finished before)"
+            part, before = parts[name], "  (finished before)"
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:

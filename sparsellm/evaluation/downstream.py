@@ -1,22 +1,23 @@
 """Accuracy of a model in memory on downstream tasks, computed by lm-eval, its requests shared between ranks.
 
-Every rank holds the model and builds all requests of a task. They are sorted by length and cut into batches in one way,
-whatever the number of ranks; the ranks take turns with the batches and exchange the answers. So a batch has the same
-shape on one rank and on eight, and the scores are the same.
+Every rank holds the model, and builds the requests of its share of a task's rows (building.py). All ranks have the
+tokens of all requests, sorted by length and cut into batches in one way, whatever the number of ranks; the ranks take
+turns with the batches. So a batch has the same shape on one rank and on eight, and the scores are the same.
 
-The ranks exchange twice for each task: before its first batch, that all have the requests, and after its last, the
-answers. A rank that fails says so in the next exchange, so that all fail alike and stay in step.
+The ranks exchange three times for each task: before its first batch, the tokens; after its last, the answers; and when
+each has the metrics of its rows, these. A rank that fails says so in the next exchange, so that all fail alike and stay
+in step.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lm_eval.api.task
 import torch
 from lm_eval import evaluator
+from lm_eval.api.metrics import stderr_for_metric
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.console import progress
 from sparsellm.distributed import Ranks, gather
+from sparsellm.evaluation.building import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
@@ -31,7 +33,7 @@ from sparsellm.evaluation.tasks import LoadedTask
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
 
-Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation) as texts, then each as tokens
+Request = tuple[list[int], list[int]]  # the tokens of context and continuation
 Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
 
 
@@ -61,7 +63,11 @@ class SharedLM(HFLM):
             )  # fmt: skip
         self.ranks, self.sequences = ranks, batch_size
         self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
-        self.exchanged = False  # anything with the other ranks, for the latest task
+        self.failed_together = False  # in the latest task: all ranks know of the error
+        self.encoded: Tokens | None = None  # for the next call of loglikelihood, if they are known
+        begin = str(tokenizer.decode(self.prefix_token_id))
+        # It does not refer to this object: what does waits for Python's garbage collection, and the weights with it.
+        self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
         self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
 
     def _tokens_per_batch(self, vocabulary: int) -> int:
@@ -74,20 +80,34 @@ class SharedLM(HFLM):
 
     def exchange(self, value: Any, error: str | None = None) -> list[Any]:
         """The `value` of every rank. Collective. Raises ScoringFailed on all ranks if some rank has an `error`."""
-        self.exchanged = True
         found = gather((value, error))
         for rank, (_, reason) in enumerate(found):
             if reason is not None:
+                self.failed_together = True
                 raise ScoringFailed(f"rank {rank}: {reason}")
         return [value for value, _ in found]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Answer]:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        """The answers to this rank's `requests`. Collective."""
+        if self.encoded is None:
+            self.encoded = self.builder.tokenize([request.args for request in requests])
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.encoded = None
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """lm-eval's, which encodes one text at a time, for texts that `tokenize` has not encoded."""
+        known = None if self.encoded is None or add_special_tokens is not None else self.encoded.get(string)
+        return super().tok_encode(string, add_special_tokens, **kwargs) if known is None else known
 
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = True,
+        override_bs: int | None = None,
     ) -> list[Answer]:
-        """The answers to `requests`, in their order, the same on all ranks. Collective.
+        """The answers to this rank's `requests` (texts, context, continuation), in their order. Collective.
 
         Raises ScoringFailed; and ValueError before the ranks exchange anything.
         """
@@ -97,41 +117,61 @@ class SharedLM(HFLM):
                     f"the request {texts!s:.200} has {len(context)} + {len(continuation)} tokens: it should have some"
                     f" of context, and a continuation of 1 to {self.max_length}, the model's context"
                 )
-        self.truncated = sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
-        self.tokens_per_batch = min(self.exchange(self.tokens_per_batch))
+        exchanged = self.exchange((self.tokens_per_batch, [request[1:] for request in requests]))
+        self.tokens_per_batch = min(tokens for tokens, _ in exchanged)
+        everyones: list[Request] = [request for _, share in exchanged for request in share]
+        first = sum(len(share) for _, share in exchanged[: self.ranks.rank])
+        self.truncated = sum(len(before) + len(after) > self.max_length + 1 for before, after in everyones)
         mine: dict[int, Answer] = {}
         error = None
         try:
-            batches = self._batches(requests)[self.ranks.rank :: self.ranks.world_size]
+            batches = self._batches(everyones)[self.ranks.rank :: self.ranks.world_size]
             total = sum(map(len, batches))
             with progress(self.task_name, total, "request", self.ranks.is_main) as advance:
-                for batch in batches:
-                    mine |= zip(batch, self._answers([requests[i] for i in batch]), strict=True)
-                    advance(len(batch))
+                under_way: list[tuple[list[int], Callable[[], list[Answer]]]] = []
+                for batch in [*batches, None]:  # one batch ahead of what is read: the GPU does not wait for the host
+                    if batch is not None:
+                        under_way.append((batch, self._answers([everyones[i] for i in batch])))
+                    if len(under_way) > (batch is not None):
+                        numbers, answers = under_way.pop(0)
+                        mine |= zip(numbers, answers(), strict=True)
+                        advance(len(numbers))
         except Exception as exception:
             advice = "; lower batch_size" if isinstance(exception, torch.cuda.OutOfMemoryError) else ""
             error = f"{type(exception).__name__}: {exception}{advice}"
         everything = {i: answer for share in self.exchange(mine, error) for i, answer in share.items()}
-        return [everything[i] for i in range(len(requests))]
+        return [everything[i] for i in range(first, first + len(requests))]
 
-    def _answers(self, batch: list[Request]) -> list[Answer]:
-        """What lm-eval's `hf` model answers, in a few transfers; it takes as many for each request."""
+    def _answers(self, batch: list[Request]) -> Callable[[], list[Answer]]:
+        """Begin what lm-eval's `hf` model answers; the result waits for the device, and returns the answers.
+
+        In a few transfers, where lm-eval takes as many for each request.
+        """
         rows: dict[tuple[int, ...], int] = {}
         at: list[tuple[int, int]] = []  # row and position of the logits that predict each token of the continuations
-        for _, context, continuation in batch:
+        for context, continuation in batch:
             tokens = tuple((context + continuation)[-self.max_length - 1 : -1])
             row = rows.setdefault(tokens, len(rows))
             at += ((row, position) for position in range(len(tokens) - len(continuation), len(tokens)))
         padded = pad_sequence([torch.tensor(tokens) for tokens in rows], batch_first=True)
-        predicted = torch.tensor([token for *_, continuation in batch for token in continuation]).to(self.device)
-        row, position = torch.tensor(at).T.to(self.device)
-        logits = self._model_call(padded.to(self.device))[row, position]
+        predicted = self._sent(torch.tensor([token for _, continuation in batch for token in continuation]))
+        row, position = self._sent(torch.tensor(at).T.contiguous())
+        logits = self._model_call(self._sent(padded))[row, position]
         scores = nn.functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
-        likeliest = (scores.argmax(-1) == predicted).cpu()
-        scores = scores.gather(1, predicted[:, None])[:, 0].cpu()
-        lengths = [len(continuation) for *_, continuation in batch]
-        by_request = zip(scores.split(lengths), likeliest.split(lengths), strict=True)
-        return [(float(score.sum()), bool(hits.all())) for score, hits in by_request]
+        hits = scores.argmax(-1) == predicted
+        scores = scores.gather(1, predicted[:, None])[:, 0]
+
+        def read() -> list[Answer]:
+            lengths = [len(continuation) for _, continuation in batch]
+            by_request = zip(scores.cpu().split(lengths), hits.cpu().split(lengths), strict=True)
+            return [(float(score.sum()), bool(likeliest.all())) for score, likeliest in by_request]
+
+        return read
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, of the CPU, on the device, without waiting for what the device does."""
+        cuda = self.ranks.device.type == "cuda"
+        return (tensor.pin_memory() if cuda else tensor).to(self.device, non_blocking=cuda)
 
     def _batches(self, requests: list[Request]) -> list[list[int]]:
         """Numbers of requests by batch, longest first: those of lm-eval's own `hf` model at a fixed batch size.
@@ -139,11 +179,11 @@ class SharedLM(HFLM):
         Requests that differ only in the last token are one sequence, whose logits answer them all.
         """
         sequences: dict[tuple[int, ...], list[int]] = {}
-        for i, (_, context, continuation) in enumerate(requests):
+        for i, (context, continuation) in enumerate(requests):
             sequences.setdefault(tuple(context + continuation[:-1]), []).append(i)
 
         def longest_first(numbers: list[int]) -> tuple[int, list[int]]:
-            _, context, continuation = requests[max(numbers, key=lambda i: len(requests[i][2]))]
+            context, continuation = requests[max(numbers, key=lambda i: len(requests[i][1]))]
             return -len(context + continuation), context + continuation
 
         batches: list[list[int]] = []
@@ -161,48 +201,48 @@ class SharedLM(HFLM):
 def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One task: what results.json says of it, and lm-eval's samples. Collective; the same on all ranks.
 
-    `limit`: only so many of its first rows. Raises ScoringFailed; and whatever the task's metrics raise, perhaps on
-    some ranks only.
+    `limit`: only so many of its first rows. Raises ScoringFailed.
     """
-    lm.task_name, lm.exchanged = loaded.name, False
+    lm.task_name, lm.failed_together = loaded.name, False
+    mine: list[dict[str, Any]] = []
     try:
-        with _without_bars():
-            found = evaluator.evaluate(lm, {"tasks": {loaded.name: loaded.task}, "groups": {}}, limit=limit)
+        share = lm.builder.take(loaded, limit)
+        lm.encoded = share.encoded
+        if share.instances:
+            tasks = {"tasks": {loaded.name: share}, "groups": {}}
+            mine = evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0)["samples"][loaded.name]
+        else:  # fewer rows than ranks
+            lm.loglikelihood([])
     except Exception as exception:  # of a row that the task cannot read, of the tokenizer, or for want of memory
-        if not lm.exchanged:
+        if not lm.failed_together:
             lm.exchange(None, f"{type(exception).__name__}: {exception}")
         raise
-    values = found["results"][loaded.name]
-    metric = "acc_norm" if "acc_norm,none" in values else "acc"
-
-    def value(name: str) -> float | None:
-        number = values.get(f"{name},none")
-        return float(number) if isinstance(number, int | float) else None  # lm-eval says "N/A" of a single row's error
-
+    samples = sorted((sample for share in lm.exchange(mine) for sample in share), key=lambda sample: sample["doc_id"])
+    values = _metrics(loaded.task, samples)
+    metric = "acc_norm" if "acc_norm" in values else "acc"
     notes = [] if loaded.note is None else [loaded.note]
     if lm.truncated:
         notes.append(f"{lm.truncated:,} requests exceed the context of {lm.max_length:,} tokens: cut on the left")
     result = {
         "metric": metric,
-        "score": value(metric),
-        "stderr": value(f"{metric}_stderr"),
-        **{name: value(name) for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
+        "score": values[metric],
+        "stderr": values[f"{metric}_stderr"],
+        **{name: values.get(name) for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
         "split": loaded.split,
-        "rows": values["sample_len"],
+        "rows": len(samples),
         "note": "; ".join(notes) or None,
     }
-    return result, found["samples"][loaded.name]
+    return result, samples
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """lm-eval draws one on every rank while it builds the requests of a task, and has no setting for it."""
-    before = lm_eval.api.task.tqdm
-    lm_eval.api.task.tqdm = partial(before, disable=True)
-    try:
-        yield
-    finally:
-        lm_eval.api.task.tqdm = before
+def _metrics(task: Any, samples: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Each metric of the task and its standard error, by lm-eval's functions; of a single row there is no error."""
+    found: dict[str, float | None] = {}
+    for name in samples[0]["metrics"]:
+        aggregate, values = task.aggregation()[name], [sample[name] for sample in samples]
+        error = stderr_for_metric(metric=aggregate, bootstrap_iters=100_000) if len(values) > 1 else None
+        found |= {name: float(aggregate(values)), f"{name}_stderr": None if error is None else float(error(values))}
+    return found
 
 
 @contextmanager

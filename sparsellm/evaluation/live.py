@@ -91,6 +91,8 @@ class LiveEvaluation:
             torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
         with hub.offline(self.config.evaluation.data_dir is not None):
             lm: Any = self._attempt(step, "the model", lambda: self._lm(decoder, data))
+            if lm is not None:
+                lm.builder.announce(self.loaded, limit)
             for task in [] if lm is None else self.loaded:
                 scored = self._attempt(step, task.name, partial(downstream.score, lm, task, limit))
                 found[task.name] = None if scored is None else scored[0]["score"]

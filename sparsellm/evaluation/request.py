@@ -14,7 +14,7 @@ from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes,
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
-from sparsellm.evaluation.results import VALIDATION, Finished, Parts, kept, mean
+from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, kept, means
 from sparsellm.run_layout import CONFIG, EVALUATION
 
 TORCH = "torch"  # the folder of the side in PyTorch, with compare_kernels=true
@@ -97,7 +97,7 @@ class Request:
             "step": self.checkpoint.step,
             "tasks": kernels["tasks"],
             "failed": failed,
-            "mean": kernels["mean"],
+            **{name: kernels[name] for name in MEANS},
             VALIDATION: kernels[VALIDATION],
             "output_dir": str(self.output),
             **({"torch": torch} if torch["tasks"] else {}),
@@ -119,7 +119,7 @@ def mistakes(config: EvaluateConfig) -> list[str]:
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:
     """What results.json says of the finished parts of one side."""
     tasks = {n: {**part["result"], "measured": part["measured"]} for n, part in parts.items() if n != VALIDATION}
-    return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), "mean": mean(tasks, failed)}
+    return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), **means(tasks, failed)}
 
 
 def version_of(package: str) -> str | None:

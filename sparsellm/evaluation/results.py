@@ -21,6 +21,8 @@ RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks
 SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # that scores must share to have a mean
 
+MEANS = {"mean": "score", "mean_acc": "acc"}  # over tasks -> of what of each
+
 Parts = dict[str, dict[str, Any]]  # of each finished task, and of the held-out split under VALIDATION
 
 
@@ -114,11 +116,14 @@ def unlike(tasks: dict[str, dict[str, Any]]) -> list[str]:
     return [key for key in SETTINGS if any(other[key] != each[0][key] for other in each)]
 
 
-def mean(tasks: dict[str, dict[str, Any]], failed: dict[str, str]) -> float | None:
-    """Of the scores; None where there is none, a failed task has none, or they were not all measured alike."""
+def means(tasks: dict[str, dict[str, Any]], failed: dict[str, str]) -> dict[str, float | None]:
+    """The "mean" of the scores, and the "mean_acc" of `acc`, which every task has.
+
+    None where there is no score, a failed task has none, or they were not all measured alike.
+    """
     if not tasks or failed.keys() - {VALIDATION} - tasks.keys() or unlike(tasks):
-        return None
-    return sum(task["score"] for task in tasks.values()) / len(tasks)
+        return dict.fromkeys(MEANS)
+    return {name: sum(task[key] for task in tasks.values()) / len(tasks) for name, key in MEANS.items()}
 
 
 def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if results["tasks"].keys() <= set(names):
         return results
     tasks, failed = ({n: v for n, v in results[key].items() if n in names} for key in ("tasks", "failed"))
-    return {**results, "tasks": tasks, "failed": failed, "mean": mean(tasks, failed)}
+    return {**results, "tasks": tasks, "failed": failed, **means(tasks, failed)}
 
 
 def record_table(results: dict[str, Any]) -> str:
@@ -145,7 +150,7 @@ def scores(results: dict[str, Any]) -> dict[str, float]:
     tasks = results["tasks"]
     found = {f"{_record_name(task)}/{name}": task["score"] for name, task in tasks.items()}
     if results["mean"] is not None:
-        found[f"{_record_name(next(iter(tasks.values())))}/mean"] = results["mean"]
+        found |= {f"{_record_name(next(iter(tasks.values())))}/{name}": results[name] for name in MEANS}
     if results[VALIDATION] is not None:
         found |= {f"evaluation/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
     return found
@@ -172,7 +177,8 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         rows.append([*row, task["note"] or ""])
     of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
-        rows.append([of, _number(results["mean"]), *(_beside(results["mean"], compared["mean"]) if compared else [])])
+        beside = _beside(results["mean"], compared["mean"]) if compared else []
+        rows.append([of, _number(results["mean"]), *beside, "", _number(results["mean_acc"])])
     if compared:
         header[2:2] = ["torch", "difference"]
     lines = _aligned([header, *rows]) if tasks else []

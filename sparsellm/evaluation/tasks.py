@@ -90,7 +90,7 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
         with _quiet(source is not None), tempfile.TemporaryDirectory() as folder:
             if source is not None:
                 definition, stock = Path(folder, f"{name}.yaml"), definition
-                definition.write_text(json.dumps(_on_local_rows(name, stock, source)))  # JSON is YAML
+                definition.write_text(json.dumps(on_local_rows(name, stock, source)))  # JSON is YAML
             if source is not None and source.stat().st_size == 0:
                 raise ValueError("the file is empty")
             if source is not None:  # before lm-eval reads them, and fails without naming a row
@@ -136,7 +136,7 @@ def local_rows(name: str, data_dir: str) -> Path:
     raise TaskUnavailable(f"no rows in {folder}: it should have {' or '.join(path.name for path in wanted)}")
 
 
-def _on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
+def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
     """lm-eval's definition with other rows; `null` keeps it from asking for the splits that are not there."""
     splits = {f"{split}_split": split if split == source.stem else None for split in ("training", "validation", "test")}
     data = {

@@ -25,7 +25,8 @@ def rows(sweep: Sweep) -> list[Row]:
     """One per point, all with the same keys; None for what does not exist. An unfinished run has no results.
 
     `ce` and `val_ce` are nats per token of the last step, `nnz_*` nonzeros per token, `dead_neurons` a sum over layers,
-    scores and their `mean` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if validated).
+    scores, their `mean` and `mean_acc` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if
+    validated).
     """
     metrics = {point.name: read(point.folder / METRICS) for point in sweep.points}
     finished = {point.name: _numbers(point, metrics[point.name]) for point in sweep.points if point.is_finished()}
@@ -53,7 +54,7 @@ def rows(sweep: Sweep) -> list[Row]:
             | {f"nnz_layer_{i:02d}": nnz[i] if i < len(nnz) else None for i in range(layers)}
             | {"dead_neurons": None if dead is None else sum(dead)}
             | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
-            | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result)}
+            | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result), "mean_acc": result.get("mean_acc")}
         )
     return table
 
@@ -87,6 +88,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
         column("dead", "dead_neurons", "{:,}"),
         *(column(task, task, "{:.1%}") for task in tasks),
         column("mean", "mean", "{:.1%}"),
+        column("mean acc", "mean_acc", "{:.1%}"),
     ]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     widths = [max(len(title), *map(len, cells)) for title, cells in columns]
@@ -163,5 +165,7 @@ def _legend(sweep: Sweep, evaluated: bool) -> str:
         lines.append(f"The coefficient multiplies the {normalization} of |h| over neurons and layers, per token.")
     if evaluated:
         rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
-        lines.append(f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}.")
+        lines.append(
+            f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc alone."
+        )
     return "\n".join(f"- {line}" for line in lines)

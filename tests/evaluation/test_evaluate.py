@@ -76,7 +76,9 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
         assert task["split"] == ("test" if name == "arc_challenge" else "validation")
         stands_in = name in ("arc_easy", "openbookqa")
         assert task["note"] == ("no test rows in data_dir: scored validation instead" if stands_in else None)
-    assert found["mean"] == pytest.approx(sum(task["score"] for task in found["tasks"].values()) / 7)
+    for mean, key in (("mean", "score"), ("mean_acc", "acc")):
+        assert found[mean] == pytest.approx(sum(task[key] for task in found["tasks"].values()) / 7)
+    assert found["mean_acc"] != found["mean"]
     assert found["validation"]["loss"] == pytest.approx(read(run / METRICS)[-1]["val_ce"], rel=1e-6)
     assert found["validation"]["perplexity"] == math.exp(found["validation"]["loss"])
     assert found["validation"]["tokens"] == 6 * 32
@@ -112,7 +114,9 @@ def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
 @pytest.mark.slow
 def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
     """And on screen, piped, stands the table, once, with a line per task by the name that lm-eval knows."""
-    options = ["batch_size=5", "tasks=[hellaswag,arc_easy,commonsense_qa]", "device=cpu"]
+    rows = shutil.copytree(rows, tmp_path / "rows")
+    write_rows(rows, "piqa", "validation", count=1)  # of which one rank has none
+    options = ["batch_size=5", "tasks=[hellaswag,arc_easy,piqa,commonsense_qa]", "device=cpu"]
     options += [f"checkpoint={run}", f"data_dir={rows}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.evaluate"]
     done = subprocess.run(
@@ -121,8 +125,8 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["arc_easy", "hellaswag", "commonsense_qa"]
-    assert lines[4].startswith("mean of 3")
+    assert [line.split()[0] for line in lines[1:5]] == ["arc_easy", "hellaswag", "piqa", "commonsense_qa"]
+    assert lines[5].startswith("mean of 4")
     assert lines[-1] == "two/results.json"
 
     one = evaluate_checkpoint(from_overrides([*options, f"output_dir={tmp_path}/one"], EvaluateConfig))
@@ -319,8 +323,8 @@ def test_a_quick_look_leaves_the_scores_of_all_rows_alone(run, rows):
     assert of_two["tasks"]["piqa"]["rows"] == 2 < of_all["tasks"]["piqa"]["rows"]
     assert {path: path.read_bytes() for path in before} == before
     assert results.scores(of_two).keys() == {
-        "evaluation/limit_2/piqa", "evaluation/limit_2/mean", "evaluation/validation_loss",
-        "evaluation/validation_perplexity",
+        "evaluation/limit_2/piqa", "evaluation/limit_2/mean", "evaluation/limit_2/mean_acc",
+        "evaluation/validation_loss", "evaluation/validation_perplexity",
     }  # fmt: skip
 
 
@@ -453,7 +457,7 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
     for side, kernels in ((found, "cuda"), (found["torch"], "torch")):
         of = [(task["measured"]["kernels"], task["measured"]["dtype"]) for task in side["tasks"].values()]
         assert of == [(kernels, "bfloat16")] * 2
-    assert list(found["torch"]) == ["tasks", "validation", "mean"]
+    assert list(found["torch"]) == ["tasks", "validation", "mean", "mean_acc"]
     for name in config.tasks:
         kernels, dense = (samples(run / LAST / "evaluation" / side, name) for side in ("", "torch"))
         pairs = zip(kernels, dense, strict=True)

@@ -263,7 +263,7 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for requests"),
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for tokens"),
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for answers"),
-            (NAMES[0], "MemoryError: no room for metrics"),
+            (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for metrics"),
         ]
     ]
 

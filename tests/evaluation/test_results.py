@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsellm.evaluation.results import Finished, discard_others, kept, mean, only, scores, table
+from sparsellm.evaluation.results import Finished, discard_others, kept, means, only, scores, table
 
 SETTINGS = {"dtype": "float32", "kernels": "torch", "device": "cpu", "data": "hub", "limit": None, "lm_eval": "0.4.9"}
 
@@ -10,8 +10,8 @@ SETTINGS = {"dtype": "float32", "kernels": "torch", "device": "cpu", "data": "hu
 def task(score, metric="acc_norm", note=None, **measured):
     norm = score if metric == "acc_norm" else None
     return {
-        "metric": metric, "score": score, "stderr": 0.01, "acc": score, "acc_stderr": 0.01, "acc_norm": norm,
-        "acc_norm_stderr": norm and 0.01, "split": "test", "rows": 1234, "note": note,
+        "metric": metric, "score": score, "stderr": 0.01, "acc": score - 0.1 if norm else score, "acc_stderr": 0.01,
+        "acc_norm": norm, "acc_norm_stderr": norm and 0.01, "split": "test", "rows": 1234, "note": note,
         "measured": {**SETTINGS, **measured},
     }  # fmt: skip
 
@@ -20,7 +20,7 @@ def results(**changed):
     tasks = {"arc_easy": task(0.5, note="x" * 300), "winogrande": task(0.25, "acc")}
     validation = {"loss": 2.0, "perplexity": 7.389, "tokens": 1000}
     found = {"tasks": tasks, "failed": {}, "validation": validation, **changed}
-    return {"mean": mean(found["tasks"], found["failed"]), **found}
+    return {**means(found["tasks"], found["failed"]), **found}
 
 
 def shown(found):
@@ -29,10 +29,10 @@ def shown(found):
 
 def test_a_line_per_task_never_cut():
     lines = shown(results())
-    assert lines[1].startswith("arc_easy    0.5000  acc_norm  0.5000  0.0100  0.5000    0.0100  1,234  test")
+    assert lines[1].startswith("arc_easy    0.5000  acc_norm  0.4000  0.0100  0.5000    0.0100  1,234  test")
     assert lines[1].endswith("x" * 300)
     assert lines[2] == "winogrande  0.2500  acc       0.2500  0.0100  -         -       1,234  test"
-    assert lines[3] == "mean of 2   0.3750"
+    assert lines[3] == "mean of 2   0.3750            0.3250"  # of the scores, and under `acc` that of `acc`
     assert lines[4] == "measured with  dtype float32  kernels torch  device cpu  data hub  limit none  lm_eval 0.4.9"
     assert lines[5] == "validation  loss 2.0000  perplexity 7.389  over 1,000 held-out tokens, as the run validates"
     assert len(lines) == 6
@@ -40,7 +40,7 @@ def test_a_line_per_task_never_cut():
 
 def test_without_a_task_there_is_no_mean_and_a_line_says_why():
     failed = results(failed={"piqa": "no rows\nin it", "validation": "no tokens"}, validation=None)
-    assert failed["mean"] is None
+    assert (failed["mean"], failed["mean_acc"]) == (None, None)
     assert shown(failed)[3:6] == [
         "piqa  failed: no rows in it", "validation  failed: no tokens", "mean of 3  none, for not all have a score",
     ]  # fmt: skip
@@ -58,15 +58,16 @@ def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how
     assert lines[3] == "mean of 2  none, for the scores differ in dtype, kernels: score all tasks with one command"
     assert lines[4] == "measured with  device cpu  data hub  limit none  lm_eval 0.4.9"
     for other in ({"limit": 5}, {"data": "/rows"}, {"device": "cuda"}, {"lm_eval": "0.4.8"}):
-        assert mean({"arc_easy": task(0.5), "piqa": task(0.7, **other)}, {}) is None, other
-    assert mean({"arc_easy": task(0.5), "piqa": task(0.7, torch="2.11")}, {}) == pytest.approx(0.6)
+        assert means({"arc_easy": task(0.5), "piqa": task(0.7, **other)}, {}) == {"mean": None, "mean_acc": None}, other
+    alike = means({"arc_easy": task(0.5), "piqa": task(0.7, torch="2.11")}, {})
+    assert alike == {"mean": pytest.approx(0.6), "mean_acc": pytest.approx(0.5)}
 
 
 def test_earlier_scores_are_told_apart_from_new_ones():
     lines = table(results(failed={"arc_easy": "no rows"}), asked=["arc_easy"]).splitlines()
     assert "arc_easy  failed: no rows; the score above is an earlier one" in lines
     assert "of earlier evaluations of these weights  winogrande" in lines
-    assert lines[3] == "mean of 2   0.3750"
+    assert lines[3].startswith("mean of 2   0.3750")
 
 
 def test_the_record_names_the_rows_of_each_score():
@@ -76,12 +77,13 @@ def test_the_record_names_the_rows_of_each_score():
         "evaluation/validation_perplexity",
     }  # fmt: skip
     assert scores(results())["evaluation/mean"] == 0.375
+    assert scores(results())["evaluation/mean_acc"] == 0.325
     assert scores(results(tasks={"piqa": task(0.7, limit=20)}))["evaluation/limit_20/mean"] == 0.7
 
 
 def test_the_mean_of_fewer_tasks_is_theirs():
     found = only(results(failed={"piqa": "no rows"}), ["winogrande"])
-    assert (list(found["tasks"]), found["failed"], found["mean"]) == (["winogrande"], {}, 0.25)
+    assert (list(found["tasks"]), found["failed"], found["mean"], found["mean_acc"]) == (["winogrande"], {}, 0.25, 0.25)
     assert only(results(), ["winogrande", "arc_easy", "piqa"]) == results()
 
 

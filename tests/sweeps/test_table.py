@@ -38,7 +38,8 @@ def leave(point, step=40, scores=None, **values):
 
 
 def scored(mean, **tasks):
-    return {"tasks": {t: {"score": s, "stderr": 0.03} for t, s in tasks.items()}, "failed": {}, "mean": mean}
+    by_task = {t: {"score": s, "stderr": 0.03} for t, s in tasks.items()}
+    return {"tasks": by_task, "failed": {}, "mean": mean, "mean_acc": mean - 0.125}
 
 
 def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(swept):
@@ -54,7 +55,7 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
         "sparsity.l1_coefficient": "0", "activation": "relu", "run": none.name, "status": "complete", "step": 40,
         "tokens": 81920, "ce": 3.0, "val_ce": 3.2, "ce_increase": 0.0, "nnz_mean": 20.0, "nnz_layer_00": 30.0,
         "nnz_layer_01": 10.0, "dead_neurons": 12, "arc_easy": 0.6, "piqa": 0.4, "mean": 0.5,
-        "mean_stderr": pytest.approx(0.03 / 2**0.5),
+        "mean_stderr": pytest.approx(0.03 / 2**0.5), "mean_acc": 0.375,
     }  # fmt: skip
     assert rows[1]["ce_increase"] == pytest.approx(0.05)
     assert (rows[1]["arc_easy"], rows[1]["piqa"], rows[1]["mean"]) == (0.25, None, 0.25)
@@ -111,9 +112,9 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     assert dict(zip(header, first, strict=True)) == {
         "sparsity.l1_coefficient": "0", "activation": "relu", "run": sweep.points[0].name, "status": "complete",
         "steps": "40", "CE": "3.000", "held-out CE": "3.500", "CE increase": "+0.00%", "nonzeros": "20.0", "dead": "12",
-        "arc_easy": "60.0%", "mean": "50.0%",
+        "arc_easy": "60.0%", "mean": "50.0%", "mean acc": "37.5%",
     }  # fmt: skip
-    assert second[3:] == ["not begun"] + [""] * 8
+    assert second[3:] == ["not begun"] + [""] * 9
     assert any("silent for the last 100,000 tokens" in line for line in lines)
     assert any("multiplies the sum of |h|" in line for line in lines)
 

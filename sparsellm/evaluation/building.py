@@ -1,0 +1,110 @@
+"""The requests of tasks, built by lm-eval and tokenized by a thread, one task ahead of the GPU.
+
+Each rank builds the requests of its share of a task's rows, every `world_size`-th one, and computes the metrics of the
+same rows. Of other ranks' requests a rank sees only the tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import lm_eval.api.task
+import lm_eval.utils
+
+from sparsellm.distributed import Ranks
+from sparsellm.evaluation.tasks import LoadedTask
+
+# lm-eval compiles a template for each text that it makes of a row, which takes most of the time of building. A compiled
+# template depends on its source alone. In lm-eval, `apply_template` would call a cached `env.from_string` instead.
+setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
+
+
+Pairs = list[tuple[str, str]]  # (context, continuation) of each request
+Tokens = dict[str, list[int]]  # of texts
+
+
+TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
+
+
+def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
+    """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
+
+    They are those of its `tok_encode`, found on all cores, and each text once: a question has several answers. Texts
+    that start with the token `begin` are left out, for lm-eval encodes them in another way.
+    """
+    wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
+    texts = list(wanted)
+    found: Tokens = {}
+    for batch in (texts[i : i + TEXTS] for i in range(0, len(texts), TEXTS)):
+        encoded = tokenizer(batch, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        found |= zip(batch, encoded["input_ids"], strict=True)
+    return found
+
+
+class Share:
+    """A task of lm-eval as `lm_eval.evaluator.evaluate` uses it, of this rank's rows, their requests built."""
+
+    def __init__(self, task: Any, limit: int | None, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
+        self.task = task
+        rows = len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs))
+        task._instances = []
+        if ranks.rank < rows:  # of no rows lm-eval refuses to build requests
+            with _without_bars():
+                task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
+        self.encoded = tokenize([instance.args for instance in task.instances])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def build_all_requests(self, **_: Any) -> None:
+        """They are built."""
+
+    def doc_iterator(self, **_: Any) -> Iterator[tuple[int, Any]]:
+        """(number, row) of this rank's rows, in their order."""
+        return iter({instance.doc_id: instance.doc for instance in self.task.instances}.items())
+
+
+class Builder:
+    """Builds the shares of tasks in a thread: the next one of those announced as soon as one is taken."""
+
+    def __init__(self, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
+        """`tokenize`: the tokens of all texts that requests need. Called in the thread."""
+        self.ranks, self.tokenize = ranks, tokenize
+        self.thread = ThreadPoolExecutor(1, "requests")
+        self.announced: list[tuple[LoadedTask, int | None]] = []
+        self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most one, by task and limit
+
+    def announce(self, loaded: list[LoadedTask], limit: int | None) -> None:
+        """That these tasks will be taken, in this order, each of its first `limit` rows."""
+        self.announced = [(task, limit) for task in loaded]
+        self.begun.clear()
+        self._begin_next()
+
+    def take(self, loaded: LoadedTask, limit: int | None) -> Share:
+        """This rank's share of the task, once it is built, announced or not. Raises whatever building it raised."""
+        building = self.begun.pop((loaded.name, limit), None) or self._submit(loaded, limit)
+        try:
+            return building.result()
+        finally:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self.announced and not self.begun:
+            task, limit = self.announced.pop(0)
+            self.begun[task.name, limit] = self._submit(task, limit)
+
+    def _submit(self, loaded: LoadedTask, limit: int | None) -> Future[Share]:
+        return self.thread.submit(Share, loaded.task, limit, self.ranks, self.tokenize)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """lm-eval draws one on every rank while it builds the requests of a task, and has no setting for it."""
+    before = lm_eval.api.task.tqdm
+    lm_eval.api.task.tqdm = partial(before, disable=True)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = before

@@ -1,0 +1,140 @@
+"""Building the requests of tasks: lm-eval's requests and tokens, whoever builds them and whenever."""
+
+import threading
+import weakref
+from types import SimpleNamespace
+
+import lm_eval.utils
+import pytest
+from evaluation.test_downstream import both
+from evaluation.test_evaluate import SHARED
+from tokenizers.processors import TemplateProcessing
+
+from sparsellm import hub
+from sparsellm.evaluation import building, tasks
+from sparsellm.evaluation.building import Builder, Share
+
+NAMES = ["arc_easy", "hellaswag", "winogrande"]  # one context for all choices, rows changed by code, a context for each
+ALONE = SimpleNamespace(rank=0, world_size=1)
+
+
+@pytest.fixture
+def folder(trained):
+    return trained / "checkpoints/step_00000004/hf"
+
+
+def load(rows, *names):
+    with hub.offline(True):
+        return [tasks.load(name, str(rows)) for name in names]
+
+
+def requests_of(share):
+    return [(instance.doc_id, instance.idx, instance.args, instance.doc) for instance in share.instances]
+
+
+def encoded(lm, pairs):
+    """What the model is asked for these (context, continuation)."""
+    asked = []
+    lm._loglikelihood_tokens = lambda requests, **_: asked.extend(requests)
+    lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
+    return asked
+
+
+@pytest.mark.parametrize("adds_token", [False, True], ids=["no begin token", "its begin token"])
+def test_tokens_are_those_of_encode_pair(folder, rows, adds_token):
+    """Also where whitespace moves to the continuation, a text begins with the begin token, or there is no context."""
+    source = SHARED if SHARED.is_dir() else rows
+    pairs = [
+        pair
+        for loaded in load(source, *tasks.TASKS)
+        for _, _, pair, _ in requests_of(Share(loaded.task, 12, ALONE, lambda _: {}))
+    ]
+    with both(folder) as (ours, theirs):
+        token = theirs.tokenizer.decode(theirs.prefix_token_id)
+        pairs += [
+            ("a gate ", "fires"),
+            ("two \n\t ", " \n"),
+            ("  ", "x"),
+            ("", " no context"),
+            ("é\u3000", "ü"),
+            ("x", ""),
+        ]
+        pairs += [(token, "y"), (f"{token} after", " it"), (f" {token}", "z"), ("", token + "w"), pairs[0]]
+        if adds_token:
+            single = [(token, theirs.prefix_token_id)]
+            ours.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token} $A", special_tokens=single)
+        assert encoded(ours, pairs) == encoded(theirs, pairs)
+
+
+def test_a_text_is_encoded_once_and_in_batches(folder, monkeypatch):
+    with both(folder) as (ours, _):
+        called = []
+        for name in ("__call__", "encode"):
+            method = getattr(type(ours.tokenizer), name)
+            monkeypatch.setattr(
+                type(ours.tokenizer), name,
+                lambda self, texts, *rest, method=method, **options: called.append(texts)
+                or method(self, texts, *rest, **options),
+            )  # fmt: skip
+        encoded(ours, [("a question", f" answer {i}") for i in range(4)] * 2 + [("a question ", "x")])
+    (texts,) = called
+    assert sorted(texts) == ["a question", *(f"a question answer {i}" for i in range(4)), "a question x"]
+
+
+def test_the_model_is_let_go_of_with_its_lm(folder):
+    """At once, and not when Python looks for cycles: of a run in shards it is another copy of all weights."""
+    with both(folder) as (ours, theirs):
+        model = weakref.ref(ours.model)
+    del ours, theirs
+    assert model() is None
+
+
+def test_a_template_is_compiled_once(rows, monkeypatch):
+    compiled, compile_template = [], lm_eval.utils.env.compile
+    monkeypatch.setattr(
+        lm_eval.utils.env, "compile", lambda source, *rest: compiled.append(source) or compile_template(source, *rest)
+    )
+    (loaded,) = load(rows, "arc_easy")
+    for _ in range(2):
+        share = Share(loaded.task, None, ALONE, lambda _: {})
+        share.process_results(share.instances[0].doc, [(0.0, True)] * 4)
+    assert len(compiled) == len(set(compiled))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("limit", [None, 4, 1])
+def test_the_shares_of_ranks_are_the_requests_of_one(rows, name, limit):
+    def share(rank, world_size):
+        (loaded,) = load(rows, name)
+        return Share(loaded.task, limit, SimpleNamespace(rank=rank, world_size=world_size), lambda _: {})
+
+    whole = share(0, 1)
+    parts = [share(rank, 3) for rank in range(3)]
+    together = sorted((request for part in parts for request in requests_of(part)), key=lambda request: request[:2])
+    assert together == requests_of(whole)
+    numbers = [[number for number, _ in part.doc_iterator(rank=0, limit=limit, world_size=1)] for part in parts]
+    assert numbers == [list(range(limit or 6))[rank::3] for rank in range(3)]
+
+
+def test_the_next_task_is_built_while_one_is_scored(rows, monkeypatch):
+    loaded, built = load(rows, *NAMES), []
+
+    def tokenize(pairs):
+        assert threading.current_thread() is not threading.main_thread()
+        built.append(len(pairs))
+        return {}
+
+    builder = Builder(ALONE, tokenize)
+    builder.announce(loaded, 2)
+    first = builder.take(loaded[0], 2)
+    assert len(first.instances) == 2 * 4
+    builder.begun[NAMES[1], 2].result(timeout=60)
+    assert built == [8, 8]  # and the third is not begun before the second is taken
+    monkeypatch.setattr(building, "Share", lambda *_: 1 / 0)
+    builder.take(loaded[1], 2)
+    with pytest.raises(ZeroDivisionError):
+        builder.take(loaded[2], 2)
+    monkeypatch.undo()
+    builder.announce(loaded, 2)
+    assert len(builder.take(loaded[2], None).instances) == 6 * 2  # of more rows than were announced
+    assert list(builder.begun) == [(NAMES[0], 2)]  # one ahead, whatever is taken
