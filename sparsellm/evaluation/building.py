@@ -25,6 +25,24 @@ Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # of texts
 
 
+TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
+
+
+def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
+    """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
+
+    They are those of its `tok_encode`, found on all cores, and each text once: a question has several answers. Texts
+    that start with the token `begin` are left out, for lm-eval encodes them in another way.
+    """
+    wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
+    texts = list(wanted)
+    found: Tokens = {}
+    for batch in (texts[i : i + TEXTS] for i in range(0, len(texts), TEXTS)):
+        encoded = tokenizer(batch, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        found |= zip(batch, encoded["input_ids"], strict=True)
+    return found
+
+
 class Share:
     """A task of lm-eval as `lm_eval.evaluator.evaluate` uses it, of this rank's rows, their requests built."""
 

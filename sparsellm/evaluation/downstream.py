@@ -12,6 +12,7 @@ in step.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.console import progress
 from sparsellm.distributed import Ranks, gather
-from sparsellm.evaluation.building import Builder, Pairs, Tokens
+from sparsellm.evaluation.building import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
 # CPU. Those that predict a continuation exist twice more, the second time as logarithms of probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
-TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
 
 Request = tuple[list[int], list[int]]  # the tokens of context and continuation
@@ -65,7 +65,9 @@ class SharedLM(HFLM):
         self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
         self.failed_together = False  # in the latest task: all ranks know of the error
         self.encoded: Tokens | None = None  # for the next call of loglikelihood, if they are known
-        self.builder = Builder(ranks, self.tokenize)
+        begin = str(tokenizer.decode(self.prefix_token_id))
+        # It does not refer to this object: what does waits for Python's garbage collection, and the weights with it.
+        self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
         self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
 
     def _tokens_per_batch(self, vocabulary: int) -> int:
@@ -88,27 +90,11 @@ class SharedLM(HFLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Answer]:
         """The answers to this rank's `requests`. Collective."""
         if self.encoded is None:
-            self.encoded = self.tokenize([request.args for request in requests])
+            self.encoded = self.builder.tokenize([request.args for request in requests])
         try:
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         finally:
             self.encoded = None
-
-    def tokenize(self, pairs: Pairs) -> Tokens:
-        """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
-
-        They are what `tok_encode` gives, found on all cores, and each text once: a question has several answers.
-        """
-        begin = self.tokenizer.decode(self.prefix_token_id)  # a text that begins so is encoded otherwise, by lm-eval
-        wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
-        texts = list(wanted)
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        if self.add_bos_token is not None:
-            options["add_special_tokens"] = self.add_bos_token
-        found: Tokens = {}
-        for batch in (texts[i : i + TEXTS] for i in range(0, len(texts), TEXTS)):
-            found |= zip(batch, self.tokenizer(batch, **options)["input_ids"], strict=True)
-        return found
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """lm-eval's, which encodes one text at a time, for texts that `tokenize` has not encoded."""
