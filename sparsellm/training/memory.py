@@ -12,7 +12,7 @@ and beside them, whatever the number of tokens, its weights in the compute dtype
 more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
 
 On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "A whole model: training steps", by
-at most 0.3% on the PyTorch path. tests/gpu/test_memory.py measures it anew.
+at most 0.3% on the PyTorch path. tests/gpu/test_memory_on_a_gpu.py measures it anew.
 """
 
 import gc
