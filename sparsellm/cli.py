@@ -75,6 +75,12 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         say()
         os._exit(INTERRUPTED)
 
+    interrupts = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a process in the background
     try:
         # While modules are imported there is nothing to leave in order, and libraries make other errors of an
@@ -87,8 +93,13 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
             return 2
         module = importlib.import_module(f"sparsellm.commands.{command}")
         if heard:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, interrupt)
         return module.main(arguments, program)
     except KeyboardInterrupt:
         say()
+        return INTERRUPTED
+    except Exception:
+        if not interrupts:
+            raise
+        say()  # a library has made another error of the interrupt, as in the middle of an import
         return INTERRUPTED

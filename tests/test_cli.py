@@ -1,7 +1,11 @@
 """The program `sparsellm`, and what it says first."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,3 +120,26 @@ def test_the_first_mistake_a_person_makes_is_answered_without_a_traceback(tmp_pa
         for foreign in ("Traceback", "HYDRA", "hydra", "+traning"):
             assert foreign not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_of_which_a_library_makes_another_error_is_one_still(monkeypatch, capsys):
+    def main(_arguments, _program):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    other = cli.importlib.import_module
+
+    def import_module(name, *rest):
+        return SimpleNamespace(main=main) if name == "sparsellm.commands.train" else other(name, *rest)
+
+    monkeypatch.setattr(cli.importlib, "import_module", import_module)
+    try:
+        assert cli._interruptible("train", ["experiment=smoke"], "program") == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "interrupted; the same command starts again" in capsys.readouterr().err

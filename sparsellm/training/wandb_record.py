@@ -36,6 +36,7 @@ from sparsellm.training.metrics import METRICS
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
 PATIENCE = 60  # seconds without growth of a record that was given rows
+FINISHING = 5  # seconds for which the end of a record is waited for
 TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
 
 
@@ -133,7 +134,11 @@ class WandbRun:
             return
         size = self._size()
         self._attempt(lambda: self._run.finish(exit_code=exit_code))
-        if size and self._size() <= size:  # it has at least the end of the run to add
+        # It has at least the end of the run to add, which wandb's own process may still be about to do.
+        deadline = time.monotonic() + FINISHING
+        while self._size() <= size and any((self.folder / FOLDER).glob("*run-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if size and self._size() <= size:
             self._say_lacking("its file has not grown at its end")
 
     def _size(self) -> int:
