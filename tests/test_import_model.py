@@ -65,6 +65,22 @@ def test_the_commands_take_the_published_folder_as_they_take_the_stock_one(publi
     torch.testing.assert_close(logits(accelerate(model, kernels="torch"), IDS), expected)
 
 
+def test_a_write_that_fails_leaves_nothing_and_what_lies_in_its_way_stays(published, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        assert main([f"checkpoint={published}", f"output_dir={tmp_path}/out"], PROGRAM) == 1
+    assert "out cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/mine").touch()
+    assert main([f"checkpoint={published}", f"output_dir={tmp_path}/out"], PROGRAM) == 1
+    assert "out.partial" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out.partial", "mine"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

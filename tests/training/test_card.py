@@ -65,6 +65,7 @@ def test_later_rows_and_rows_that_are_not_there_change_nothing():
         ["experiment=7b", "model.gated=false", "optimizer.warmup_steps=0"],
         ["experiment=0p5b", "data.mix=[{data: web, weight: 0.7}, {data: code, weight: 3}]"],
         ["experiment=0p5b", "data=fineweb_edu_stream"],
+        ["training.steps=80", f"optimizer.warmup_steps={from_overrides([]).optimizer.warmup_steps}"],  # not capped
     ],
     ids=" ".join,
 )
