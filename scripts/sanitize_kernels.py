@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import Plan, build, dispatch, feedforward
+from sparsellm.ops.feedforward import forward
 
 # Numbers of tokens for which there are different kernels: gate_pack up to 16, gate_pack and the row engine up to 64,
 # the row engine up to 128. From ORDERED_TOKENS on tokens are ordered: here of fewer than the policy orders, to be fast.
@@ -131,6 +132,10 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
                     found = run("dense", *on_device)
                 of = slice(0 if products else 1 if fused else 3, None)  # of y, l1, nnz
                 compare(f"{name}, dense, {'' if fused else 'not '}fused", found[of], expected[of])
+            with fusing(False), torch.no_grad():
+                y, *_ = forward(*gated_layer(*on_device), Plan(), None, False, counting=False)
+            if products:
+                compare(f"{name}, dense, without statistics", (y,), expected[:1])
         if "backward" in parts and m == CASES[0][0]:
             right = gradients("dense", *inputs)
             for fused in (True, False):

@@ -7,6 +7,7 @@ that cannot be read, 2 for a refused configuration.
 """
 
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from sparsellm import hub
 from sparsellm.config import Dtype, GenerateConfig, Kernels, entry_point, generate_mistakes
 from sparsellm.console import warn
 from sparsellm.distributed import device_type
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
 
 if TYPE_CHECKING:  # these take seconds to import, that a refused command need not wait
     import torch
@@ -25,17 +26,9 @@ if TYPE_CHECKING:  # these take seconds to import, that a refused command need n
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of which some tokens are still to come
 
 
-def mistakes(config: GenerateConfig) -> list[str]:
-    found = generate_mistakes(config)
-    if config.checkpoint is not None:
-        try:
-            locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            found.append(str(error))
-    return found
-
-
-@entry_point(lambda config, _typed: mistakes(config), generate_mistakes, GenerateConfig)
+@entry_point(
+    lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint), generate_mistakes, GenerateConfig
+)
 def main(config: GenerateConfig) -> int:
     import torch
 
@@ -44,6 +37,8 @@ def main(config: GenerateConfig) -> int:
     from sparsellm.ops.build import KernelsUnavailable
 
     assert config.checkpoint is not None
+    if config.prompt is None and sys.stdin.isatty():
+        warn("prompts are read from here, one a line, until the end of the input (Ctrl-D)")
     checkpoint = locate(config.checkpoint)
     prompts: list[str] = (
         [config.prompt] if config.prompt is not None else [line for line in map(str.strip, sys.stdin) if line]
@@ -54,13 +49,19 @@ def main(config: GenerateConfig) -> int:
     dtype = None if config.dtype == Dtype.auto else getattr(torch, config.dtype.name)
     try:
         generator = _load(checkpoint, device_type(config.device.name), dtype, config.kernels)
-        sampling = Sampling(config.temperature, config.top_p)
-        write = _write_one if config.prompt is not None else _write_all
-        write(generator, prompts, config.tokens, sampling, config.seed)
     except (CheckpointNotFound, BrokenModel, OSError) as error:
         warn(unreadable(checkpoint, error))
         return 1
     except (KernelsUnavailable, ValueError) as error:
+        warn(str(error))
+        return 1
+    write = _write_one if config.prompt is not None else _write_all
+    try:
+        write(generator, prompts, config.tokens, Sampling(config.temperature, config.top_p), config.seed)
+    except BrokenPipeError:  # whoever reads has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would complain as it ends
+        return 1
+    except ValueError as error:
         warn(str(error))
         return 1
     return 0

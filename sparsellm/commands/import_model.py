@@ -14,7 +14,7 @@ from typing import Any
 from sparsellm import hub
 from sparsellm.config import Dtype, ImportConfig, entry_point, import_mistakes
 from sparsellm.console import warn
-from sparsellm.evaluation.locate import CheckpointNotFound, locate, unreadable
+from sparsellm.evaluation.locate import CheckpointNotFound, locate, not_found, unreadable
 
 # What is copied as it is: how text becomes tokens and how tokens are drawn, no code.
 COMPANIONS = (
@@ -23,17 +23,9 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-def mistakes(config: ImportConfig) -> list[str]:
-    found = import_mistakes(config)
-    if config.checkpoint is not None:
-        try:
-            locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            found.append(str(error))
-    return found
-
-
-@entry_point(lambda config, _typed: mistakes(config), import_mistakes, ImportConfig)
+@entry_point(
+    lambda config, _typed: import_mistakes(config) + not_found(config.checkpoint), import_mistakes, ImportConfig
+)
 def main(config: ImportConfig) -> int:
     import torch
 

@@ -154,6 +154,16 @@ def locate(name: str) -> Checkpoint:
     return Checkpoint(str(path), path, None, None)
 
 
+def not_found(name: str | None) -> list[str]:
+    """Why `name` means no model, as a command's mistakes; [] if it does, or if there is no name."""
+    try:
+        if name is not None:
+            locate(name)
+    except CheckpointNotFound as error:
+        return [str(error)]
+    return []
+
+
 def _means_a_path(name: str) -> bool:
     """Whether `name`, which does not exist here, can be no hub name, OWNER/NAME, or is more likely a path."""
     first, *rest = Path(name).parts or [""]

@@ -13,7 +13,7 @@ from sparsellm import data
 from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate
+from sparsellm.evaluation.locate import Checkpoint
 from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, kept, means
 from sparsellm.run_layout import CONFIG, EVALUATION
 
@@ -107,13 +107,7 @@ class Request:
 def mistakes(config: EvaluateConfig) -> list[str]:
     """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
     found = evaluate_mistakes(config)
-    found += tasks.mistakes(config.tasks, config.data_dir)
-    if config.checkpoint is not None:
-        try:
-            locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            found.append(str(error))
-    return found
+    return found + tasks.mistakes(config.tasks, config.data_dir) + not_found(config.checkpoint)
 
 
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Batch:
         self.generator = torch.Generator(device)  # of the draws
         self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
         self.steps = 0  # that were taken without a graph
+        self.user: object = None  # the stream that has this memory
 
 
 class Generator:
@@ -138,15 +139,22 @@ class Generator:
         all sequences have ended.
 
         Raises ValueError for a prompt without tokens or with ids that the vocabulary lacks, and for prompts that have
-        no room for `new_tokens` in the model's context.
+        no room for `new_tokens` in the model's context; RuntimeError if it is gone on with after another stream of the
+        same size has begun, for that one has taken its memory.
         """
         lengths = self._check(prompts, new_tokens)
         batch = self._batch(len(prompts), max(lengths) + new_tokens)
+        batch.user = user = object()
         batch.generator.manual_seed(seed)
         self._prefill(batch, prompts, sampling)
         going = [True] * len(prompts)
         read = self._send(batch)
         for step in range(new_tokens):
+            if batch.user is not user:
+                raise RuntimeError(
+                    "another stream of this generator has begun, and has taken the memory of this one: finish one"
+                    " before the next, or make a generator for each"
+                )
             here = read
             if step + 1 < new_tokens:
                 self._step(batch, sampling)  # starts while the host waits for the tokens of the step before

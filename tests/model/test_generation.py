@@ -87,6 +87,17 @@ def test_what_cannot_be_generated_is_refused(prompts, new, message):
         next(Generator(make("decoder")).stream(prompts, new))
 
 
+def test_a_stream_whose_memory_another_one_has_taken_is_refused():
+    generator = Generator(make("decoder"))
+    first = generator.stream(PROMPTS, 20)
+    next(first)
+    second = generator.stream(PROMPTS, 20)
+    next(second)
+    with pytest.raises(RuntimeError, match="another stream of this generator has begun"):
+        next(first)
+    assert len(list(second)) == 19
+
+
 def test_the_whole_context_can_be_filled():
     generator = Generator(make("decoder"))
     assert len(all_of(generator, [[1] * 250], 6)[0]) == 6
