@@ -13,7 +13,7 @@ from sparsellm import data
 from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint
+from sparsellm.evaluation.locate import Checkpoint, not_found
 from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, kept, means
 from sparsellm.run_layout import CONFIG, EVALUATION
 
