@@ -18,6 +18,7 @@ CONFIG_FLOORS = [
     {"errors", "schema"},
     {"values"},
     {"rules", "overrides"},
+    {"checkpoint_rules"},
     {"compose"},
     {"command", "help"},
     {"__init__"},

@@ -45,15 +45,17 @@ from sparsellm.config.schema import (
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
 
 _LATER = {
-    "command": ("entry_point",),
-    "compose": ("composition", "from_overrides", "load", "save"),
-    "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
-    "rules": (
+    "checkpoint_rules": (
         "analyze_mistakes",
         "benchmark_mistakes",
         "evaluate_mistakes",
         "generate_mistakes",
         "import_mistakes",
+    ),
+    "command": ("entry_point",),
+    "compose": ("composition", "from_overrides", "load", "save"),
+    "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
+    "rules": (
         "memory_mistakes",
         "mistakes",
         "prepare_mistakes",

@@ -10,18 +10,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sparsellm.config.compose import AnyConfig, as_yaml, composition
-from sparsellm.config.errors import ConfigError
-from sparsellm.config.overrides import sweep_request
-from sparsellm.config.rules import (
+from sparsellm.config.checkpoint_rules import (
     analyze_mistakes,
     benchmark_mistakes,
     evaluate_mistakes,
     generate_mistakes,
     import_mistakes,
-    prepare_mistakes,
-    value_mistakes,
 )
+from sparsellm.config.compose import AnyConfig, as_yaml, composition
+from sparsellm.config.errors import ConfigError
+from sparsellm.config.overrides import sweep_request
+from sparsellm.config.rules import prepare_mistakes, value_mistakes
 from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
 from sparsellm.console import is_main_rank, warn
 

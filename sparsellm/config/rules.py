@@ -1,4 +1,5 @@
-"""The rules that a configuration's values must keep; a broken one is a sentence with its remedy.
+"""The rules that the values of a run must keep, and those that all commands share; a broken one is a sentence, with its
+remedy.
 
 torch takes seconds to import, so only what has to ask it does: a GPU that is demanded, the kernels, their shapes, the
 memory of a run whose values hold.
@@ -13,17 +14,12 @@ from pathlib import Path
 from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
-    AnalyzeConfig,
-    BenchmarkConfig,
     Config,
     DataConfig,
     DdpCompress,
     Device,
-    Dtype,
     EvaluateConfig,
     EvaluationConfig,
-    GenerateConfig,
-    ImportConfig,
     Kernels,
     L1Schedule,
     ModelConfig,
@@ -205,14 +201,14 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
             f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
             f" training.steps {training.steps}, or [] for none",
         )
-    found += _number_or_auto("runtime.micro_batch_size", runtime.micro_batch_size)
+    found += number_or_auto("runtime.micro_batch_size", runtime.micro_batch_size)
     require(
         runtime.memory_limit_gib is None or 0 < runtime.memory_limit_gib < math.inf,
         f"runtime.memory_limit_gib is {runtime.memory_limit_gib}: it must be a positive number, or null for all",
     )
-    found += _device_mistakes("runtime.device", runtime.device)
+    found += device_mistakes("runtime.device", runtime.device)
     if runtime.kernels == Kernels.cuda:
-        found += _kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
+        found += kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
     require(
         1 <= log.every <= MAX_LOG_INTERVAL,
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
@@ -246,7 +242,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
         " block of training.sequence_length",
     )
-    return found + mix_mistakes(data) + _amount_mistakes(config.evaluation, "evaluation.")
+    return found + mix_mistakes(data) + amount_mistakes(config.evaluation, "evaluation.")
 
 
 def mix_mistakes(data: DataConfig) -> list[str]:
@@ -361,109 +357,20 @@ def prepare_mistakes(config: Config) -> list[str]:
     return [mistake for mistake in value_mistakes(config, world_size=1) if mistake.startswith(matters)]
 
 
-def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.evaluation looks at what it names."""
-    found = _checkpoint_mistakes(config.checkpoint) + _amount_mistakes(config)
-    found += _device_mistakes("device", config.device)
-    obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
-    if config.dtype not in (Dtype.auto, Dtype.bfloat16):
-        obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
-    if config.compare_kernels:
-        if config.kernels == Kernels.torch:
-            obstacles.append("kernels=torch takes none")
-        found += _kernel_mistakes("compare_kernels=true", "compare_kernels=false", obstacles)
-    elif config.kernels == Kernels.cuda:
-        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
-    return found
-
-
-def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy; what its paths hold is sparsellm.analysis's."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    for key in ("sequences", "batch_size", "min_count"):
-        if (value := getattr(config, key)) < 1:
-            found.append(f"{key} is {value}: it must be at least 1")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("an analysis is one process: start it without torchrun")
-    return found + _device_mistakes("device", config.device)
-
-
-def generate_mistakes(config: GenerateConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    if config.tokens < 1:
-        found.append(f"tokens is {config.tokens}: it must be at least 1")
-    if not 0 <= config.temperature < math.inf:
-        found.append(f"temperature is {config.temperature}: it must be at least 0, where 0 takes the likeliest token")
-    if not 0 < config.top_p <= 1:
-        found.append(f"top_p is {config.top_p}: it must be above 0 and at most 1, where 1 draws from all tokens")
-    if config.prompt == "":
-        found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("text is written by one process: start it without torchrun")
-    if config.kernels == Kernels.cuda:
-        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
-        if config.dtype not in (Dtype.auto, Dtype.bfloat16):
-            obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
-        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
-    return found + _device_mistakes("device", config.device)
-
-
-def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmarks looks at what it names."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    if config.baseline and len(config.baseline) != len(config.checkpoint):
-        found.append(
-            f"baseline has {len(config.baseline)} and checkpoint {len(config.checkpoint)}: the first is compared with"
-            " the first, and so on, so give as many, or no baseline"
-        )
-    for key, least in (
-        ("sequences", 1), ("micro_batch_size", 1), ("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 3),
-    ):  # fmt: skip
-        if (value := getattr(config, key)) < least:
-            found.append(f"{key} is {value}: it must be at least {least}")
-    if not 0 < config.seconds < math.inf:
-        found.append(f"seconds is {config.seconds}: it must be a positive number")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("a benchmark is one process: start it without torchrun")
-    if config.kernels == Kernels.cuda:
-        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
-        found += _kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
-    return found + _device_mistakes("device", config.device)
-
-
-def import_mistakes(config: ImportConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    if config.output_dir is None:
-        found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
-    elif Path(config.output_dir).expanduser().exists():
-        found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("an import is one process: start it without torchrun")
-    return found
-
-
-def _checkpoint_mistakes(checkpoint: str | list[str] | None) -> list[str]:
-    if not checkpoint:
-        return ["checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name"]
-    return []
-
-
-def _amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = "") -> list[str]:
+def amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = "") -> list[str]:
     found, limit, size = [], config.limit, config.batch_size
     if limit is not None and limit < 1:
         found.append(f"{prefix}limit is {limit}: it must be at least 1, or null for all rows")
-    return found + _number_or_auto(f"{prefix}batch_size", size)
+    return found + number_or_auto(f"{prefix}batch_size", size)
 
 
-def _number_or_auto(key: str, value: int | str) -> list[str]:
+def number_or_auto(key: str, value: int | str) -> list[str]:
     if value == "auto" if isinstance(value, str) else value >= 1:
         return []
     return [f"{key} is {value}: it must be auto, or a number of at least 1"]
 
 
-def _device_mistakes(key: str, device: Device) -> list[str]:
+def device_mistakes(key: str, device: Device) -> list[str]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == Device.cpu or (device == Device.auto and ranks == 1):
         return []
@@ -496,7 +403,7 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
     return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
 
 
-def _kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:
+def kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:
     """Why the CUDA kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]

@@ -8,7 +8,7 @@ import pytest
 from attack.seed import SEED
 
 from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, composition, evaluate_mistakes, mistakes
-from sparsellm.config.rules import analyze_mistakes
+from sparsellm.config.checkpoint_rules import analyze_mistakes
 from sparsellm.config.values import flat_types
 
 # What no key of a type may be; of numbers, what none of ours may.

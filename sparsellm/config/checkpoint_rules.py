@@ -1,0 +1,109 @@
+"""The rules of the commands that take a checkpoint: what must hold of their values, before anyone looks for it.
+
+A broken rule is a sentence with its remedy, as in rules.py.
+"""
+
+import math
+import os
+from pathlib import Path
+
+from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes
+from sparsellm.config.schema import (
+    AnalyzeConfig,
+    BenchmarkConfig,
+    Device,
+    Dtype,
+    EvaluateConfig,
+    GenerateConfig,
+    ImportConfig,
+    Kernels,
+)
+
+
+def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.evaluation looks at what it names."""
+    found = _checkpoint_mistakes(config.checkpoint) + amount_mistakes(config)
+    found += device_mistakes("device", config.device)
+    obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+    if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+        obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+    if config.compare_kernels:
+        if config.kernels == Kernels.torch:
+            obstacles.append("kernels=torch takes none")
+        found += kernel_mistakes("compare_kernels=true", "compare_kernels=false", obstacles)
+    elif config.kernels == Kernels.cuda:
+        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found
+
+
+def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; what its paths hold is sparsellm.analysis's."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    for key in ("sequences", "batch_size", "min_count"):
+        if (value := getattr(config, key)) < 1:
+            found.append(f"{key} is {value}: it must be at least 1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("an analysis is one process: start it without torchrun")
+    return found + device_mistakes("device", config.device)
+
+
+def generate_mistakes(config: GenerateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.tokens < 1:
+        found.append(f"tokens is {config.tokens}: it must be at least 1")
+    if not 0 <= config.temperature < math.inf:
+        found.append(f"temperature is {config.temperature}: it must be at least 0, where 0 takes the likeliest token")
+    if not 0 < config.top_p <= 1:
+        found.append(f"top_p is {config.top_p}: it must be above 0 and at most 1, where 1 draws from all tokens")
+    if config.prompt == "":
+        found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("text is written by one process: start it without torchrun")
+    if config.kernels == Kernels.cuda:
+        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+        if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+            obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found + device_mistakes("device", config.device)
+
+
+def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmarks looks at what it names."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.baseline and len(config.baseline) != len(config.checkpoint):
+        found.append(
+            f"baseline has {len(config.baseline)} and checkpoint {len(config.checkpoint)}: the first is compared with"
+            " the first, and so on, so give as many, or no baseline"
+        )
+    for key, least in (
+        ("sequences", 1), ("micro_batch_size", 1), ("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 3),
+    ):  # fmt: skip
+        if (value := getattr(config, key)) < least:
+            found.append(f"{key} is {value}: it must be at least {least}")
+    if not 0 < config.seconds < math.inf:
+        found.append(f"seconds is {config.seconds}: it must be a positive number")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("a benchmark is one process: start it without torchrun")
+    if config.kernels == Kernels.cuda:
+        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    return found + device_mistakes("device", config.device)
+
+
+def import_mistakes(config: ImportConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.output_dir is None:
+        found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
+    elif Path(config.output_dir).expanduser().exists():
+        found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("an import is one process: start it without torchrun")
+    return found
+
+
+def _checkpoint_mistakes(checkpoint: str | list[str] | None) -> list[str]:
+    if not checkpoint:
+        return ["checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name"]
+    return []
