@@ -57,6 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(dlogits, weight, out=dc)
             dw += dlogits.T @ c
             losses.append(loss)
+            del dlogits  # or it would still be there beside the next chunk's logits and their gradient
         ctx.save_for_backward(dx, dw)
         return torch.stack(losses).sum()
 

@@ -11,8 +11,8 @@ bfloat16). Between a micro-batch's forward and its backward pass a compiled laye
 and beside them, whatever the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps
 more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
 
-On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "A whole model: training steps", by
-at most 0.3% on the PyTorch path. tests/gpu/test_memory_on_a_gpu.py measures it anew.
+On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "Training within 80 GB", by at most
+0.5%, with recomputation by 2.5%. tests/gpu/test_memory_on_a_gpu.py measures it anew.
 """
 
 import gc
@@ -95,9 +95,12 @@ def _activations(config: Config, sequences: int, plans: Sequence[Plan | None]) -
     layers = [_layer(config, tokens, plan) for plan in plans]
     kept, at_work = sum(layers), 0
     if config.runtime.recompute:
-        kept, at_work = len(layers) * FLOAT32 * tokens * model.hidden_size, max(layers)
+        each_input = FLOAT32 * tokens * model.hidden_size
+        kept, at_work = len(layers) * each_input, max(layers) - each_input
     element = DTYPES[config.runtime.precision].itemsize
-    return kept + max(_head(model, tokens, element), at_work + _last_layer(model, tokens, element))
+    # The compiler's backward has one plane beside those that forward saved; the kernels' have dh, dz and du.
+    planes = 1 if plans[-1] is None else 3
+    return kept + max(_head(model, tokens, element), at_work + _last_layer(model, tokens, planes * element))
 
 
 def _layer(config: Config, tokens: int, plan: Plan | None) -> int:
@@ -130,19 +133,17 @@ def traced_planes(config: Config, element: int) -> int:
 
 def _head(model: ModelConfig, tokens: int, element: int) -> int:
     """While the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the
-    embedding in the compute dtype and its gradient, and a chunk's logits and their gradient, beside which the gradient
-    of the chunk before is still there."""
-    planes = 2 if tokens <= CHUNK else 3
-    logits = planes * min(tokens, CHUNK) * model.vocab_size * element
+    embedding in the compute dtype and its gradient, and a chunk's logits and their gradient."""
+    logits = 2 * min(tokens, CHUNK) * model.vocab_size * element
     hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
     return logits + hidden + model.vocab_size * model.hidden_size * (FLOAT32 + element)
 
 
-def _last_layer(model: ModelConfig, tokens: int, element: int) -> int:
-    """While the last layer's backward computes: the embedding's gradient before and after its scaling, the gradient of
-    the residual stream, and the planes of the feedforward block's backward."""
-    hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
-    return hidden + 3 * element * tokens * model.intermediate_size + 2 * FLOAT32 * model.vocab_size * model.hidden_size
+def _last_layer(model: ModelConfig, tokens: int, planes: int) -> int:
+    """While the last layer's backward computes: the embedding's gradient, the gradients of the residual stream and of
+    the block's input, both float32, and the feedforward block's own, `planes` bytes per token and neuron."""
+    hidden = 2 * FLOAT32 * tokens * model.hidden_size
+    return hidden + planes * tokens * model.intermediate_size + FLOAT32 * model.vocab_size * model.hidden_size
 
 
 class Gpu:
