@@ -149,7 +149,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor 
   const Tensor y = call.bf16({a.m, a.k});
   const Statistics counted(call, a.n);
   const Tensor workspace = call.bytes(sparsellm::row_workspace_bytes(a.m, a.k, a.n));
-  call.check(sparsellm::row_forward(a, workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
+  call.check(
+      sparsellm::row_forward(a, call.multiply(), workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
   return {y, counted.l1, counted.fired, counted.counts()};
 }
 

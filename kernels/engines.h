@@ -49,9 +49,21 @@ struct Result {
 };
 int64_t counts_length();
 
+// A plain matrix product, which the caller's library computes.
+//
+// A bf16 matrix [rows, columns], which stands in memory row by row or column by column.
+struct Matrix {
+  const void* data;
+  int64_t rows, columns;
+  bool by_column;
+};
+// Writes a b to `out`, row by row, or with `add` adds it to what stands there. May throw.
+using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
+
 // Row: multiplies each token by the weight rows of its own neurons. There is no backward pass.
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
-cudaError_t row_forward(const Layer& layer, void* workspace, const Result& result, cudaStream_t stream);
+cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* workspace, const Result& result,
+                        cudaStream_t stream);
 
 // Tile: multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the tile (README.md). A
 // TileShape is all that the sizes of its buffers depend on.
@@ -98,15 +110,6 @@ struct Field {
 Field tile_saved_field(const TileShape& shape, const char* name);
 
 // Dense: plain matrix products, which the caller's library computes, and kernels for all between them.
-//
-// A bf16 matrix [rows, columns], which stands in memory row by row or column by column.
-struct Matrix {
-  const void* data;
-  int64_t rows, columns;
-  bool by_column;
-};
-// Writes a b to `out`, row by row, or with `add` adds it to what stands there. May throw.
-using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 // fused: for many tokens, one kernel computes h, and one dz, du and h from dy w_down, without dh in memory; for few,
 // the products take all the time, so the library computes them, and elementwise kernels follow. What is saved is g and,
 // of gated layers, u, bf16 [M, N] each; not fused, it is z, g before the ReLU. w_down: bf16 [K, N].

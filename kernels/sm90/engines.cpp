@@ -212,11 +212,17 @@ int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n) {
   return arena.bytes();
 }
 
-cudaError_t row_forward(const Layer& a, void* workspace, const Result& result, cudaStream_t stream) {
+cudaError_t row_forward(const Layer& a, const Multiply& multiply, void* workspace, const Result& result,
+                        cudaStream_t stream) {
   Arena arena(workspace);
   const Packed packed = lay_out_packed(arena, a.m, a.n, result);
   void* own = arena.take_bytes(row_workspace(a.m, a.k, a.n));
-  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, packed, kCountsLength, true, stream));
+  if (packs_product(a.m)) {
+    multiply({a.x, a.m, a.k, false}, {a.thresholded(), a.k, a.n, true}, packed.wide, false);
+    SPARSELLM_TRY(pack_product(packed, a.m, a.n, kCountsLength, stream));
+  } else {
+    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, packed, kCountsLength, true, stream));
+  }
   return row_ffn(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, packed, own, tickets_of(result.counts), result.l1,
                  result.y, stream);
 }

@@ -6,11 +6,13 @@
 // When kernels start. To save the microseconds between one kernel and the next, most kernels are launched early: their
 // CTAs may start while the kernel before them in the stream still ends. Such a kernel touches no memory of the caller's
 // until the kernel before it is done, with two exceptions:
-//   - Within gate_pack, token_order and the dense engine's launchers, a kernel that knows what the kernel before it
+//   - Within gate_pack, pack_product, token_order and the dense engine's launchers, a kernel that knows what the kernel
+//   before it
 //     writes waits for no more than that (common/clear.cuh, order/order.cu).
 //   - pointwise_hidden, too, waits for the kernel before it, whichever that is.
 //   - The first kernel of these starts as any kernel does, when all before it are done: gate_pack for more than 64
-//     tokens, row_ffn for many tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient, transpose.
+//     tokens, pack_product, row_ffn for many tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient,
+//     transpose.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a segment (C, the
@@ -95,6 +97,11 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
 constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens && k <= 4096; }
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
                       bool for_row, cudaStream_t stream);
+
+// Packs a gate whose product x w^T stands in out.wide, bf16 [M, N], and which for so few tokens the caller's library
+// multiplies faster. `zeroed` as of gate_pack.
+constexpr bool packs_product(int64_t m) { return m > kCountedTokens && m < 1536; }
+cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream);
 
 // Fills the plan from packed gate, rows and tokens: each token tile's neurons, its nonzeros, the units of work. Sets
 // counters[kUnion] to the union of the plan's tiles, which differ from gate_pack's where tokens are ordered. Where the

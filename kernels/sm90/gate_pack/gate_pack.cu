@@ -8,6 +8,7 @@
 #include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "gate_pack/fewest.cuh"
+#include "gate_pack/product.cuh"
 #include "gate_pack/small.cuh"
 
 namespace sparsellm {
@@ -81,6 +82,14 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   if (error != cudaSuccess) return error;
   const PairProduct product = pair_product_of(m, k, ceil_div(n, kTileN));
   return launch_pairs(gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, out);
+}
+
+cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream) {
+  const cudaError_t error = clear(out.row_counts, m, out.fired, n / 8, out.counters, zeroed, false, stream);
+  if (error != cudaSuccess) return error;
+  const int64_t column_tiles = ceil_div(n, kColumnTile);
+  return launch_early(of_product::pack_product_kernel, ceil_div(m, kTokenTile) * column_tiles, of_product::kThreads, 0,
+                      1, stream, m, n, static_cast<int>(column_tiles), out);
 }
 
 }  // namespace sparsellm

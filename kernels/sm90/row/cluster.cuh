@@ -1,5 +1,5 @@
-// The row engine for few tokens (decoding), where latency is all: a cluster of eight CTAs for each row; of four, where
-// rows are too many for all to have eight at once.
+// The row engine for up to some 1,500 tokens: a cluster of eight CTAs for each row; of four, where rows are too many
+// for all to have eight at once. Of few tokens (decoding) latency is all.
 //
 // A row's nonzeros are dealt in chunks of eight to the warps of a CTA, the same chunk to the same warp of all eight
 // CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. Of a chunk, each CTA computes one h, from
@@ -12,9 +12,12 @@
 // Where there are more rows than clusters, a cluster does several in turn, and fetches the next row's list and x under
 // the row before. A cluster's first row is the row of its number; the longer that is, the shorter the rows after it.
 //
-// A row of very many nonzeros is cut into pieces, and a cluster does a piece as if it were a row. Pieces leave float32
-// sums in global memory, and of the CTAs that have the same columns the last to come adds them in order. No cluster
-// waits for another: they need not all be on the device at once.
+// Of few tokens, a row of very many nonzeros is cut into pieces, and a cluster does a piece as if it were a row. Pieces
+// leave float32 sums in global memory, and of the CTAs that have the same columns the last to come adds them in order.
+// No cluster waits for another: they need not all be on the device at once.
+//
+// More tokens are not planned: no row is cut, cluster c of C does rows c, c + C, c + 2 C, ..., and gate_pack has
+// counted.
 #pragma once
 
 #include "row/common.cuh"
@@ -22,7 +25,8 @@
 namespace sparsellm::row {
 
 constexpr int kClusterWarps = 8;                // of a CTA
-constexpr int kClusterTokens = kCountedTokens;  // M at most
+constexpr int kClusterTokens = kCountedTokens;  // M at most, where rows are dealt and cut
+constexpr int kClusterTurns = 128;              // rows of a cluster at most, where they are not
 constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
@@ -142,7 +146,8 @@ __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n
 // One CTA of a cluster of kCluster; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the most there is room for.
 // All methods are called by all threads of the CTA, unless they say which. Arrays in registers are locals, passed by
 // reference: as members they would keep the scalars beside them in local memory until loops are unrolled.
-template <int kCluster, int kVectors, bool kFull, bool kGated>
+// kDealt: of few tokens, whose rows are dealt to the clusters by their lengths, and cut, and which this kernel counts.
+template <int kCluster, int kVectors, bool kFull, bool kGated, bool kDealt>
 struct ClusterCta {
   static constexpr int kWarps = kClusterWarps;
   static constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
@@ -168,9 +173,9 @@ struct ClusterCta {
     float4 (&sums_of)[kWarps][kSlices][2][32];
     uint32_t (&list)[2][kClusterListed];
     float (&hidden)[2][kWarps][kCluster];
-    uint64_t (&received)[2][kWarps];  // barrier: all h of a chunk are there
-    uint64_t (&x_full)[2];            // barrier: x of a row is there
-    uint32_t (&counts)[kClusterTokens];
+    uint64_t (&received)[2][kWarps];                              // barrier: all h of a chunk are there
+    uint64_t (&x_full)[2];                                        // barrier: x of a row is there
+    uint32_t (&counts)[kDealt ? kClusterTokens : kClusterTurns];  // nonzeros of the rows; not dealt, of this cluster's
     uint32_t (&keys)[kClusterTokens];
     // How many second and later pieces all rows before a row have. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
     // and, behind the last row, 3: all of them.
@@ -236,10 +241,14 @@ struct ClusterCta {
       copy_x(cluster, 0);
       list_part(cluster, 0, 0);
     }
-    if (warp == kCounting && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, lane);
-    if (warp == kPlanning) deal_rows();
+    if constexpr (kDealt) {
+      if (warp == kCounting && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, lane);
+      if (warp == kPlanning) deal_rows();
+    } else {
+      if (warp == kPlanning) load_counts();
+    }
     __syncthreads();
-    units = a.m + shared.cuts[kClusterTokens];
+    units = a.m + (kDealt ? shared.cuts[kClusterTokens] : 0);
     if (cluster >= a.m && cluster < units) {  // the first unit is a piece of some other row
       const Unit u = unit_at(cluster);
       copy_x(u.row, 0);
@@ -247,7 +256,7 @@ struct ClusterCta {
       __syncthreads();
     }
 
-    for (int unit = cluster; unit < units; unit = ++turn * clusters + shared.place_of_next) {
+    for (int unit = cluster; unit < units; unit = next_unit(), ++turn) {
       const Unit u = unit_at(unit);
       if (next_unit() < units) copy_x(unit_at(next_unit()).row, turn % 2 ^ 1);
       UnitSums sums;
@@ -281,6 +290,13 @@ struct ClusterCta {
     const uint32_t barrier = ptx::smem_address(&shared.x_full[place]);
     ptx::mbarrier_arrive_expect_tx(barrier, 16 * vectors);
     ptx::bulk_load(ptx::smem_address(shared.x[place]), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, barrier);
+  }
+
+  // The planning warp: the counts of this cluster's rows.
+  __device__ __forceinline__ void load_counts() const {
+    for (int row = cluster + clusters * static_cast<int>(lane), i = lane; row < a.m; row += 32 * clusters, i += 32) {
+      shared.counts[i] = a.packed.row_counts[row];
+    }
   }
 
   // The planning warp: which rows are cut, and which cluster does which row second. Each lane has two rows.
@@ -346,9 +362,12 @@ struct ClusterCta {
     if (lane == 0) shared.place_of_next = place;
   }
 
-  __device__ __forceinline__ uint32_t pieces_of(int row) const { return shared.cuts[row + 1] - shared.cuts[row] + 1; }
+  __device__ __forceinline__ uint32_t pieces_of(int row) const {
+    return kDealt ? shared.cuts[row + 1] - shared.cuts[row] + 1 : 1;
+  }
 
   __device__ __forceinline__ Unit unit_at(int unit) const {
+    if constexpr (!kDealt) return {unit, 0, shared.counts[unit / clusters]};
     Unit u = {};
     if (unit < a.m) {
       u.row = shared.row_of[unit];
@@ -361,7 +380,9 @@ struct ClusterCta {
     return u;
   }
 
-  __device__ __forceinline__ int next_unit() const { return (turn + 1) * clusters + shared.place_of_next; }
+  __device__ __forceinline__ int next_unit() const {
+    return static_cast<int>(turn + 1) * clusters + (kDealt ? shared.place_of_next : cluster);
+  }
 
   // 16 bytes of the row of weights that a packed word names.
   __device__ __forceinline__ const uint4* weights_of(const __nv_bfloat16* weights, uint32_t word,
@@ -600,16 +621,16 @@ struct ClusterCta {
 
 // Where kFull, two CTAs share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or H200 has room for
 // 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
-template <int kCluster, int kVectors, bool kFull, bool kGated>
+template <int kCluster, int kVectors, bool kFull, bool kGated, bool kDealt>
 __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
-  using Cta = ClusterCta<kCluster, kVectors, kFull, kGated>;
+  using Cta = ClusterCta<kCluster, kVectors, kFull, kGated, kDealt>;
   constexpr int kWarps = kClusterWarps;
   __shared__ uint4 x[2][kGated ? 32 * kVectors : 1];
   __shared__ float4 sums_of[kWarps][Cta::kSlices][2][32];
   __shared__ alignas(16) uint32_t list[2][kClusterListed];
   __shared__ alignas(16) float hidden[2][kWarps][kCluster];
   __shared__ uint64_t received[2][kWarps], x_full[2];
-  __shared__ uint32_t counts[kClusterTokens];
+  __shared__ uint32_t counts[kDealt ? kClusterTokens : kClusterTurns];
   __shared__ uint32_t keys[kClusterTokens];
   __shared__ uint32_t cuts[kClusterTokens + 1];
   __shared__ uint32_t piece;

@@ -1,7 +1,7 @@
 // row_ffn: the row engine. For each token, y = sum over the token's nonzeros of h_n w_down_t[n], with h_n = g_n (x .
-// w_up[n]), from the packed gate; h is never in global memory. One kernel for up to 64 tokens (row/cluster.cuh), one
-// for up to 128 (row/few.cuh), a small plan and one kernel for many (row/many.cuh). row_rest is the one for many,
-// launched behind the tile engine, and ends at once where there is no rest.
+// w_up[n]), from the packed gate; h is never in global memory. One kernel for fewer than 1,536 tokens
+// (row/cluster.cuh), a small plan and one kernel for many (row/many.cuh). row_rest is the one for many, launched behind
+// the tile engine, and ends at once where there is no rest.
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (not gated: h = g); y
 // is accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks. Where the cuts
@@ -12,7 +12,6 @@
 // every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
-#include "row/few.cuh"
 #include "row/many.cuh"
 
 namespace sparsellm {
@@ -20,6 +19,7 @@ namespace {
 
 using namespace row;
 
+constexpr int64_t kManyTokens = 1536;      // from so many on the kernel for many was faster
 constexpr int64_t kSlotBytes = 64 << 20;   // bound on the sums of the chunks of rows that are cut,
 constexpr int64_t kMaxSlots = 8192;        // of which there are no more than this,
 constexpr int64_t kMinSlots = 64;          // and, however wide a row, room for this many
@@ -28,7 +28,7 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 static_assert(row_ffn_counts(kClusterTokens, kClusterMaxWidth) && !row_ffn_counts(1, kClusterMaxWidth + 1),
               "it is clusters that count");
-bool is_few(int64_t m, int64_t k) { return m <= kFewTokens && k <= kFewMaxWidth; }
+bool in_turns(int64_t m, int64_t k) { return m < kManyTokens && k <= kClusterMaxWidth; }
 
 int many_warps(int64_t k) {
   const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);
@@ -43,11 +43,6 @@ struct Layout {
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && for_clusters(m, k)) {
       partials = take((m + kMaxClusters) * k * 4);
-      return;
-    }
-    if (planned && is_few(m, k)) {
-      l1 = take(kMaxGrid * 4);
-      partials = take(kMaxGrid * 2 * k * 4);
       return;
     }
     slot_capacity = kSlotBytes / ((k + 8) * 4);
@@ -83,10 +78,10 @@ cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
       32 * many_warps(a.k), 0, 1, stream, a);
 }
 
-template <int kCluster, int kVectors, bool kFull>
+template <int kCluster, int kVectors, bool kFull, bool kDealt>
 cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
-  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kVectors, kFull, false>
-                                        : row_cluster_kernel<kCluster, kVectors, kFull, true>,
+  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kVectors, kFull, false, kDealt>
+                                        : row_cluster_kernel<kCluster, kVectors, kFull, true, kDealt>,
                       clusters * kCluster, 32 * kClusterWarps, 0, kCluster, stream, a);
 }
 
@@ -105,47 +100,34 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
           static_cast<__nv_bfloat16*>(y)};
 }
 
-cudaError_t run_clusters(const RowArguments& common, void* workspace, cudaStream_t stream) {
+// How many clusters of how many CTAs are launched for m rows, on `grid` SMs.
+//
+// Where there are more rows than clusters, all clusters should be on the device at once, because a cluster that starts
+// only when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not divide
+// evenly: 132 SMs have room for 15 clusters of eight, not 16, and for twice as many where two CTAs share an SM. Of
+// clusters of four, 60 to 62 were seen at once, where the driver says 64.
+struct Clusters {
+  bool full;  // k is 2,048: two CTAs share an SM
+  int ctas, count;
+
+  Clusters(int64_t m, int64_t k, int grid) : full(k == 2048), ctas(full && m > max_clusters(8) ? 4 : 8) {
+    count = grid / ctas;
+    if (m > count) count = (full ? 2 : 1) * (count - (ctas == 4 ? 3 : 1));
+    count = count < 1 ? 1 : count > max_clusters(ctas) ? max_clusters(ctas) : count;
+  }
+};
+
+template <bool kDealt>
+cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, void* workspace, cudaStream_t stream) {
   const Layout layout(common.m, common.k, common.n, true);
   ClusterArguments a = {common};
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
-  int grid = 0;
-  const cudaError_t error = grid_of(&grid);
-  if (error != cudaSuccess) return error;
-  // Where there are more rows than clusters, all clusters should be on the device at once, because a cluster that
-  // starts only when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not
-  // divide evenly: 132 SMs have room for 15 clusters of eight, not 16, and for twice as many where two CTAs share an
-  // SM. Of clusters of four, 60 to 62 were seen at once, where the driver says 64.
-  const bool full = a.k == 2048;
-  const int cluster = full && a.m > max_clusters(8) ? 4 : 8;
-  int clusters = grid / cluster;
-  if (a.m > clusters) clusters = (full ? 2 : 1) * (clusters - (cluster == 4 ? 3 : 1));
-  clusters = clusters < 1 ? 1 : clusters > max_clusters(cluster) ? max_clusters(cluster) : clusters;
-  if (cluster == 4) return launch_cluster<4, 8, true>(a, clusters, stream);
-  if (full) return launch_cluster<8, 8, true>(a, clusters, stream);
-  if (a.k < 2048) return launch_cluster<8, 8, false>(a, clusters, stream);
-  return launch_cluster<8, 16, false>(a, clusters, stream);
-}
-
-cudaError_t run_few(const RowArguments& common, void* workspace, cudaStream_t stream) {
-  const bool gated = common.w_up != nullptr;
-  const Layout layout(common.m, common.k, common.n, true);
-  char* base = static_cast<char*>(workspace);
-  FewArguments a = {common};
-  a.partials = reinterpret_cast<float*>(base + layout.partials);
-  a.l1_parts = reinterpret_cast<float*>(base + layout.l1);
-  const uint32_t row_bytes = 2 * a.k;
-  a.batch = kFewWarps;
-  while (kFewStages * few_stage_rows(a.batch, gated) * row_bytes > kFewBytes) --a.batch;
-  int grid = 0;
-  const cudaError_t error = grid_of(&grid);
-  if (error != cudaSuccess) return error;
-  const auto launch_few = [&](auto kernel) {
-    const uint32_t shared_bytes = kFewStages * few_stage_rows(a.batch, gated) * row_bytes;
-    return launch_early(kernel, grid, kFewThreads, shared_bytes, 1, stream, a);
-  };
-  if (a.k <= 8 * kFewWorkers) return launch_few(gated ? row_few_kernel<1, true> : row_few_kernel<1, false>);
-  return launch_few(gated ? row_few_kernel<2, true> : row_few_kernel<2, false>);
+  if (clusters.ctas == 4) return launch_cluster<4, 8, true, kDealt>(a, clusters.count, stream);
+  if constexpr (kDealt) {
+    if (clusters.full) return launch_cluster<8, 8, true, kDealt>(a, clusters.count, stream);
+  }
+  if (a.k < 2048) return launch_cluster<8, 8, false, kDealt>(a, clusters.count, stream);
+  return launch_cluster<8, 16, false, kDealt>(a, clusters.count, stream);
 }
 
 // Many tokens. only_if: null for row_ffn. For row_rest it points to a word; where that is zero, nothing is done, and no
@@ -187,8 +169,15 @@ int64_t row_rest_workspace(int64_t m, int64_t k) { return Layout(m, k, 8, false)
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream) {
   const auto common = arguments(x, w_up, w_down_t, m, k, n, packed, tickets, l1, y);
-  if (for_clusters(m, k)) return run_clusters(common, workspace, stream);
-  return is_few(m, k) ? run_few(common, workspace, stream) : run_many(common, nullptr, workspace, stream);
+  int grid = 0;
+  const cudaError_t error = grid_of(&grid);
+  if (error != cudaSuccess) return error;
+  const Clusters clusters(m, k, grid);
+  if (for_clusters(m, k)) return run_clusters<true>(common, clusters, workspace, stream);
+  if (in_turns(m, k) && ceil_div(m, clusters.count) <= kClusterTurns) {
+    return run_clusters<false>(common, clusters, workspace, stream);
+  }
+  return run_many(common, nullptr, workspace, stream);
 }
 
 cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
