@@ -315,7 +315,7 @@ def test_rows_that_fire_every_neuron(m, gated):
 
 # How many nonzeros consecutive rows have. Up to 64 rows, the row engine deals rows to clusters: a row to a cluster, the
 # pieces of a row of very many nonzeros to several, and several rows to a cluster if there are more rows than clusters.
-# From 65 rows on, the nonzeros of all rows are cut into equal runs, wherever rows end.
+# From 65 rows on, rows are divided in runs, one for each cluster; only rows of more than 128 nonzeros are cut.
 RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,
@@ -323,6 +323,12 @@ RUNS = {
     "one row over many runs, beside empty ones": [0] * 50 + [5632] + [0] * 77,
     "none but in the last row": [0] * 127 + [3],
     "runs listed in parts": [5632, 0, 1, 511] * 32,
+    "runs without a row": [0] * 30 + [5632] * 5 + [0] * 30,
+    "long rows at both ends": [5632] + [129] * 100 + [5632],
+    "rows that are just cut, or just not": [128, 129, 127, 160, 161] * 40,
+    "as many rows as there may be": [0, 3, 40, 700, 31] * 307,
+    "as many rows as there may be, all empty": [0] * 1535,
+    "one row more than there may be": [0, 3, 40, 700] * 384,
     "one row, one cluster": [56],
     "one row in pieces for all clusters": [5632],
     "rows in pieces, beside others and empty ones": [900, 0, 257, 256, 3, 0, 5632, 80, 81],

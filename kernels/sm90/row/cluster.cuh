@@ -12,12 +12,15 @@
 // Where there are more rows than clusters, a cluster does several in turn, and fetches the next row's list and x under
 // the row before. A cluster's first row is the row of its number; the longer that is, the shorter the rows after it.
 //
-// Of few tokens, a row of very many nonzeros is cut into pieces, and a cluster does a piece as if it were a row. Pieces
-// leave float32 sums in global memory, and of the CTAs that have the same columns the last to come adds them in order.
-// No cluster waits for another: they need not all be on the device at once.
+// A row of very many nonzeros is cut into pieces, and a cluster does a piece as if it were a row. Pieces leave float32
+// sums in global memory, and of the CTAs that have the same columns the last to come adds them in order. No cluster
+// waits for another: they need not all be on the device at once.
 //
-// More tokens are not planned: no row is cut, cluster c of C does rows c, c + C, c + 2 C, ..., and gate_pack has
-// counted.
+// More tokens than 64 are divided in runs. A row costs its nonzeros and kRowCost; the costs of all rows, one row after
+// the other, are cut into equal runs, one for each cluster. A cluster does the rows that begin in its run, whole, but
+// for rows of more than kWhole nonzeros: those are cut where a run ends, in whole rounds. So the work is even, however
+// uneven the rows are, and a cluster leaves pieces of two rows at most. Runs of 100 and rows that begin at 0, 60 and
+// 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100.
 #pragma once
 
 #include "row/common.cuh"
@@ -25,8 +28,9 @@
 namespace sparsellm::row {
 
 constexpr int kClusterWarps = 8;                // of a CTA
-constexpr int kClusterTokens = kCountedTokens;  // M at most, where rows are dealt and cut
-constexpr int kClusterTurns = 128;              // rows of a cluster at most, where they are not
+constexpr int kClusterTokens = kCountedTokens;  // M at most, where rows are dealt
+constexpr int kRunTokens = 1536;                // M at most, where they are divided in runs
+constexpr int kRowCost = 16;                    // what a row costs beside its nonzeros, in nonzeros
 constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
@@ -38,9 +42,11 @@ static_assert(kMaxClusters + 256 <= kRowTickets, "a cluster, and a CTA of a cut 
 
 // tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it is there (|h| sums to
 // no negative number). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's columns. A cut
-// row's place there is that of its second piece among all second and later pieces, cuts[row] (ClusterCta).
+// row's place there is that of its second piece among all second and later pieces, cuts[row] (ClusterCta); in runs,
+// that of the cluster in whose run it begins.
 struct ClusterArguments : RowArguments {
-  float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others
+  float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others; in runs
+                    // [clusters, 2, k], of a run's first row, if it began before, and of its last, if it goes on
 };
 
 // Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp
@@ -173,9 +179,10 @@ struct ClusterCta {
     float4 (&sums_of)[kWarps][kSlices][2][32];
     uint32_t (&list)[2][kClusterListed];
     float (&hidden)[2][kWarps][kCluster];
-    uint64_t (&received)[2][kWarps];                              // barrier: all h of a chunk are there
-    uint64_t (&x_full)[2];                                        // barrier: x of a row is there
-    uint32_t (&counts)[kDealt ? kClusterTokens : kClusterTurns];  // nonzeros of the rows; not dealt, of this cluster's
+    uint64_t (&received)[2][kWarps];                  // barrier: all h of a chunk are there
+    uint64_t (&x_full)[2];                            // barrier: x of a row is there
+    uint32_t (&starts)[kDealt ? 1 : kRunTokens + 1];  // the cost of all rows before a row; behind the last row, of all
+    uint32_t (&counts)[kClusterTokens];  // nonzeros of each row; this and the next five: where rows are dealt
     uint32_t (&keys)[kClusterTokens];
     // How many second and later pieces all rows before a row have. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
     // and, behind the last row, 3: all of them.
@@ -204,9 +211,10 @@ struct ClusterCta {
   int warp;
   uint32_t lane, rank;
   int cluster, clusters;
-  int vectors;  // of 16 bytes, in a row
-  int slice;    // of those, this CTA's: from slice * rank on
-  int units = 0;
+  int vectors;         // of 16 bytes, in a row
+  int slice;           // of those, this CTA's: from slice * rank on
+  int units = 0;       // in runs, the number of rows
+  uint32_t share = 0;  // the length of a run
   uint32_t turn = 0, exchanges = 0;
   uint32_t listed = 0;  // which of the two lists is at hand
   float l1 = 0.0f;      // of this warp's nonzeros
@@ -236,34 +244,37 @@ struct ClusterCta {
     // gate_pack of 17 tokens and more, where it comes next, gains a microsecond by that; of fewer it took 0.4 longer.
     if (a.m > kNextEarlyAbove) ptx::griddepcontrol_launch_dependents();
 
-    // The first row is begun before it is known which rows are cut.
-    if (cluster < a.m) {
-      copy_x(cluster, 0);
-      list_part(cluster, 0, 0);
-    }
     if constexpr (kDealt) {
+      // The first row is begun before it is known which rows are cut.
+      if (cluster < a.m) {
+        copy_x(cluster, 0);
+        list_part(cluster, 0, 0);
+      }
       if (warp == kCounting && blockIdx.x == gridDim.x - 1) count_all(a.packed, a.m, a.n, lane);
       if (warp == kPlanning) deal_rows();
+      __syncthreads();
+      units = a.m + shared.cuts[kClusterTokens];
     } else {
-      if (warp == kPlanning) load_counts();
+      divide();
+      units = a.m;
     }
-    __syncthreads();
-    units = a.m + (kDealt ? shared.cuts[kClusterTokens] : 0);
-    if (cluster >= a.m && cluster < units) {  // the first unit is a piece of some other row
-      const Unit u = unit_at(cluster);
+    int unit = first_unit();
+    if ((!kDealt || cluster >= a.m) && unit < units) {  // dealt, it is a piece of some other row
+      const Unit u = unit_at(unit);
       copy_x(u.row, 0);
       list_part(u.row, u.begin, 0);
       __syncthreads();
     }
 
-    for (int unit = cluster; unit < units; unit = next_unit(), ++turn) {
+    for (; unit < units; unit = unit_after(unit), ++turn) {
+      const int next = unit_after(unit);
+      if (next < units) copy_x(unit_at(next).row, turn % 2 ^ 1);
       const Unit u = unit_at(unit);
-      if (next_unit() < units) copy_x(unit_at(next_unit()).row, turn % 2 ^ 1);
       UnitSums sums;
-      multiply_unit(u, sums);
+      multiply_unit(u, unit, sums);
       add_warps(u, unit, sums);
     }
-    if (rank == 0 && warp == kListing && cluster < units) add_l1();
+    if (rank == 0 && warp == kListing && cluster < used()) add_l1();
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -292,11 +303,34 @@ struct ClusterCta {
     ptx::bulk_load(ptx::smem_address(shared.x[place]), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, barrier);
   }
 
-  // The planning warp: the counts of this cluster's rows.
-  __device__ __forceinline__ void load_counts() const {
-    for (int row = cluster + clusters * static_cast<int>(lane), i = lane; row < a.m; row += 32 * clusters, i += 32) {
-      shared.counts[i] = a.packed.row_counts[row];
+  // Where each row begins, and where runs end.
+  __device__ __forceinline__ void divide() {
+    constexpr int kRows = kRunTokens / (32 * kWarps);  // of a thread
+    uint32_t cost[kRows], mine = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = kRows * static_cast<int>(threadIdx.x) + i;
+      cost[i] = row < a.m ? a.packed.row_counts[row] + kRowCost : 0;
+      mine += cost[i];
     }
+    uint32_t before = exclusive_scan(mine, lane);
+    if (lane == 31) shared.counts[warp] = before + mine;
+    if (threadIdx.x < kWarps) shared.l1_of[threadIdx.x] = 0.0f;  // of a cluster without rows
+    __syncthreads();
+    uint32_t all = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) before += shared.counts[w];
+      all += shared.counts[w];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      shared.starts[kRows * threadIdx.x + i] = before;
+      before += cost[i];
+    }
+    if (threadIdx.x == 0) shared.starts[kRunTokens] = all;
+    share = (all + clusters - 1) / clusters;
+    __syncthreads();
   }
 
   // The planning warp: which rows are cut, and which cluster does which row second. Each lane has two rows.
@@ -363,12 +397,31 @@ struct ClusterCta {
   }
 
   __device__ __forceinline__ uint32_t pieces_of(int row) const {
-    return kDealt ? shared.cuts[row + 1] - shared.cuts[row] + 1 : 1;
+    if constexpr (kDealt) return shared.cuts[row + 1] - shared.cuts[row] + 1;
+    if (count_of(row) <= kWhole) return 1;
+    return (shared.starts[row + 1] - 1) / share - shared.starts[row] / share + 1;
+  }
+
+  // In runs: the row's nonzeros; and how many of them come before `cost`.
+  __device__ __forceinline__ uint32_t count_of(int row) const {
+    return shared.starts[row + 1] - shared.starts[row] - kRowCost;
+  }
+  __device__ __forceinline__ uint32_t nonzeros_before(uint32_t cost, int row) const {
+    const int after = static_cast<int>(cost - shared.starts[row]) - kRowCost;
+    return after <= 0 ? 0 : min((after + kRound - 1) / kRound * kRound, count_of(row));
   }
 
   __device__ __forceinline__ Unit unit_at(int unit) const {
-    if constexpr (!kDealt) return {unit, 0, shared.counts[unit / clusters]};
     Unit u = {};
+    if constexpr (!kDealt) {
+      u.row = unit;
+      u.end = count_of(unit);
+      if (u.end > kWhole) {
+        u.begin = nonzeros_before(cluster * share, unit);
+        u.end = nonzeros_before((cluster + 1) * share, unit);
+      }
+      return u;
+    }
     if (unit < a.m) {
       u.row = shared.row_of[unit];
     } else {
@@ -380,8 +433,36 @@ struct ClusterCta {
     return u;
   }
 
-  __device__ __forceinline__ int next_unit() const {
-    return static_cast<int>(turn + 1) * clusters + (kDealt ? shared.place_of_next : cluster);
+  // In runs, a unit is called by its row.
+  __device__ __forceinline__ int first_unit() const {
+    if constexpr (kDealt) return cluster;
+    const uint32_t begin = cluster * share;
+    int row = 0, end = a.m;  // the first row that begins in the run, or behind it
+    while (row < end) {
+      const int middle = (row + end) / 2;
+      if (shared.starts[middle] < begin) {
+        row = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    if (row > 0 && shared.starts[row] > begin && count_of(row - 1) > kWhole) return row - 1;
+    return begins_here(row) ? row : units;
+  }
+  __device__ __forceinline__ bool begins_here(int row) const {
+    return row < a.m && shared.starts[row] < (cluster + 1) * share;
+  }
+
+  // Clusters that have a run; dealt, a unit.
+  __device__ __forceinline__ int used() const {
+    if constexpr (kDealt) return min(clusters, units);
+    return static_cast<int>((shared.starts[kRunTokens] + share - 1) / share);
+  }
+
+  // What this cluster does after the unit at hand.
+  __device__ __forceinline__ int unit_after(int unit) const {
+    if constexpr (kDealt) return static_cast<int>(turn + 1) * clusters + shared.place_of_next;
+    return begins_here(unit + 1) ? unit + 1 : units;
   }
 
   // 16 bytes of the row of weights that a packed word names.
@@ -438,7 +519,7 @@ struct ClusterCta {
   }
 
   // Computes `sums`: the unit's h times W_d in this CTA's columns; each warp does its own chunks.
-  __device__ __forceinline__ void multiply_unit(const Unit& u, UnitSums& sums) {
+  __device__ __forceinline__ void multiply_unit(const Unit& u, int unit, UnitSums& sums) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
@@ -446,14 +527,14 @@ struct ClusterCta {
     }
     for (uint32_t from = u.begin;; from += kClusterListed) {
       const bool ends = u.end - from <= kClusterListed;
-      multiply_list(u, from, ends, sums);
+      multiply_list(u, unit, from, ends, sums);
       listed ^= 1;
       if (ends) break;
       __syncthreads();  // this list has been read, the next is there
     }
   }
 
-  __device__ __forceinline__ void multiply_list(const Unit& u, uint32_t from, bool ends, UnitSums& sums) {
+  __device__ __forceinline__ void multiply_list(const Unit& u, int unit, uint32_t from, bool ends, UnitSums& sums) {
     const List list = {shared.list[listed], min(u.end - from, static_cast<uint32_t>(kClusterListed))};
     Up up;
     Down down;
@@ -466,8 +547,8 @@ struct ClusterCta {
     }
     prefetch(list, at + kRound, kGated);
     // This comes behind the loads, because the other warps do not wait to know what comes next.
-    if (warp == kListing && (!ends || next_unit() < units)) {
-      const Unit then = ends ? unit_at(next_unit()) : Unit{u.row, from + kClusterListed};
+    if (warp == kListing && (!ends || unit_after(unit) < units)) {
+      const Unit then = ends ? unit_at(unit_after(unit)) : Unit{u.row, from + kClusterListed};
       list_part(then.row, then.begin, listed ^ 1);
     }
     if constexpr (kGated) ptx::mbarrier_wait(ptx::smem_address(&shared.x_full[turn % 2]), turn / 2 % 2);
@@ -569,12 +650,15 @@ struct ClusterCta {
   // this CTA's columns; if so, `sum` becomes the sum of all pieces, in order.
   __device__ __forceinline__ bool add_pieces(int row, int unit, uint32_t pieces, int quad, bool some,
                                              float4& sum) const {
+    const uint32_t first = kDealt ? shared.cuts[row] : shared.starts[row] / share;
     const auto place = [&](int64_t at) { return reinterpret_cast<float4*>(a.partials + at * a.k) + quad; };
-    if (some) *place(unit < a.m ? row : unit) = sum;
+    // In runs, the row is the last one of cluster `first`, and the first one of the others.
+    const auto place_in_run = [&](uint32_t c) { return place(2 * c + (c == first)); };
+    if (some) *(kDealt ? place(unit < a.m ? row : unit) : place_in_run(cluster)) = sum;
     __threadfence();
     ptx::bar_sync(kAdderBarrier, kAdders);
     if (threadIdx.x == 0) {
-      int32_t* ticket = a.tickets + max_clusters(kCluster) + shared.cuts[row] * kCluster + rank;
+      int32_t* ticket = a.tickets + max_clusters(kCluster) + first * kCluster + rank;
       shared.last = atomicAdd(ticket, 1) == static_cast<int>(pieces) - 1;
       if (shared.last) *ticket = 0;
     }
@@ -585,7 +669,7 @@ struct ClusterCta {
       sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
       for (uint32_t i = 0; some && i < pieces; ++i) {
-        add(sum, __ldcg(place(i == 0 ? row : a.m + shared.cuts[row] + i - 1)));
+        add(sum, __ldcg(kDealt ? place(i == 0 ? row : a.m + first + i - 1) : place_in_run(first + i)));
       }
     }
     return done;
@@ -594,9 +678,9 @@ struct ClusterCta {
   // By one warp of each cluster: leaves the cluster's l1, and, if it then finds the l1 of all clusters, adds them in
   // order. Two warps may both find all; they write the same sum.
   __device__ __forceinline__ void add_l1() const {
-    const int used = min(clusters, units);
+    const int some = used();
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);
-    if (used > 1) {
+    if (some > 1) {
       volatile uint32_t* parts = reinterpret_cast<uint32_t*>(a.tickets);
       constexpr uint32_t kThere = 1u << 31;
       if (lane == 0) parts[cluster] = __float_as_uint(sum) | kThere;
@@ -606,14 +690,14 @@ struct ClusterCta {
       sum = 0.0f;
 #pragma unroll
       for (int i = lane; i < max_clusters(kCluster); i += 32) {
-        const uint32_t part = i < used ? parts[i] : kThere;
+        const uint32_t part = i < some ? parts[i] : kThere;
         all &= part;
         sum += __uint_as_float(part & ~kThere);
       }
       if (!__all_sync(~0u, all != 0)) return;
       sum = warp_sum(sum);
       __syncwarp();
-      for (int i = lane; i < used; i += 32) parts[i] = 0;
+      for (int i = lane; i < some; i += 32) parts[i] = 0;
     }
     if (lane == 0) *a.l1 = sum;
   }
@@ -630,7 +714,8 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   __shared__ alignas(16) uint32_t list[2][kClusterListed];
   __shared__ alignas(16) float hidden[2][kWarps][kCluster];
   __shared__ uint64_t received[2][kWarps], x_full[2];
-  __shared__ uint32_t counts[kDealt ? kClusterTokens : kClusterTurns];
+  __shared__ uint32_t starts[kDealt ? 1 : kRunTokens + 1];
+  __shared__ uint32_t counts[kClusterTokens];
   __shared__ uint32_t keys[kClusterTokens];
   __shared__ uint32_t cuts[kClusterTokens + 1];
   __shared__ uint32_t piece;
@@ -638,7 +723,7 @@ __global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster
   __shared__ int place_of_next;
   __shared__ float l1_of[kWarps];
   __shared__ bool last;
-  const typename Cta::Shared shared = {x,    sums_of, list,  hidden, received,      x_full, counts,
+  const typename Cta::Shared shared = {x,    sums_of, list,  hidden, received,      x_full, starts, counts,
                                        keys, cuts,    piece, row_of, place_of_next, l1_of,  last};
   Cta(a, shared).run();
 }

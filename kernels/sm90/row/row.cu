@@ -19,7 +19,6 @@ namespace {
 
 using namespace row;
 
-constexpr int64_t kManyTokens = 1536;      // from so many on the kernel for many was faster
 constexpr int64_t kSlotBytes = 64 << 20;   // bound on the sums of the chunks of rows that are cut,
 constexpr int64_t kMaxSlots = 8192;        // of which there are no more than this,
 constexpr int64_t kMinSlots = 64;          // and, however wide a row, room for this many
@@ -28,7 +27,7 @@ constexpr int64_t kTotalBytes = 64 << 20;  // bound on the warps' sums over chun
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 static_assert(row_ffn_counts(kClusterTokens, kClusterMaxWidth) && !row_ffn_counts(1, kClusterMaxWidth + 1),
               "it is clusters that count");
-bool in_turns(int64_t m, int64_t k) { return m < kManyTokens && k <= kClusterMaxWidth; }
+bool for_runs(int64_t m, int64_t k) { return m < kRunTokens && k <= kClusterMaxWidth; }
 
 int many_warps(int64_t k) {
   const int64_t warps = kTotalBytes / (kMaxGrid * k * 4);
@@ -41,7 +40,7 @@ struct Layout {
 
   // planned: row_ffn, for any number of tokens. Otherwise row_rest: the kernel for many tokens, without a plan.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
-    if (planned && for_clusters(m, k)) {
+    if (planned && for_runs(m, k)) {
       partials = take((m + kMaxClusters) * k * 4);
       return;
     }
@@ -174,9 +173,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   if (error != cudaSuccess) return error;
   const Clusters clusters(m, k, grid);
   if (for_clusters(m, k)) return run_clusters<true>(common, clusters, workspace, stream);
-  if (in_turns(m, k) && ceil_div(m, clusters.count) <= kClusterTurns) {
-    return run_clusters<false>(common, clusters, workspace, stream);
-  }
+  if (for_runs(m, k)) return run_clusters<false>(common, clusters, workspace, stream);
   return run_many(common, nullptr, workspace, stream);
 }
 
