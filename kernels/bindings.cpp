@@ -275,8 +275,7 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def("limit(str name) -> int");
   library.def(
       "dense_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, bool fused, bool counting, bool saving) -> "
-      "(Tensor y, "
-      "Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
+      "(Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
   library.def(
       "dense_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor dy, Tensor dl1, Tensor saved, "
       "bool fused) -> Tensor[]");

@@ -678,9 +678,9 @@ struct ClusterCta {
   // By one warp of each cluster: leaves the cluster's l1, and, if it then finds the l1 of all clusters, adds them in
   // order. Two warps may both find all; they write the same sum.
   __device__ __forceinline__ void add_l1() const {
-    const int some = used();
+    const int with_l1 = used();
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);
-    if (some > 1) {
+    if (with_l1 > 1) {
       volatile uint32_t* parts = reinterpret_cast<uint32_t*>(a.tickets);
       constexpr uint32_t kThere = 1u << 31;
       if (lane == 0) parts[cluster] = __float_as_uint(sum) | kThere;
@@ -690,14 +690,14 @@ struct ClusterCta {
       sum = 0.0f;
 #pragma unroll
       for (int i = lane; i < max_clusters(kCluster); i += 32) {
-        const uint32_t part = i < some ? parts[i] : kThere;
+        const uint32_t part = i < with_l1 ? parts[i] : kThere;
         all &= part;
         sum += __uint_as_float(part & ~kThere);
       }
       if (!__all_sync(~0u, all != 0)) return;
       sum = warp_sum(sum);
       __syncwarp();
-      for (int i = lane; i < some; i += 32) parts[i] = 0;
+      for (int i = lane; i < with_l1; i += 32) parts[i] = 0;
     }
     if (lane == 0) *a.l1 = sum;
   }
