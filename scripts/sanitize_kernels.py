@@ -30,7 +30,8 @@ from sparsellm.ops import Plan, build, dispatch, feedforward
 from sparsellm.ops.feedforward import forward
 
 # Numbers of tokens for which there are different kernels: gate_pack up to 16, gate_pack and the row engine up to 64,
-# the row engine up to 1,535. From ORDERED_TOKENS on tokens are ordered: here of fewer than the policy orders, to be fast.
+# the row engine up to 1,535. From ORDERED_TOKENS on tokens are ordered: here of fewer than the policy orders, to be
+# fast.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
 FEW_TOKENS = 128  # at most
 MANY_TOKENS = 1536  # at least: fewer, the row engine's gate is a product of cuBLAS
