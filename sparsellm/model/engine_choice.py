@@ -2,8 +2,9 @@
 
 Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
 not wait for it; a later call finds the counts there, and chooses the engine for the calls after it. Calls of few tokens
-(decoding) and of many are counted and chosen separately; a call of a number in between is dense
-(sparsellm.ops.dispatch). Since the host never waits, the call from which on a new choice holds may differ from run to
+(decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.dispatch). Numbers in
+between are not alike: what is kept of a count is the nonzeros per token, and each call is chosen for its own number of
+tokens. Since the host never waits, the call from which on a new choice holds may differ from run to
 run, and with it the last bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the
 graph keeps the engines that it was captured with, chosen from what the calls before the capture have counted.
 
@@ -25,15 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsellm.ops import Engine, Plan, choose_engine
-from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
+from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for, row_density
 from sparsellm.ops.feedforward import check, fake_results, forward
 
-# Of so many calls of few tokens, and of many, one is counted. Counting takes the host as long as the call itself, which
-# few tokens feel. A call of many is the device's time, and one that outgrows its room takes ten times as long until the
-# next count.
-COUNT_EVERY = (64, 16)
+# Of so many calls of few tokens, of numbers in between, and of many, one is counted. Counting takes the host as long as
+# the call itself, which few tokens feel. A call of many is the device's time, and one that outgrows its room takes ten
+# times as long until the next count.
+FEW, BETWEEN, MANY = range(3)
+COUNT_EVERY = (64, 64, 16)
 UNDER_WAY = -1  # in place of counts that have not arrived
-DENSE = Plan()
+DENSE, ROW = Plan(), Plan.of("row")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -73,9 +75,11 @@ class EngineChoice:
     def __init__(self, engine: str | None) -> None:
         """engine: the name of the engine that computes every call, or None to choose from counts."""
         self.engine = engine
-        # [few, many]: until counts arrive, calls of few tokens are assumed to be sparse, calls of many to be dense.
-        self.plans = [Plan.of(engine or "row"), Plan.of(engine or "dense")]
-        self.calls = [0, 0]
+        # By FEW, BETWEEN, MANY: until counts arrive, calls of few tokens are assumed to be sparse, others to be dense.
+        self.plans = [Plan.of(engine or name) for name in ("row", "dense", "dense")]
+        self.calls = [0, 0, 0]
+        self.per_token: float | None = None  # nonzeros per token of the call in between that was last counted
+        self.size = (0, 0)  # [N, K], once counts were sent
         self.w_down_t: NeuronMajor | None = None
         self.counted = 0  # tokens of the call whose counts are on their way to the host; 0: no counts are
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned where the layer is on a GPU
@@ -111,7 +115,7 @@ class EngineChoice:
     def _plan(self, x: Tensor) -> tuple[Plan, bool]:
         """(the plan of a call, whether to send its counts to the host)."""
         m = x.shape[0]
-        kind = int(m >= MANY_TOKENS)
+        kind = kind_of(m)
         if not sparse_engines_take(x):
             self.w_down_t = None  # frees a copy from when the model was bfloat16 on a GPU
             if x.is_cuda and self.engine is None:
@@ -119,13 +123,15 @@ class EngineChoice:
             return (DENSE if self.engine is None else self.plans[kind]), False
         if self.engine is not None:
             return self.plans[kind], False
-        if not has_choice(m):
-            return DENSE, False
         if self.counted:
             self._read()
         due = self.calls[kind] % COUNT_EVERY[kind] == 0
         self.calls[kind] += 1
-        return self.plans[kind], due and not self.counted
+        plan = self.plans[kind]
+        if kind == BETWEEN and self.per_token is not None:
+            neurons, width = self.size
+            plan = ROW if self.per_token <= row_density(m, width, neurons) else DENSE
+        return plan, due and not self.counted
 
     def _run(
         self,
@@ -175,7 +181,8 @@ class EngineChoice:
                 self.counts = torch.empty(4, dtype=torch.int64, pin_memory=counts.is_cuda)
             self.counts.fill_(UNDER_WAY)
             self.counts.copy_(counts.detach(), non_blocking=True)
-            self.size = weight.shape
+            neurons, width = weight.shape
+            self.size = neurons, width
             self.counted = m
         finally:
             self.deciding.release()
@@ -194,16 +201,19 @@ class EngineChoice:
             if self.counted and UNDER_WAY not in (nnz, *others, union):
                 m, self.counted = self.counted, 0
                 neurons, width = self.size
-                kind = int(m >= MANY_TOKENS)
+                kind = kind_of(m)
+                if kind == BETWEEN:
+                    self.per_token = nnz / m
+                    return
                 engine = choose_engine(m, width, neurons, nnz, union, current=self.plans[kind].engine)
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
             self.deciding.release()
 
 
-def has_choice(tokens: int) -> bool:
-    """Whether a call of so many tokens may run on a sparse engine: few tokens and many may, numbers between may not."""
-    return not FEW_TOKENS < tokens < MANY_TOKENS
+def kind_of(tokens: int) -> int:
+    """FEW, BETWEEN or MANY."""
+    return FEW if tokens <= FEW_TOKENS else BETWEEN if tokens < MANY_TOKENS else MANY
 
 
 def sparse_engines_take(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
     choose_engine            the engine of a forward pass
     choose_training_engine   the engine of a micro-batch's forward and backward pass
+    row_density              of a batch of neither few nor many tokens, how many nonzeros per token the row engine takes
     room_for                 how many nonzeros per token the tile engine is given room for
     capacity, orders, fuses  for a number of tokens: the capacity of the lists, whether tokens are ordered, whether the
                              dense kernels fuse
@@ -12,7 +13,9 @@ scripts/bench_ffn.py; docs/LOG.md, "Constants now in force", names the measureme
 Letters: M tokens, K model width, N neurons.
 """
 
+import itertools
 import math
+from functools import lru_cache
 
 from sparsellm.ops.plan import ROOM, Engine
 from sparsellm.ops.twell import TOKEN_TILE
@@ -28,7 +31,7 @@ TILE_SECONDS_PER_TOKEN = 2.3e-9
 TILE_SECONDS_PER_NONZERO = 0.036e-9
 ROW_SECONDS = 20e-6  # for a batch of any size
 ROW_SECONDS_PER_NONZERO = 0.95e-9  # at K = ROW_WIDTH, and in proportion to K
-ROW_WIDTH = 2048
+ROW_WIDTH, ROW_NEURONS = 2048, 5632  # of the layer that was measured
 DENSE_SECONDS = 30e-6  # for a batch of any size: the last tiles of each product leave multiprocessors idle
 DENSE_FLOPS = 860e12  # per second, in the up and down product
 FEW_TOKENS = 64  # at most: the row engine reads one weight matrix and little of two, dense reads three
@@ -38,7 +41,16 @@ FEW_TOKENS_MAX_DENSITY = 0.15  # nonzeros per token over N; above, the row engin
 FEW_TOKENS_MAX_SHARE = 1.5
 FEWEST_TOKENS = 16  # at most; dense is faster on so few tokens than on more, so the row engine must have less to do:
 FEWEST_TOKENS_MAX_SHARE = 0.7  # as FEW_TOKENS_MAX_SHARE
-MANY_TOKENS = 1536  # at least; between FEW_TOKENS and this, cuBLAS is faster than engines that pack the gate first
+# At least; of fewer, above FEW_TOKENS, cuBLAS multiplies the gate, and the engines are row and dense.
+MANY_TOKENS = 1536
+# For such a number of tokens, the row engine's seconds behind the gate, packing included: of any batch, of a nonzero.
+BETWEEN_ROW_SECONDS = 15e-6
+BETWEEN_ROW_SECONDS_PER_NONZERO = 1.25e-9
+# The dense engine's, by tokens, as measured: cuBLAS's tiles make steps that no formula has.
+BETWEEN_DENSE_SECONDS = {
+    64: 21e-6, 128: 23.3e-6, 192: 25.1e-6, 256: 27e-6, 384: 36.7e-6, 512: 42e-6, 768: 59e-6, 1024: 69.5e-6,
+    1280: 94e-6, 1536: 106e-6,
+}  # fmt: skip
 MANY_TRAINING_TOKENS = 2048  # at least; smaller micro-batches were not measured
 TILE_MAX_NONZEROS = 320  # per token, in a batch of LARGE_BATCH tokens or more: the tile engine was measured up to 300
 LARGE_BATCH = 16_384  # tokens
@@ -56,7 +68,7 @@ MIN_FUSED_TOKENS = 1344
 # without room takes ten times as long or more.
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
-TILE_MARGIN = 0.03  # of dense's time: the tile engine must be faster by this before it replaces another engine
+TILE_MARGIN = 0.03  # of dense's time: a sparse engine must be faster by this before it replaces dense
 
 # Forward and backward of a gated layer. (A non-gated layer has 5 of the 8 dense products and 3 of the 5 gathered ones,
 # so the comparison is about the same.)
@@ -105,12 +117,25 @@ def choose_engine(
         share = FEWEST_TOKENS_MAX_SHARE if tokens <= FEWEST_TOKENS else FEW_TOKENS_MAX_SHARE
         return Engine.row if nnz <= min(FEW_TOKENS_MAX_DENSITY * tokens, share) * neurons else Engine.dense
     if tokens < MANY_TOKENS:
-        return Engine.dense
+        return Engine.row if nnz <= tokens * row_density(tokens, width, neurons) else Engine.dense
     seconds = estimates(tokens, width, neurons, nnz, union)
     needed = seconds[Engine.dense] * (1 if current == Engine.tile else 1 - TILE_MARGIN)
     if union < 0 or not _is_near_what_was_measured(tokens, nnz) or seconds[Engine.tile] > needed:
         del seconds[Engine.tile]
     return min(seconds, key=seconds.__getitem__)
+
+
+@lru_cache
+def row_density(tokens: int, width: int, neurons: int) -> float:
+    """Nonzeros per token up to which the row engine is faster than dense by TILE_MARGIN, for more than FEW_TOKENS and
+    fewer than MANY_TOKENS tokens. Below 0 where it never is, and for other widths than the one that was measured."""
+    if width != ROW_WIDTH:
+        return -1.0
+    (low, before), (high, after) = next(
+        pair for pair in itertools.pairwise(BETWEEN_DENSE_SECONDS.items()) if tokens <= pair[1][0]
+    )
+    dense = (before + (after - before) * (tokens - low) / (high - low)) * neurons / ROW_NEURONS
+    return ((1 - TILE_MARGIN) * dense - BETWEEN_ROW_SECONDS) / (BETWEEN_ROW_SECONDS_PER_NONZERO * tokens)
 
 
 def _is_near_what_was_measured(tokens: int, nnz: float) -> bool:

@@ -22,7 +22,7 @@ def generator(engine):
     for block in decoder.modules():
         if isinstance(block, SparseFeedForward):
             block.choice.engine = engine
-            block.choice.plans = [type(block.choice.plans[0]).of(engine)] * 2
+            block.choice.plans = [type(block.choice.plans[0]).of(engine)] * 3
     return made
 
 

@@ -53,7 +53,7 @@ def small_choices(monkeypatch):
     """Choices as on a GPU, in models this small: the CPU's float32 for the GPU's bfloat16, few tokens for many."""
     monkeypatch.setattr(accelerate.build, "load", lambda: None)
     monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
-    monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1))
+    monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1, 1))
     for module in (engine_choice, accelerate):
         monkeypatch.setattr(module, "sparse_engines_take", lambda tensor: tensor.dtype == torch.float32)
 

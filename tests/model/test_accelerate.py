@@ -14,7 +14,7 @@ import sparsellm
 from sparsellm.config import Activation
 from sparsellm.model import Decoder
 from sparsellm.model import accelerate as module
-from sparsellm.model.engine_choice import _choice_of
+from sparsellm.model.engine_choice import MANY, _choice_of
 from sparsellm.ops import Plan
 from sparsellm.ops.build import KernelsUnavailable
 
@@ -273,7 +273,7 @@ def test_new_plans_and_weights_recompile_nothing(how, hollow):
         with torch.no_grad():
             for block, engine in zip(blocks(model), engines, strict=True):
                 block.down_proj.weight.mul_(1)
-                block.choice.counted, block.choice.plans[1] = 0, Plan.of(engine, 16)
+                block.choice.counted, block.choice.plans[MANY] = 0, Plan.of(engine, 16)
         hollow.engines.clear()
         assert_same(logits(run, ids), expected)
         assert hollow.engines == engines

@@ -32,20 +32,32 @@ def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollo
     assert hollow.of(model, few) == ["row"] * 2
 
 
-def test_between_few_and_many_tokens_calls_stay_dense_and_count_nothing(hollow, monkeypatch):
+def test_between_few_and_many_tokens_each_call_is_chosen_for_its_own_number_of_tokens(hollow, monkeypatch):
     monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    asked = []
+
+    def density(tokens, width, neurons):
+        asked.append((tokens, width, neurons))
+        return 0.1 * tokens  # 6.5 nonzeros per token at 65 tokens, 12.7 at 127
+
+    monkeypatch.setattr(module, "row_density", density)
     model = sparsellm.accelerate(make("llama"), "cuda")
-    hollow.nnz, hollow.union = 1, 1
-    for count, engines in ((64, ["row", "row"]), (65, ["dense", "dense"]), (127, ["dense", "dense"])):
-        for _ in range(2):
-            assert hollow.of(model, tokens(count)) == engines
+    hollow.nnz, hollow.union = 65 * 10, 1
+    assert hollow.of(model, tokens(64)) == ["row"] * 2
+    assert hollow.of(model, tokens(65)) == ["dense"] * 2  # unmeasured: what few tokens count is theirs
+    assert asked == []
+    assert hollow.of(model, tokens(65)) == ["dense"] * 2  # 10 per token are too many
+    hollow.nnz = 127 * 10
+    assert hollow.of(model, tokens(127)) == ["row"] * 2
+    assert asked == [(65, 32, 64)] * 2 + [(127, 32, 64)] * 2
     for block in blocks(model):
+        block.choice.per_token = None
         block.choice.counted = 0
     with monkeypatch.context() as capture:
         capture.setattr(module, "is_capturing", lambda: True)
         hollow.of(model, tokens(5))
     hollow.of(model, tokens(100))
-    assert [block.choice.counted for block in blocks(model)] == [0] * 2  # what the graph will count is not there yet
+    assert [block.choice.counted for block in blocks(model)] == [100] * 2  # not of the graph, which has not counted yet
     assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
     assert hollow.of(model, tokens(128)) == ["row"] * 2
 
@@ -73,7 +85,7 @@ def test_the_tile_engine_has_room_for_several_times_what_was_counted(hollow, mon
         hollow.nnz, hollow.union = nnz, 9
         for _ in range(2):  # the second call decides from the first
             hollow.of(model, ids)
-        assert [block.choice.plans[1] for block in blocks(model)] == [Plan.of("tile", room)] * 2
+        assert [block.choice.plans[module.MANY] for block in blocks(model)] == [Plan.of("tile", room)] * 2
 
 
 def test_blocks_that_do_not_count_are_no_hindrance(hollow):
@@ -105,7 +117,7 @@ def test_counts_under_way_are_not_waited_for(hollow):
 
 
 def test_most_calls_copy_nothing_to_the_host(hollow, monkeypatch):
-    monkeypatch.setattr(module, "COUNT_EVERY", (8, 4))
+    monkeypatch.setattr(module, "COUNT_EVERY", (8, 2, 4))
     model = sparsellm.accelerate(make("llama"), "cuda")
     hollow.nnz, hollow.union = 1, 1
     sent = []
@@ -118,6 +130,11 @@ def test_most_calls_copy_nothing_to_the_host(hollow, monkeypatch):
         hollow.of(model, tokens(200))
         sent.append(blocks(model)[0].choice.counted)
     assert [i for i, tokens_ in enumerate(sent) if tokens_ == 200] == [0, 4]
+    sent.clear()
+    for _ in range(5):  # and so are calls of numbers in between
+        hollow.of(model, tokens(100))
+        sent.append(blocks(model)[0].choice.counted)
+    assert [i for i, tokens_ in enumerate(sent) if tokens_ == 100] == [0, 2, 4]
 
 
 def test_a_graph_is_captured_with_what_the_call_before_it_counted_and_counts_nothing(hollow, monkeypatch):
@@ -135,11 +152,12 @@ def test_a_graph_is_captured_with_what_the_call_before_it_counted_and_counts_not
 @pytest.mark.parametrize("name", MODELS)
 def test_dense_calls_that_nobody_counts_are_the_same(name, hollow, monkeypatch):
     """PyTorch computes them alone where the block has no statistics to return."""
-    monkeypatch.setattr(module, "COUNT_EVERY", (3, 3))
+    monkeypatch.setattr(module, "COUNT_EVERY", (3, 1000, 3))
     monkeypatch.setattr(module, "fuses", lambda tokens: False)
     model = make(name)
     expected = logits(model, tokens(100))
     sparsellm.accelerate(model, "cuda")
+    hollow.of(model, tokens(100))  # the first of a thousand is counted
     counts = "decoder" in name
     for engines in (["dense"] * 2, ["dense"] * 2 * counts, ["dense"] * 2 * counts):
         hollow.engines.clear()
@@ -175,7 +193,7 @@ def test_training_follows_its_own_plan(name, hollow):
     model = sparsellm.accelerate(make(name).train(), "cuda")
     for block in blocks(model):
         block.training_plan = Plan().tensor()
-        block.choice.plans[1] = Plan.of("row")
+        block.choice.plans[module.MANY] = Plan.of("row")
     for _ in range(2):
         logits(model, tokens(200))
         with torch.no_grad():
