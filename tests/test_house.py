@@ -16,7 +16,7 @@ FLOORS = [
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
     {"errors", "schema"},
-    {"values"},
+    {"values", "model_rules"},
     {"rules", "overrides"},
     {"checkpoint_rules"},
     {"compose"},

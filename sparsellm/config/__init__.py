@@ -9,6 +9,7 @@ from typing import Any
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import (
     MIX_PERIOD,
+    ROPE_KEYS,
     Activation,
     AnalyzeConfig,
     BenchmarkConfig,
@@ -27,6 +28,8 @@ from sparsellm.config.schema import (
     ModelConfig,
     OptimizerConfig,
     Precision,
+    RopeParameters,
+    RopeType,
     RunConfig,
     RuntimeConfig,
     Schedule,
@@ -37,7 +40,9 @@ from sparsellm.config.schema import (
     SweepMode,
     TrainingConfig,
     WandbMode,
+    attention_weights,
     decay_start,
+    embedding_weights,
     l1_coefficient_as,
     l1_denominator,
     parameters,

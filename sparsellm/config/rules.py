@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
@@ -136,12 +137,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
     )
 
-    if model.num_heads >= 1:
-        require(
-            model.hidden_size % (2 * model.num_heads) == 0,
-            f"model.hidden_size {model.hidden_size} does not divide into {model.num_heads} heads of even width:"
-            " change model.num_heads",
-        )
+    found += architecture_mistakes(model)
     require(
         training.sequence_length <= model.context_length,
         f"training.sequence_length {training.sequence_length} is longer than model.context_length"
