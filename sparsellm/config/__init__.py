@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from sparsellm.config.errors import ConfigError
+from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
     ROPE_KEYS,
@@ -73,6 +74,7 @@ _LATER = {
 __all__ = [
     "CONFIGS",
     "MIX_PERIOD",
+    "ROPE_KEYS",
     "Activation",
     "AnalyzeConfig",
     "BenchmarkConfig",
@@ -92,6 +94,8 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Precision",
+    "RopeParameters",
+    "RopeType",
     "RunConfig",
     "RuntimeConfig",
     "Schedule",
@@ -104,10 +108,13 @@ __all__ = [
     "TrainingConfig",
     "WandbMode",
     "analyze_mistakes",
+    "architecture_mistakes",
+    "attention_weights",
     "benchmark_mistakes",
     "composition",
     "decay_start",
     "definition",
+    "embedding_weights",
     "entry_point",
     "evaluate_mistakes",
     "fingerprint",

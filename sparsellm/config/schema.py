@@ -122,7 +122,7 @@ class RopeType(Enum):
 
 @dataclass
 class RopeParameters:
-    """The rotary embedding, beside `rope_theta`: transformers' `rope_parameters`; null: what transformers takes then."""
+    """How rotary frequencies are scaled: `rope_parameters` of transformers; null is what transformers takes then."""
 
     rope_type: RopeType = key(RopeType.default, "of the frequencies")
     factor: float | None = key(None, "by which frequencies are divided; not of default")

@@ -1,7 +1,7 @@
 """The decoder: a Llama-style transformer (DESIGN §3) with Hugging Face's parameter names and layout.
 
-Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv heads of keys and values,
-each of which H / H_kv query heads share, V vocabulary; M = B x T.
+Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv heads of keys and
+values, each of which H / H_kv query heads share, V vocabulary; M = B x T.
 
 Numerics: weights are float32. Under autocast the matrix products, attention and the feedforward operator run in
 bfloat16 with float32 accumulation; the residual stream, normalisation and rotation stay float32. No dropout: a forward
@@ -136,7 +136,7 @@ class DecoderLayer(nn.Module):
 
 
 def initialize(name: str, parameter: Tensor, std: float) -> None:
-    """Draw a matrix from N(0, std) from torch's default generator; fill a norm's weight with ones, a bias with zeros."""
+    """Draw a matrix from N(0, std) from torch's default generator, norms are ones, biases zeros."""
     if parameter.dim() == 2:
         nn.init.normal_(parameter, std=std)
     else:

@@ -273,7 +273,7 @@ def _merge_projections(attention: Attention) -> Projection:
     weight = torch.cat([proj.weight for proj in projections])
     for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
         proj.weight.data = part
-    biases = [proj.bias for proj in projections if proj.bias is not None]
+    biases: list[Tensor] = [proj.bias for proj in projections if proj.bias is not None]
     return Projection(weight, torch.cat(biases).to(weight.dtype) if biases else None)
 
 

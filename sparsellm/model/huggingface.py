@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsellm.config import ROPE_KEYS, Activation, ModelConfig, RopeParameters, RopeType
+from sparsellm.config import ROPE_KEYS, Activation, ModelConfig, RopeParameters, RopeType, architecture_mistakes
 from sparsellm.model import pretrained
 
 # Our configuration's names and Hugging Face's, for values that are the same under both.
@@ -39,11 +39,12 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
-    "num_experts": (),
-    "num_local_experts": (),
-    "n_routed_experts": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
     "quantization_config": (),
 }
+CANNOT = "is not a model that the decoder can hold"
 PREFIX = "model."
 HEAD = "lm_head.weight"
 WEIGHTS = "model.safetensors"
@@ -92,7 +93,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     """
     hub = pretrained.read_config(path)
     if problems := _differences(hub):
-        raise ValueError(f"{path} is not a model that the decoder can hold: " + "; ".join(problems))
+        raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope = hub.rope_parameters
     given = {key: rope[key] for key in RopeParameters().__dict__ if key != "rope_type" and rope.get(key) is not None}
     heads, head_dim = hub.num_attention_heads, getattr(hub, "head_dim", None)
@@ -106,6 +107,8 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
         rope_parameters=RopeParameters(RopeType[rope["rope_type"]], **given),
         gated=hub.model_type != "arcee",
     )
+    if problems := architecture_mistakes(config):
+        raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     model = pretrained.read_model(path, torch.float32)
     weights = {
         name.removeprefix(PREFIX): weight
@@ -163,6 +166,9 @@ def _rope_differences(rope: dict[str, Any]) -> list[str]:
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         found.append(f"partial_rotary_factor is {rope['partial_rotary_factor']!r}: it should be 1.0")
     known = required | optional | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for key in sorted(given.keys() & (required | optional)):
+        if not isinstance(given[key], int | float):
+            found.append(f"rope_parameters has {key} {given[key]!r}: it should be a number")
     for key in sorted(given.keys() - known):
         found.append(f"rope_parameters has {key} {given[key]!r}, which rope_type {kind!r} does not know")
     return found
@@ -182,7 +188,7 @@ def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int
     from transformers import AutoConfig
 
     kind, rope = _model_type(config), config.rope_parameters
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": False, "mlp_bias": False},
         "arcee": {"attention_bias": False, "mlp_bias": False},
         "mistral": {"sliding_window": None},

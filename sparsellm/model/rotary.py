@@ -37,35 +37,30 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
     assert rope.factor is not None
     if rope.rope_type == RopeType.linear:
         return plain / rope.factor, 1.0
-    kept, factor = _kept_by_yarn(config, device) if rope.rope_type == RopeType.yarn else _kept_by_llama3(rope, plain)
-    return plain / rope.factor * (1 - kept) + plain * kept, factor
-
-
-def _kept_by_llama3(rope: RopeParameters, plain: Tensor) -> tuple[Tensor, float]:
-    """By how much each frequency stays, 0 to 1: by its rotations within the context that the model was trained on."""
     assert rope.original_max_position_embeddings is not None
+    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0, within the context of training
+    if rope.rope_type == RopeType.llama3:
+        kept, sharpening = _kept_by_llama3(rope, plain * rotations), 1.0
+    else:
+        kept, sharpening = _kept_by_yarn(rope, config, rotations, device), _sharpening(rope, rope.factor)
+    return plain / rope.factor * (1 - kept) + plain * kept, sharpening
+
+
+def _kept_by_llama3(rope: RopeParameters, rotations: Tensor) -> Tensor:
+    """By how much each frequency stays, 0 to 1: by its rotations within the context that the model was trained on."""
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
-    rotations = rope.original_max_position_embeddings / (2 * math.pi) * plain
-    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return kept.clamp(0, 1), 1.0
+    return ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
 
 
-def _kept_by_yarn(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """The same, in a straight line over the pairs between those of beta_fast and of beta_slow rotations; and a factor
-    for cos and sin, which makes attention sharper."""
-    rope, width, theta = config.rope_parameters, config.head_width, config.rope_theta
-    assert rope.original_max_position_embeddings is not None
-    assert rope.factor is not None
+def _kept_by_yarn(rope: RopeParameters, config: ModelConfig, rotations: float, device: torch.device) -> Tensor:
+    """The same: in a straight line over the pairs between those of beta_fast and of beta_slow rotations. `rotations`:
+    those of pair 0."""
+    width = config.head_width
 
-    def pair(rotations: float) -> float:
-        """Which pair turns so often within the context that the model was trained on."""
-        return (
-            width * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-        )
-
-    def sharpness(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1
+    def pair(wanted: float) -> float:
+        """Which one has so many: theta^(2 pair / D) times fewer than pair 0."""
+        return width * math.log(rotations / wanted) / (2 * math.log(config.rope_theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
     if rope.truncate is not False:
@@ -74,9 +69,15 @@ def _kept_by_yarn(config: ModelConfig, device: torch.device) -> tuple[Tensor, fl
     if first == last:
         last += 0.001
     pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
-    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def _sharpening(rope: RopeParameters, factor: float) -> float:
+    """What yarn multiplies cos and sin by, so that attention over more positions is as sharp."""
+
+    def by(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1
+
     if rope.attention_factor is not None:
-        return kept, rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return kept, sharpness(rope.mscale) / sharpness(rope.mscale_all_dim)
-    return kept, sharpness(1)
+        return rope.attention_factor
+    return by(rope.mscale) / by(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else by(1)

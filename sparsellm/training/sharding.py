@@ -89,8 +89,7 @@ def sharing(config: Config, ranks: Ranks) -> Sharing:
         return Sharing()
     over = ranks_that_share(ranks.world_size, _ranks_of_a_node(ranks))
     model = config.model
-    # Of two layers, one at work and one on its way, of the embedding and of the head: weights, and gradients before they
-    # are cut.
+    # Of two layers, one at work and one on its way, of embedding and head: weights, and gradients before they are cut.
     at_work = 2 * (parameters(model) - parameters(replace(model, num_layers=0))) // model.num_layers
     at_work += embedding_weights(model)
     return Sharing(over, over, over, at_work + (parameters(model) if shard == Shard.optimizer else at_work))

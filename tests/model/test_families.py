@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from model.small_families import CASES, assert_same_logits, ids, stock_model
+from model.small_families import CASES, LLAMA3, assert_same_logits, ids, stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsellm.config import Activation, OptimizerConfig, parameters
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.model.generation import Generator
 from sparsellm.training.optimizer import Optimizer
 
@@ -91,13 +91,15 @@ def test_generated_tokens_are_those_of_transformers(family, tmp_path):
 
 
 def config_json(folder, family, **changes):
-    """The configuration of a small model, changed; a key that is None becomes null."""
+    """The configuration of a small model, changed; a key that is ABSENT is left out."""
     stock_model(family).config.save_pretrained(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    described = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in described.items() if value != ABSENT}))
     return folder
 
 
+ABSENT = "absent"
 ROPE = {"rope_theta": 1e4}
 REFUSED = {
     "sliding_window is 16: it should be null, or at least max_position_embeddings": ("mistral", {"sliding_window": 16}),
@@ -118,7 +120,7 @@ REFUSED = {
         "llama2", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0, "beta_fast": 8}}
     ),
     "final_logit_softcapping is 30.0: it should be 'absent'": ("llama2", {"final_logit_softcapping": 30.0}),
-    "num_local_experts is 8: it should be 'absent'": ("llama2", {"num_local_experts": 8}),
+    "num_local_experts is 8: it should be 0": ("llama2", {"num_local_experts": 8}),
     "model_type is 'mixtral': it should be 'llama'.*num_local_experts is 4": (
         "mistral", {"model_type": "mixtral", "num_local_experts": 4}
     ),
@@ -156,3 +158,23 @@ def test_a_generator_in_bfloat16_takes_biases_and_norms(tmp_path):
         generator = Generator(decoder_of(tmp_path / family)[0], dtype=torch.bfloat16)
         assert generator.merged[0].weight.dtype == torch.bfloat16
         assert len(list(generator.stream([[5, 17], [3]], 4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("mistral", "num_key_value_heads"), ("qwen2p5", "num_key_value_heads"), ("qwen3", "head_dim")],
+)
+def test_a_key_that_transformers_would_make_up_is_asked_for(family, key, tmp_path):
+    """Each has a default that is another than the derived value."""
+    with pytest.raises(pretrained.BrokenModel, match=f"config.json of .* has no {key}"):
+        huggingface.load(config_json(tmp_path, family, **{key: ABSENT}))
+
+
+def test_values_that_no_decoder_has_are_refused(tmp_path):
+    for family, changes, message in (
+        ("llama2", {"num_key_value_heads": 3}, "num_key_value_heads is 3: it must divide model.num_heads 4"),
+        ("llama3", {"rope_parameters": {**LLAMA3, "factor": 0.5}}, "factor is 0.5: it must be at least 1"),
+        ("llama3", {"rope_parameters": {**LLAMA3, "factor": "much"}}, "factor 'much': it should be a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            huggingface.load(config_json(tmp_path, family, **changes))
