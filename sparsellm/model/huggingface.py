@@ -61,7 +61,7 @@ def export(
 ) -> None:
     """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
-    hub_config = _hub_config(config, activation, end_of_text_id, dtype)
+    hub_config = stock_config(config, activation, end_of_text_id, dtype)
     hub_config.save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -73,7 +73,7 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     which are float32, so it follows them as they are trained."""
     from transformers import AutoModelForCausalLM
 
-    hub_config = _hub_config(config, activation, end_of_text_id, torch.float32)
+    hub_config = stock_config(config, activation, end_of_text_id, torch.float32)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hub_config, trust_remote_code=False)
     embedding = weights["embed_tokens.weight"]
@@ -116,6 +116,33 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
         if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
     }
     return config, Activation[hub.hidden_act], weights
+
+
+def stock_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:
+    """The configuration of the class that `class_name` names, as transformers has it."""
+    from transformers import AutoConfig
+
+    kind, rope = _model_type(config), config.rope_parameters
+    own: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "arcee": {"attention_bias": False, "mlp_bias": False},
+        "mistral": {"sliding_window": None},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"attention_bias": False, "use_sliding_window": False},
+    }
+    return AutoConfig.for_model(
+        kind,
+        architectures=[class_name(config)],
+        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_width,
+        hidden_act=activation.name,
+        rope_parameters={"rope_type": rope.rope_type.name, "rope_theta": config.rope_theta, **rope.given()},
+        **own[kind],
+        bos_token_id=end_of_text_id,
+        eos_token_id=end_of_text_id,
+        dtype=dtype,
+    )
 
 
 def class_name(config: ModelConfig) -> str:
@@ -182,29 +209,3 @@ def _model_type(config: ModelConfig) -> str:
     if config.attention_bias:
         return "qwen2"
     return "mistral" if config.hidden_size % config.num_heads else "llama"
-
-
-def _hub_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig
-
-    kind, rope = _model_type(config), config.rope_parameters
-    own: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": False, "mlp_bias": False},
-        "arcee": {"attention_bias": False, "mlp_bias": False},
-        "mistral": {"sliding_window": None},
-        "qwen2": {"use_sliding_window": False},
-        "qwen3": {"attention_bias": False, "use_sliding_window": False},
-    }
-    return AutoConfig.for_model(
-        kind,
-        architectures=[class_name(config)],
-        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_width,
-        hidden_act=activation.name,
-        rope_parameters={"rope_type": rope.rope_type.name, "rope_theta": config.rope_theta, **rope.given()},
-        **own[kind],
-        bos_token_id=end_of_text_id,
-        eos_token_id=end_of_text_id,
-        dtype=dtype,
-    )
