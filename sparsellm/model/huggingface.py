@@ -7,6 +7,7 @@ the leading "model.". A model is read from any of these classes, and written to 
 """
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.config import ROPE_KEYS, Activation, ModelConfig, RopeParameters, RopeType, architecture_mistakes
+from sparsellm.config.values import build
 from sparsellm.model import pretrained
 
 # Our configuration's names and Hugging Face's, for values that are the same under both.
@@ -94,19 +96,18 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     hub = pretrained.read_config(path)
     if problems := _differences(hub):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
-    rope = hub.rope_parameters
-    given = {key: rope[key] for key in RopeParameters().__dict__ if key != "rope_type" and rope.get(key) is not None}
-    heads, head_dim = hub.num_attention_heads, getattr(hub, "head_dim", None)
-    config = ModelConfig(
-        **{ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()},
-        num_key_value_heads=None if hub.num_key_value_heads == heads else hub.num_key_value_heads,
-        head_dim=None if head_dim == hub.hidden_size // heads else head_dim,
-        attention_bias=hub.model_type == "qwen2",
-        qk_norm=hub.model_type == "qwen3",
-        rope_theta=rope["rope_theta"],
-        rope_parameters=RopeParameters(RopeType[rope["rope_type"]], **given),
-        gated=hub.model_type != "arcee",
-    )
+    rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
+    values = {ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()} | {
+        # null where it is what null means, so that equal models have equal configurations
+        "num_key_value_heads": None if hub.num_key_value_heads == heads else hub.num_key_value_heads,
+        "head_dim": None if head_dim == hub.hidden_size // heads else head_dim,
+        "attention_bias": hub.model_type == "qwen2",
+        "qk_norm": hub.model_type == "qwen3",
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": {each.name: rope[each.name] for each in fields(RopeParameters) if each.name in rope},
+        "gated": hub.model_type != "arcee",
+    }
+    config: ModelConfig = build(ModelConfig, values)
     if problems := architecture_mistakes(config):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     model = pretrained.read_model(path, torch.float32)
@@ -164,14 +165,11 @@ def _differences(hub: Any) -> list[str]:
             found.append(f"{key} is {value!r}: it should be {' or '.join(map(repr, allowed))}")
 
     require("model_type", hub.model_type, *CLASSES)
-    require(
-        "hidden_act", getattr(hub, "hidden_act", None), *(["relu"] if hub.model_type == "arcee" else ["relu", "silu"])
-    )
+    require("hidden_act", getattr(hub, "hidden_act", None), "relu", *(() if hub.model_type == "arcee" else ("silu",)))
     for key, neutral in ABSENT.items():
-        ignored = (
-            key == "attention_bias" and hub.model_type == "qwen2"
-        )  # which has them on q, k and v, whatever it says
-        if (value := getattr(hub, key, None)) is not None and value not in neutral and not ignored:
+        if key == "attention_bias" and hub.model_type == "qwen2":
+            continue  # it has biases on q, k and v, and none on o_proj, whatever this key says
+        if (value := getattr(hub, key, None)) is not None and value not in neutral:
             found.append(f"{key} is {value!r}: it should be {' or '.join(map(repr, neutral or ('absent',)))}")
     window, kinds = getattr(hub, "sliding_window", None), getattr(hub, "layer_types", None)
     if kinds is None and window is not None and window < getattr(hub, "max_position_embeddings", 0):

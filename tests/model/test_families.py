@@ -99,6 +99,15 @@ def config_json(folder, family, **changes):
     return folder
 
 
+def test_a_number_that_is_spelled_as_a_whole_one_gives_the_same_configuration(tmp_path):
+    """As config.json often has it; what names a run is the configuration as text."""
+    stock_model("llama3").save_pretrained(tmp_path)
+    expected = huggingface.load(tmp_path)[0]
+    whole = {key: int(value) if value in (8.0, 1e4, 2.0) else value for key, value in LLAMA3.items()}
+    assert type(whole["rope_theta"]) is int
+    assert repr(huggingface.load(config_json(tmp_path, "llama3", rope_parameters=whole))[0]) == repr(expected)
+
+
 ABSENT = "absent"
 ROPE = {"rope_theta": 1e4}
 REFUSED = {
