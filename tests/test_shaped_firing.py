@@ -145,6 +145,8 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
 def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     local = benchmark("--firing", "8", "--locality", "0.5", "--rounds", "1")
     assert local["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
+    other = benchmark("model=qwen3_0p6b", *QWEN3, "--firing", "8", "--locality", "0.5", "--rounds", "1")
+    assert other["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
     as_given = benchmark("--rounds", "2")
     assert as_given["runs"][0]["variant"] == "(as given)"
     assert as_given["runs"][0]["nonzeros"] == pytest.approx([128, 128], rel=0.1)  # half of all neurons

@@ -75,6 +75,15 @@ def test_other_architectures_are_refused_with_every_reason(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
 
 
+def test_a_decoder_begins_with_drawn_matrices_norms_of_ones_and_biases_of_zeros():
+    for attention in ({"attention_bias": True, "tie_embeddings": False}, {"qk_norm": True}):
+        for name, parameter in decoder(num_key_value_heads=2, **attention).named_parameters():
+            if parameter.dim() == 2:
+                assert parameter.std().item() == pytest.approx(0.2, rel=0.1), name
+            else:
+                assert parameter.unique().tolist() == [0.0 if name.endswith("proj.bias") else 1.0], name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("gated", "activation"), [KINDS[0], KINDS[2]])
 def test_statistics_are_per_layer_and_counted_once(gated, activation, recompute):
