@@ -2,8 +2,9 @@
 
 import pytest
 
-from sparsellm.config import definition, from_overrides, load, mistakes, parameters, save
+from sparsellm.config import definition, from_dict, from_overrides, load, mistakes, parameters, save, to_dict
 from sparsellm.config.overrides import choices
+from sparsellm.config.values import ADDED_KEYS
 
 # Parameters as the hub counts them, a tied embedding once.
 PUBLISHED = {
@@ -34,6 +35,14 @@ def test_a_model_that_says_nothing_new_has_the_name_that_it_had():
     """Runs of earlier versions are found by these. tests/config/test_values.py has those of whole experiments."""
     assert from_overrides(["experiment=0p5b", "model=tiny"]).run.name == "0p5b-tiny-c82c165d"
     assert from_overrides(["model.qk_norm=true"]).run.name.startswith("smoke-qk_norm_true-")
+
+
+def test_a_run_of_an_earlier_version_has_none_of_these_keys_and_is_the_same_run():
+    config = from_overrides(["experiment=0p5b"])
+    values = to_dict(config)
+    values["model"] = {key: value for key, value in values["model"].items() if f"model.{key}" not in ADDED_KEYS}
+    assert "rope_parameters" not in values["model"]
+    assert from_dict(values) == config
 
 
 def test_every_key_of_the_rotary_embedding_names_another_run(tmp_path):
