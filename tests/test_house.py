@@ -15,8 +15,10 @@ FLOORS = [
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
-    {"errors", "schema"},
-    {"values", "model_rules"},
+    {"errors", "keys"},
+    {"architecture"},
+    {"schema", "model_rules"},
+    {"values"},
     {"rules", "overrides"},
     {"checkpoint_rules"},
     {"compose"},

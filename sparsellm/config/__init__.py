@@ -6,11 +6,19 @@ What composes and checks (Hydra, torch) is imported when it is first asked for: 
 import importlib
 from typing import Any
 
+from sparsellm.config.architecture import (
+    ROPE_KEYS,
+    ModelConfig,
+    RopeParameters,
+    RopeType,
+    attention_weights,
+    embedding_weights,
+    parameters,
+)
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
-    ROPE_KEYS,
     Activation,
     AnalyzeConfig,
     BenchmarkConfig,
@@ -26,11 +34,8 @@ from sparsellm.config.schema import (
     L1Normalization,
     L1Schedule,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     Precision,
-    RopeParameters,
-    RopeType,
     RunConfig,
     RuntimeConfig,
     Schedule,
@@ -41,12 +46,9 @@ from sparsellm.config.schema import (
     SweepMode,
     TrainingConfig,
     WandbMode,
-    attention_weights,
     decay_start,
-    embedding_weights,
     l1_coefficient_as,
     l1_denominator,
-    parameters,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
 

@@ -10,9 +10,9 @@ from textwrap import wrap
 from typing import Any
 
 from sparsellm.config.compose import composition
+from sparsellm.config.keys import MEANING
 from sparsellm.config.overrides import EXPERIMENT, choices, groups
 from sparsellm.config.schema import (
-    MEANING,
     AnalyzeConfig,
     BenchmarkConfig,
     Config,

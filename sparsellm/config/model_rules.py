@@ -2,7 +2,7 @@
 
 import math
 
-from sparsellm.config.schema import ROPE_KEYS, ModelConfig
+from sparsellm.config.architecture import ROPE_KEYS, ModelConfig
 
 
 def architecture_mistakes(model: ModelConfig) -> list[str]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from sparsellm.config.architecture import ModelConfig, parameters
 from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
@@ -23,7 +24,6 @@ from sparsellm.config.schema import (
     EvaluationConfig,
     Kernels,
     L1Schedule,
-    ModelConfig,
     OptimizerConfig,
     Precision,
     RuntimeConfig,
@@ -31,7 +31,6 @@ from sparsellm.config.schema import (
     Shard,
     Source,
     decay_start,
-    parameters,
 )
 from sparsellm.config.values import flat, to_dict
 
