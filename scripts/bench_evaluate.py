@@ -19,6 +19,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import nn
 
 import sparsellm
 from scripts import ffn_patterns as patterns
-from scripts.bench_model import CONFIG, random_model
+from scripts.bench_model import MODEL, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.distributed import process_group
 from sparsellm.evaluation.tasks import TASKS, load
@@ -50,12 +51,12 @@ def shaped_model(
     tokenizer: Any, texts: list[str], layers: int, activations: Path | None, mean: float | None
 ) -> nn.Module:
     """The random model, shaped to fire on `texts` at recorded rates; prints how often it does fire."""
-    config = CONFIG | {"num_hidden_layers": layers, "vocab_size": len(tokenizer)}
+    config = replace(MODEL, num_layers=layers, vocab_size=len(tokenizer))
     model = random_model(config, "cuda", 0.0, seed=0)
     tokens = torch.tensor(tokenizer("\n".join(texts))["input_ids"][:CALIBRATION], device="cuda")
-    length = config["max_position_embeddings"]
+    length = config.context_length
     tokens = tokens[: len(tokens) // length * length].view(-1, length)
-    shape_to_rates(model, tokens, layer_rates(layers, config["intermediate_size"], activations, mean))
+    shape_to_rates(model, tokens, layer_rates(layers, config.intermediate_size, activations, mean))
     nonzeros, unions = firing_statistics(model, tokens)
     print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}; union of 128 tokens: mean {np.mean(unions):,.0f}")
     return model
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers (default: as recorded)")
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=MODEL.num_layers)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="OUT")

@@ -29,10 +29,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import sparsellm
 from scripts import ffn_patterns as patterns
-from scripts.bench_model import CONFIG, random_model, sharing_copy
+from scripts.bench_model import MODEL, random_model, sharing_copy
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, random_text, shape_to_rates
-from sparsellm.config import Activation, ModelConfig
-from sparsellm.model import Decoder, huggingface
+from sparsellm.config import Activation
+from sparsellm.model import Decoder
 from sparsellm.model.accelerate import SparseFeedForward
 from sparsellm.model.generation import Generator, Sampling
 
@@ -65,13 +65,8 @@ def generation(model: nn.Module, mode: str, text: Tensor, prompt: int) -> Callab
 
 def generator(model: nn.Module, kernels: str | None) -> Generator:
     """The same weights in a generator of our own."""
-    config = ModelConfig(
-        **{ours: CONFIG[theirs] for ours, theirs in huggingface.FIELDS.items() if theirs in CONFIG},
-        rope_theta=CONFIG["rope_parameters"]["rope_theta"],
-    )
-    config = replace(config, num_layers=len(model.model.layers))
     with torch.device("meta"):
-        decoder = Decoder(config, Activation.relu)
+        decoder = Decoder(replace(MODEL, num_layers=len(model.model.layers)), Activation.relu)
     decoder.load_state_dict({name: p.detach() for name, p in model.model.state_dict().items()}, assign=True)
     return Generator(decoder, dtype=torch.bfloat16, kernels=kernels)
 
@@ -117,17 +112,17 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["eager", "static", "ours"], choices=["eager", "static", "ours"])
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens")
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=MODEL.num_layers)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
 
-    model = random_model(CONFIG | {"num_hidden_layers": args.layers}, "cuda", locality=0.5, seed=0)
+    model = random_model(replace(MODEL, num_layers=args.layers), "cuda", locality=0.5, seed=0)
 
     def text(sequences: int, length: int, seed: int) -> Tensor:
-        return random_text(sequences, length, CONFIG["vocab_size"], "cuda", 0.5, seed)
+        return random_text(sequences, length, MODEL.vocab_size, "cuda", 0.5, seed)
 
     calibration = text(CALIBRATION // 2048, 2048, seed=1)
     shape_to_rates(model, calibration, layer_rates(args.layers, patterns.N, args.activations, args.mean))

@@ -1,7 +1,9 @@
-"""Forward speed of a whole 1.5B model, stock Hugging Face Llama with ReLU, before and after `sparsellm.accelerate`.
+"""Forward speed of a whole stock Hugging Face model with ReLU, before and after `sparsellm.accelerate`.
 
     python -m scripts.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
+    python -m scripts.bench_model model=qwen3_8b model.num_layers=8 --mean 80 --batch 8
 
+The model is the Llama of 1.5B parameters, or what overrides `model=` and `model.` say, in its own class.
 Weights are random, yet every neuron fires at a recorded rate (scripts/shaped_firing.py); with --mean, all rates are
 multiplied by one factor so that they average to it. Tokens are random, so the union of 128 tokens, which is printed, is
 larger than in real text, and the tile engine slower; --locality makes it smaller.
@@ -33,39 +35,25 @@ from scripts.shaped_firing import (
     shape_outputs,
     shape_to_rates,
 )
+from sparsellm.config import Activation, ModelConfig, from_overrides
+from sparsellm.model import huggingface
 
-CONFIG = {
-    "vocab_size": 49_152,
-    "hidden_size": patterns.K,
-    "intermediate_size": patterns.N,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-    "hidden_act": "relu",
-    "tie_word_embeddings": True,
-}
+MODEL = ModelConfig()  # 1.5B
 WARMUP = 4  # forward passes
 
 
-def random_model(config: dict, device: str, locality: float, seed: int) -> nn.Module:
-    """A bfloat16 LlamaForCausalLM with attention by sdpa, ready for `shape_to_rates`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_model(model: ModelConfig, device: str, locality: float, seed: int) -> nn.Module:
+    """A bfloat16 model of transformers with ReLU and attention by sdpa, ready for `shape_to_rates`."""
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    hub_config = LlamaConfig(**config, attn_implementation="sdpa", use_cache=False)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(hub_config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    shape_outputs(model.model.layers, patterns.WEIGHT_STD)
-    shape_embedding(model.model.embed_tokens.weight.data, locality)
-    return model
+    config = huggingface.stock_config(model, Activation.relu, 0, torch.bfloat16)
+    config.use_cache = False
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).eval()
+    shape_outputs(made.model.layers, patterns.WEIGHT_STD)
+    shape_embedding(made.model.embed_tokens.weight.data, locality)
+    return made
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -118,22 +106,24 @@ def main() -> None:
     parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what tokens of a cluster share")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
+    parser.add_argument("--layers", type=int, help="as many, instead of the model's")
     parser.add_argument("--seconds", type=float, default=5, help="measured time per variant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="OUT")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
 
-    config = CONFIG | {"num_hidden_layers": args.layers}
-    rates = layer_rates(args.layers, patterns.N, args.activations, args.mean)
+    config = from_overrides(["model=1p5b", *args.overrides]).model
+    config.num_layers = args.layers or config.num_layers
+    rates = layer_rates(config.num_layers, config.intermediate_size, args.activations, args.mean)
     if args.activations is None:
         print("no --activations: lognormal rates instead of recorded ones")
     model = random_model(config, "cuda", args.locality, args.seed)
 
     def text(sequences: int, seed: int) -> Tensor:
-        return random_text(sequences, args.length, config["vocab_size"], "cuda", args.locality, seed)
+        return random_text(sequences, args.length, config.vocab_size, "cuda", args.locality, seed)
 
     sample_sequences = -(-CALIBRATION // args.length)
     shape_to_rates(model, text(sample_sequences, args.seed + 1), rates)
@@ -142,7 +132,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, "
-        f"{args.layers} layers, {args.batch} x {args.length} tokens, bfloat16, hidden states only"
+        f"{config.num_layers} layers, {args.batch} x {args.length} tokens, bfloat16, hidden states only"
     )
     print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}, by layer", *(f"{value:.0f}" for value in nonzeros))
     print(f"union of 128 tokens: mean {np.mean(unions):,.0f}, by layer", *(f"{value:.0f}" for value in unions))

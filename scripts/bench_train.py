@@ -192,10 +192,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
         row |= {
             "tokens_per_s": speed,
             "spread": (max(medians) - min(medians)) / speed,
-            "mfu": peak_flops and mfu(
-                speed, last["parameters"], config.model.num_layers, config.training.sequence_length,
-                config.model.hidden_size, peak_flops,
-            ),
+            "mfu": peak_flops and mfu(speed, config.model, config.training.sequence_length, peak_flops),
             "peak_bytes": max(r["peak"] for r in rounds),
             "states_bytes": last["states"],
             "states_ratio": last["states"] and last["states"] / states_between_steps(config),

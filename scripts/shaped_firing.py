@@ -192,14 +192,15 @@ def gate(mlp: nn.Module) -> Tensor:
 def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
     """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
 
-    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding, which is also the
-    head, are of size 1, so the last norm's weight is made small: logits are then of size 1, too.
+    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding are of size 1, so
+    where it is also the head, the last norm's weight is made small: logits are then of size 1, too.
     """
     torch.manual_seed(config.training.seed)
     with tokens.device:
         decoder = Decoder(config.model, config.sparsity.activation)
     shape_embedding(decoder.embed_tokens.weight, locality)
     shape_outputs(decoder.layers, config.model.init_std)
-    decoder.norm.weight.fill_(config.model.hidden_size**-0.5)
+    if config.model.tie_embeddings:
+        decoder.norm.weight.fill_(config.model.hidden_size**-0.5)
     shape_to_rates(decoder, tokens, rates)
     return decoder

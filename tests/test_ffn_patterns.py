@@ -10,6 +10,7 @@ import torch
 
 from scripts import bench_ffn, bench_model
 from scripts import ffn_patterns as patterns
+from sparsellm.config import ModelConfig
 
 
 @pytest.fixture
@@ -160,9 +161,8 @@ def test_a_failed_variant_leaves_the_others_their_ratios(capsys):
 
 @pytest.fixture
 def tiny_llama():
-    sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    return bench_model.random_model(bench_model.CONFIG | sizes | heads, "cpu", locality=0, seed=0)
+    model = ModelConfig(vocab_size=1024, hidden_size=64, intermediate_size=256, num_layers=3, num_heads=4)
+    return bench_model.random_model(model, "cpu", locality=0, seed=0)
 
 
 def test_a_random_model_fires_at_the_rates_it_is_shaped_to(tiny_llama):
@@ -172,6 +172,15 @@ def test_a_random_model_fires_at_the_rates_it_is_shaped_to(tiny_llama):
     nonzeros, unions = bench_model.firing_statistics(tiny_llama, tokens)
     assert nonzeros == pytest.approx(rates.sum(1), rel=0.05)
     assert all(nnz < union <= 256 for nnz, union in zip(nonzeros, unions, strict=True))
+
+
+def test_a_random_model_can_be_of_another_class():
+    model = ModelConfig(1024, 64, 256, 2, 4, num_key_value_heads=2, head_dim=32, qk_norm=True, tie_embeddings=False)
+    qwen = bench_model.random_model(model, "cpu", locality=0, seed=0)
+    assert type(qwen).__name__ == "Qwen3ForCausalLM"
+    rates, tokens = np.full((2, 256), 0.05), bench_model.random_text(8, 256, 1024, "cpu", 0, seed=1)
+    bench_model.shape_to_rates(qwen, tokens, rates)
+    assert bench_model.firing_statistics(qwen, tokens)[0] == pytest.approx(rates.sum(1), rel=0.05)
 
 
 def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):

@@ -15,7 +15,9 @@ FLOORS = [
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
-    {"errors", "schema"},
+    {"errors", "keys"},
+    {"architecture"},
+    {"schema", "model_rules"},
     {"values"},
     {"rules", "overrides"},
     {"checkpoint_rules"},

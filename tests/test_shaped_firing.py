@@ -13,12 +13,13 @@ from sparsellm import data
 from sparsellm.distributed import process_group
 
 SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=256", "model.context_length=128"]
+QWEN3 = ["model.num_key_value_heads=1", "model.head_dim=48", "model.qk_norm=true", "model.tie_embeddings=false"]
 
 
-@pytest.mark.parametrize("gated", ["true", "false"])
+@pytest.mark.parametrize("kind", [["model.gated=true"], ["model.gated=false"], QWEN3], ids=["gated", "not", "qwen3"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_a_decoder_fires_at_the_rates_it_is_shaped_to(gated, precision):
-    config = small_config(*SIZES, "model.num_layers=3", "model.init_std=0.02", f"model.gated={gated}")
+def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
+    config = small_config(*SIZES, "model.num_layers=3", "model.init_std=0.02", *kind)
     rates = np.stack([patterns.firing_rates(mean, 256, seed) for seed, mean in enumerate((8, 16, 4))])
     tokens = shaped_firing.random_text(64, 128, 1024, "cpu", 0, seed=1)
     others = shaped_firing.random_text(64, 128, 1024, "cpu", 0, seed=2)
@@ -144,6 +145,8 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
 def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     local = benchmark("--firing", "8", "--locality", "0.5", "--rounds", "1")
     assert local["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
+    other = benchmark("model=qwen3_0p6b", *QWEN3, "--firing", "8", "--locality", "0.5", "--rounds", "1")
+    assert other["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
     as_given = benchmark("--rounds", "2")
     assert as_given["runs"][0]["variant"] == "(as given)"
     assert as_given["runs"][0]["nonzeros"] == pytest.approx([128, 128], rel=0.1)  # half of all neurons

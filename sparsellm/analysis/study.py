@@ -15,7 +15,7 @@ from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.console import progress
 from sparsellm.distributed import device_type
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
-from sparsellm.model import pretrained
+from sparsellm.model import huggingface, pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import build
 from sparsellm.run_layout import ANALYSIS, CONFIG
@@ -23,7 +23,6 @@ from sparsellm.run_layout import ANALYSIS, CONFIG
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = {"llama": "gated", "arcee": "non-gated"}  # model_type
 LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
 
 
@@ -70,7 +69,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
         "step": checkpoint.step,
         "model": {
             "architecture": type(opened.model).__name__,
-            "gated": ARCHITECTURES[opened.model.config.model_type] == "gated",
+            "gated": opened.model.config.model_type != "arcee",
             "layers": len(layers),
             "neurons": counted.fired.shape[1],
             "dtype": str(opened.model.dtype).removeprefix("torch."),
@@ -122,10 +121,10 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     try:
         described = pretrained.read_config(checkpoint.model)
         activation = getattr(described, "hidden_act", None)
-        if described.model_type not in ARCHITECTURES or activation != "relu":
+        if described.model_type not in huggingface.CLASSES or activation != "relu":
             raise AnalysisError(
                 f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
-                " llama or arcee with relu, whose zeros are exact"
+                f" {' or '.join(huggingface.CLASSES)} with relu, whose zeros are exact"
             )
         if checkpoint.unchecked:
             print(checkpoint.unchecked, file=sys.stderr, flush=True)

@@ -6,7 +6,17 @@ What composes and checks (Hydra, torch) is imported when it is first asked for: 
 import importlib
 from typing import Any
 
+from sparsellm.config.architecture import (
+    ROPE_KEYS,
+    ModelConfig,
+    RopeParameters,
+    RopeType,
+    attention_weights,
+    embedding_weights,
+    parameters,
+)
 from sparsellm.config.errors import ConfigError
+from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
@@ -24,7 +34,6 @@ from sparsellm.config.schema import (
     L1Normalization,
     L1Schedule,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     Precision,
     RunConfig,
@@ -40,7 +49,6 @@ from sparsellm.config.schema import (
     decay_start,
     l1_coefficient_as,
     l1_denominator,
-    parameters,
 )
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict
 
@@ -68,6 +76,7 @@ _LATER = {
 __all__ = [
     "CONFIGS",
     "MIX_PERIOD",
+    "ROPE_KEYS",
     "Activation",
     "AnalyzeConfig",
     "BenchmarkConfig",
@@ -87,6 +96,8 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Precision",
+    "RopeParameters",
+    "RopeType",
     "RunConfig",
     "RuntimeConfig",
     "Schedule",
@@ -99,10 +110,13 @@ __all__ = [
     "TrainingConfig",
     "WandbMode",
     "analyze_mistakes",
+    "architecture_mistakes",
+    "attention_weights",
     "benchmark_mistakes",
     "composition",
     "decay_start",
     "definition",
+    "embedding_weights",
     "entry_point",
     "evaluate_mistakes",
     "fingerprint",

@@ -10,9 +10,9 @@ from textwrap import wrap
 from typing import Any
 
 from sparsellm.config.compose import composition
+from sparsellm.config.keys import MEANING
 from sparsellm.config.overrides import EXPERIMENT, choices, groups
 from sparsellm.config.schema import (
-    MEANING,
     AnalyzeConfig,
     BenchmarkConfig,
     Config,
@@ -114,9 +114,13 @@ def _keys(taken: Keys) -> list[str]:
 
 def _rows(schema: type, defaults: dict[str, Any], prefix: str) -> Iterable[tuple[str, str, str]]:
     for each in fields(schema):
-        name, meaning = f"{prefix}{each.name}", each.metadata[MEANING]
+        name = f"{prefix}{each.name}"
         if name in LEFT_OUT:
             continue
+        if isinstance(each.type, type) and is_dataclass(each.type):
+            yield from _rows(each.type, defaults[each.name], f"{name}.")
+            continue
+        meaning = each.metadata[MEANING]
         if isinstance(each.type, type) and issubclass(each.type, Enum):
             meaning += f" ({' | '.join(each.type.__members__)})"
         yield name, _spelled(defaults[each.name]), meaning

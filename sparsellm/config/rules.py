@@ -11,6 +11,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from sparsellm.config.architecture import ModelConfig, parameters
+from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
@@ -22,7 +24,6 @@ from sparsellm.config.schema import (
     EvaluationConfig,
     Kernels,
     L1Schedule,
-    ModelConfig,
     OptimizerConfig,
     Precision,
     RuntimeConfig,
@@ -30,7 +31,6 @@ from sparsellm.config.schema import (
     Shard,
     Source,
     decay_start,
-    parameters,
 )
 from sparsellm.config.values import flat, to_dict
 
@@ -136,12 +136,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
     )
 
-    if model.num_heads >= 1:
-        require(
-            model.hidden_size % (2 * model.num_heads) == 0,
-            f"model.hidden_size {model.hidden_size} does not divide into {model.num_heads} heads of even width:"
-            " change model.num_heads",
-        )
+    found += architecture_mistakes(model)
     require(
         training.sequence_length <= model.context_length,
         f"training.sequence_length {training.sequence_length} is longer than model.context_length"

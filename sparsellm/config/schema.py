@@ -1,12 +1,15 @@
-"""The configuration's keys: typed dataclasses, their units, and their defaults, which are the paper's recipe."""
+"""The configuration's keys: typed dataclasses, their units, and their defaults, which are the paper's recipe. Those of
+the model are in architecture.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from sparsellm.config.architecture import ModelConfig
+from sparsellm.config.keys import key
+
 MIX_PERIOD = 10_000  # samples of data.mix, of which each source has its share
-MEANING = "meaning"  # of a key, in its field's metadata
 
 
 class Activation(Enum):
@@ -103,28 +106,6 @@ class SweepMode(Enum):
     run = "run"
     print = "print"
     slurm = "slurm"
-
-
-def key(default: Any, meaning: str) -> Any:
-    """A key of a configuration: its default, and what it means, with its unit, as `--help` says it."""
-    made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**made, metadata={MEANING: meaning})
-
-
-@dataclass
-class ModelConfig:
-    """The decoder, Llama-style (DESIGN §3). Defaults: the width that all of the paper's sizes share."""
-
-    vocab_size: int = key(49_152, "rows of the embedding: at least the tokenizer's ids")
-    hidden_size: int = key(2_048, "K, the width of the residual stream")
-    intermediate_size: int = key(5_632, "N, neurons of a layer; 8448 without a gate has as many parameters")
-    num_layers: int = key(28, "L")
-    num_heads: int = key(32, "attention heads")
-    context_length: int = key(2_048, "the longest sequence, in tokens")
-    rope_theta: float = key(100_000.0, "base of the rotary embedding")
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    init_std: float = key(0.02, "standard deviation of the initial weights")
-    gated: bool = key(True, "h = relu(x W_g) * (x W_u); false: h = relu(x W_u)")
 
 
 @dataclass
@@ -408,13 +389,6 @@ class ImportConfig:
     )
     output_dir: str | None = key(None, "the folder to write, which must not exist yet; must be given")
     dtype: Dtype = key(Dtype.auto, "of the weights; auto: the stored one")
-
-
-def parameters(model: ModelConfig) -> int:
-    """Of the whole decoder, the tied embedding once."""
-    width, matrices = model.hidden_size, 3 if model.gated else 2
-    layer = 4 * width**2 + matrices * width * model.intermediate_size + 2 * width
-    return model.vocab_size * width + model.num_layers * layer + width
 
 
 def decay_start(optimizer: OptimizerConfig, steps: int) -> int:

@@ -16,8 +16,12 @@ from sparsellm.config.schema import Config
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
-# Keys that earlier versions had not: with their defaults a run is what it was without them, and has the same name.
-ADDED_KEYS = ("optimizer.schedule", "optimizer.decay_fraction", "data.mix")
+# Keys, and groups of keys, that earlier versions had not: with their defaults a run is what it was without them, and
+# has the same name.
+ADDED_KEYS = (
+    "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "model.num_key_value_heads", "model.head_dim",
+    "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
+)  # fmt: skip
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -34,17 +38,16 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def definition(config: Config) -> dict[str, Any]:
     """Flat `group.key` to value of all that defines the run: two starts of one run agree on these."""
-    nested = {group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS}
-    flat = {f"{group}.{key}": value for group, values in nested.items() for key, value in values.items()}
+    found = flat({group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS})
     # The folders of a mix may move, too: what they are called stays.
-    flat["data.mix"] = [{**source, "data": Path(str(source.get("data"))).name} for source in flat["data.mix"]]
-    return {key: value for key, value in flat.items() if key not in FREE_KEYS}
+    found["data.mix"] = [{**source, "data": Path(str(source.get("data"))).name} for source in found["data.mix"]]
+    return {key: value for key, value in found.items() if key not in FREE_KEYS}
 
 
 def fingerprint(config: Config) -> str:
     """8 hex digits of `definition`: of the resolved configuration without the free groups and keys."""
     defaults = definition(Config())
-    counted = {k: v for k, v in definition(config).items() if k not in ADDED_KEYS or v != defaults[k]}
+    counted = {k: v for k, v in definition(config).items() if not k.startswith(ADDED_KEYS) or v != defaults[k]}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -1,6 +1,7 @@
 """The decoder: a Llama-style transformer (DESIGN §3) with Hugging Face's parameter names and layout.
 
-Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of D = K / H, V vocabulary; M = B x T.
+Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv heads of keys and
+values, each of which H / H_kv query heads share, V vocabulary; M = B x T.
 
 Numerics: weights are float32. Under autocast the matrix products, attention and the feedforward operator run in
 bfloat16 with float32 accumulation; the residual stream, normalisation and rotation stay float32. No dropout: a forward
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from sparsellm import ops
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model.cross_entropy import linear_cross_entropy, softmax_cross_entropy
+from sparsellm.model.rotary import rotary_tables, rotate
 from sparsellm.ops import FeedForwardOutput
 
 
@@ -44,37 +46,35 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D] float32 of rotary embedding, halves repeated (Llama's layout, not interleaved)."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D] rotated by its position; computed in float32, returned in the dtype of x."""
-    first, second = x.float().chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
-
-
 class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions. x [B, T, K] -> [B, T, K]."""
+    """Causal attention with rotary positions, grouped where H_kv < H. x [B, T, K] -> [B, T, K]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.head_dim = width // config.num_heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        width, self.head_dim, bias = config.hidden_size, config.head_width, config.attention_bias
+        self.heads = config.num_heads, config.kv_heads, config.kv_heads  # of q, k and v
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, n * self.head_dim, bias=bias) for n in self.heads)
+        self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        q, k = self.positioned(q, k, cos, sin)
+        return self.o_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def positioned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [..., D], normalised if the model does that, and rotated; in float32, returned in theirs."""
+        dtype = q.dtype
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
+        return rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, H, T, D], k and v [B, H_kv, T, D] -> [B, H, T, D]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class GatedFeedForward(nn.Module):
@@ -135,18 +135,18 @@ class DecoderLayer(nn.Module):
         return x + y, *statistics
 
 
-def initialize(parameter: Tensor, std: float) -> None:
-    """Draw a matrix from N(0, std) from torch's default generator, and fill a norm's weight [K] with ones."""
+def initialize(name: str, parameter: Tensor, std: float) -> None:
+    """Draw a matrix from N(0, std) from torch's default generator, norms are ones, biases zeros."""
     if parameter.dim() == 2:
         nn.init.normal_(parameter, std=std)
     else:
-        nn.init.ones_(parameter)
+        nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 class Decoder(nn.Module):
-    """Token ids to cross entropy (`forward`) or to logits (`logits`). Embedding and head share one weight [V, K].
+    """Token ids to cross entropy (`forward`) or to logits (`logits`). Embedding and head may share one weight [V, K].
 
-    Weights are drawn from N(0, init_std) in a fixed order from torch's default generator, norms are ones.
+    Matrices are drawn from N(0, init_std) in a fixed order from torch's default generator.
     """
 
     def __init__(self, config: ModelConfig, activation: Activation, recompute: bool = False) -> None:
@@ -156,8 +156,14 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, activation) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        for parameter in self.parameters():
-            initialize(parameter, config.init_std)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for name, parameter in self.named_parameters():
+            initialize(name, parameter, config.init_std)
+
+    @property
+    def head(self) -> Tensor:
+        """The output matrix [V, K]."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def compile_parts(self) -> None:
         """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
@@ -176,8 +182,7 @@ class Decoder(nn.Module):
         if length > self.config.context_length:
             raise ValueError(f"tokens has {length} positions: the model's context is {self.config.context_length}")
         x = self.embed_tokens(tokens)
-        head_dim = self.config.hidden_size // self.config.num_heads
-        cos, sin = rotary_tables(length, head_dim, self.config.rope_theta, tokens.device)
+        cos, sin = rotary_tables(length, self.config, tokens.device)
         statistics = []
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
@@ -189,13 +194,11 @@ class Decoder(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V]."""
-        return F.linear(self.hidden(tokens)[0], self.embed_tokens.weight)
+        return F.linear(self.hidden(tokens)[0], self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> DecoderOutput:
         """tokens, targets [B, T] int64 -> sums over all M = B x T tokens."""
         x, statistics = self.hidden(tokens)
-        ce = linear_cross_entropy(
-            x.flatten(0, 1), self.embed_tokens.weight, targets.flatten(), self.softmax_cross_entropy
-        )
+        ce = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten(), self.softmax_cross_entropy)
         stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
         return DecoderOutput(ce, *stacked)

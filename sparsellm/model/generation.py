@@ -11,7 +11,8 @@ run one operator after the other, from whose counts each layer has chosen its en
 
 Numerics: weights of the embedding and of all products are in `dtype`, products and attention are computed in it with
 float32 accumulation; residual stream, norms, rotation, logits' softmax and sampling are float32. Letters: B sequences,
-R tokens of a call, all sequences together, T the longest, S positions of the cache, H heads of D = K / H.
+R tokens of a call, all sequences together, T the longest, S positions of the cache, H heads of width D, H_kv heads of
+keys and values, each of which H / H_kv query heads share.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +26,8 @@ from torch import Tensor
 from sparsellm.config import ModelConfig
 from sparsellm.model import huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate
-from sparsellm.model.decoder import Attention, Decoder, DecoderLayer, SiluFeedForward, rotary_tables, rotate
+from sparsellm.model.decoder import Attention, Decoder, DecoderLayer, SiluFeedForward, causal_attention
+from sparsellm.model.rotary import rotary_tables
 
 CACHE_MULTIPLE = 128  # positions: so that prompts of about the same length share a graph
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
@@ -61,11 +63,10 @@ class Batch:
     def __init__(
         self, config: ModelConfig, size: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        heads, head_dim = config.num_heads, config.hidden_size // config.num_heads
-        shape = config.num_layers, size, positions, heads, head_dim
+        shape = config.num_layers, size, positions, config.kv_heads, config.head_width
         # Zeros, for positions that are not there yet are masked, but what they hold is multiplied by zero.
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.cos, self.sin = rotary_tables(positions, head_dim, config.rope_theta, device)
+        self.cos, self.sin = rotary_tables(positions, config, device)
         self.rows = torch.arange(size, device=device)
         self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
         self.generator = torch.Generator(device)  # of the draws
@@ -202,12 +203,12 @@ class Generator:
         cos, sin = batch.cos[positions, None], batch.sin[positions, None]
         for i, layer in enumerate(self.layers):
             q, k, v = _projections(layer, self.merged[i], x, cos, sin)
-            padded = q.new_zeros(3, len(prompts), max(lengths), *q.shape[1:])
-            padded[:, rows, positions] = torch.stack([q, k, v])
             batch.keys[i, rows, positions], batch.values[i, rows, positions] = k, v
             # Behind a sequence's end there are zeros, which none of its own tokens looks at.
-            queries, keys, values = padded.transpose(2, 3).unbind()
-            y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2)
+            padded = [each.new_zeros(len(prompts), max(lengths), *each.shape[1:]) for each in (q, k, v)]
+            for place, each in zip(padded, (q, k, v), strict=True):
+                place[rows, positions] = each
+            y = causal_attention(*(each.transpose(1, 2) for each in padded)).transpose(1, 2)
             x = _after_attention(layer, x, y[rows, positions])
         last = on_device(lengths).cumsum(0) - 1
         batch.tokens.copy_(sampling.draw(self._logits(x[last]), batch.generator))
@@ -215,7 +216,7 @@ class Generator:
 
     def _logits(self, x: Tensor) -> Tensor:
         """x [B, K] float32 -> [B, V] float32."""
-        return F.linear(self.decoder.norm(x).to(self.dtype), self.decoder.embed_tokens.weight).float()
+        return F.linear(self.decoder.norm(x).to(self.dtype), self.decoder.head).float()
 
     def _step(self, batch: Batch, sampling: Sampling) -> None:
         if self.device.type != "cuda" or batch.steps < UNCAPTURED_STEPS:
@@ -259,23 +260,32 @@ class Generator:
         return read
 
 
-def _merge_projections(attention: Attention) -> Tensor:
-    """The weights of queries, keys and values as one matrix [3 K, K], for one product instead of three. They become
-    parts of it."""
+class Projection(NamedTuple):
+    """The projections of queries, keys and values as one, for one product instead of three."""
+
+    weight: Tensor  # [(H + 2 H_kv) D, K]
+    bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight
+
+
+def _merge_projections(attention: Attention) -> Projection:
+    """The weights become parts of the merged one."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
-    merged = torch.cat([proj.weight for proj in projections])
-    for proj, part in zip(projections, merged.chunk(3), strict=True):
+    weight = torch.cat([proj.weight for proj in projections])
+    for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
         proj.weight.data = part
-    return merged
+    biases: list[Tensor] = [proj.bias for proj in projections if proj.bias is not None]
+    return Projection(weight, torch.cat(biases).to(weight.dtype) if biases else None)
 
 
 def _projections(
-    layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor
+    layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [R, K], cos and sin [R, 1, D] -> rotated queries and keys, and values, [R, H, D]."""
-    normed = layer.input_layernorm(x).to(merged.dtype)
-    q, k, v = F.linear(normed, merged).view(len(x), 3, -1, layer.self_attn.head_dim).unbind(1)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    """x [R, K], cos and sin [R, 1, D] -> rotated queries [R, H, D] and keys, and values, [R, H_kv, D]."""
+    attention = layer.self_attn
+    normed = layer.input_layernorm(x).to(merged.weight.dtype)
+    heads = F.linear(normed, *merged).view(len(x), -1, attention.head_dim)
+    q, k, v = heads.split(attention.heads, 1)
+    return *attention.positioned(q, k, cos, sin), v
 
 
 def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
@@ -287,12 +297,14 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _decode_layer(
-    layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     rows: Tensor, lengths: Tensor, there: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get its own at `lengths`; there [B, S]."""
+    """One token of each sequence: x [B, K]; keys and values [B, S, H_kv, D] get its own at `lengths`; there [B, S]."""
     q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
     seen = there[:, None, None]
-    y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
-    return _after_attention(layer, x, y[:, :, 0])
+    # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
+    queries = q.view(len(x), keys.shape[2], -1, keys.shape[3])
+    y = F.scaled_dot_product_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
+    return _after_attention(layer, x, y.flatten(1, 2))

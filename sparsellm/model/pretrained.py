@@ -25,11 +25,15 @@ FOREIGN = {
     "adapter_config.json": "of an adapter to another model",
     "shard-*.safetensors": "of a distributed checkpoint",
 }
-# Keys of config.json that decide what a llama or arcee model computes, and that transformers would fill in if absent.
+# Keys of config.json that decide what a model of these types computes, and that transformers would fill in if absent.
 REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
 )  # fmt: skip
+ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
+    "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}  # fmt: skip
 # What a model's repository holds at its top for reading: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
@@ -61,9 +65,9 @@ def read_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local)
 
     config = _reading(path, "config.json", described)
-    if local and config.model_type in ("llama", "arcee"):
+    if local and config.model_type in ALSO_REQUIRED:
         given = (given.get("rope_parameters") or {}) | given
-        if absent := [key for key in REQUIRED if given.get(key) is None]:
+        if absent := [key for key in (*REQUIRED, *ALSO_REQUIRED[config.model_type]) if given.get(key) is None]:
             raise BrokenModel(
                 f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
                 f" model's: {REMEDY}, or add what is absent"

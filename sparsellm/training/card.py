@@ -8,7 +8,8 @@ import shlex
 from enum import Enum
 from typing import Any
 
-from sparsellm.config import Activation, Config, definition, from_overrides, parameters, quoted
+from sparsellm.config import Activation, Config, ModelConfig, RopeType, definition, from_overrides, parameters, quoted
+from sparsellm.model import huggingface
 
 WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
 LICENCE = "FILL IN"
@@ -50,7 +51,7 @@ def text(config: Config, step: int, rows: list[dict[str, Any]]) -> str:
     commands = "\n".join(f"    {command}" for command in commands_of(config))
     return _TEXT.format(
         licence=LICENCE, name=config.run.name, step=step, kind=kind, parameters=parameters(config.model), table=table,
-        architecture="LlamaForCausalLM" if config.model.gated else "ArceeForCausalLM",
+        architecture=huggingface.class_name(config.model),
         activation=config.sparsity.activation.name, commands=commands,
     )  # fmt: skip
 
@@ -84,6 +85,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     found = [
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
+        *_attention_facts(model),
         ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
         ("tokens", done),
     ]
@@ -107,3 +109,17 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
         each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
         found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))
     return found
+
+
+def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
+    """What differs from attention with as many heads of keys as of queries, and from a tied head."""
+    said = [
+        (model.kv_heads != model.num_heads, f"{model.kv_heads} heads of keys and values"),
+        (model.head_dim is not None, f"heads of width {model.head_width}"),
+        (model.attention_bias, "biases of queries, keys and values"),
+        (model.qk_norm, "normalised queries and keys"),
+        (model.rope_parameters.rope_type != RopeType.default, f"{model.rope_parameters.rope_type.name} rotary scaling"),
+        (not model.tie_embeddings, "an output matrix beside the embedding"),
+    ]
+    found = [what for holds, what in said if holds]
+    return [("attention and head", "; ".join(found))] if found else []

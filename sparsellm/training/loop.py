@@ -410,7 +410,7 @@ class Trainer:
     def _open_logs(self) -> None:
         """Of the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
-        self.rows = Rows(config, parameters, self.ranks.world_size, self.ranks.device)
+        self.rows = Rows(config, self.ranks.world_size, self.ranks.device)
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"

@@ -1,10 +1,12 @@
 """What training holds in the memory of a GPU, by arithmetic, and how much of that memory there is for it.
 
 Letters: P parameters, K model width, N neurons, V vocabulary, M tokens of a micro-batch, E bytes of an activation (2 in
-bfloat16). Between a micro-batch's forward and its backward pass a compiled layer keeps, for each token,
+bfloat16), Q and R the width of all heads of queries and of all heads of keys (K and K, unless heads are grouped or have
+a width of their own). Between a micro-batch's forward and its backward pass a compiled layer keeps, for each token,
 
     8 K        the residual stream before attention and before the feedforward block, float32
-    5 E K      queries, keys, values, the heads' output, and one normalised input
+    E K        one normalised input
+    2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also queries and keys before it, E (Q + R)
     saved      what the feedforward engine keeps for its backward (sparsellm.ops.saved_bytes), or, where PyTorch
                traces the block, its planes [M, N] (`traced_planes`)
 
@@ -23,7 +25,7 @@ from typing import NamedTuple
 import pynvml
 import torch
 
-from sparsellm.config import Activation, Config, ModelConfig, Precision, parameters
+from sparsellm.config import Activation, Config, ModelConfig, Precision, attention_weights, parameters
 from sparsellm.model.cross_entropy import CHUNK
 from sparsellm.ops import Plan, saved_bytes
 
@@ -107,11 +109,14 @@ def _layer(config: Config, tokens: int, plan: Plan | None) -> int:
     """What a layer keeps between forward and backward."""
     model, dtype = config.model, DTYPES[config.runtime.precision]
     width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
+    rotated = (model.num_heads + model.kv_heads) * model.head_width  # numbers of queries and keys
     if config.runtime.compile:
-        per_token = 2 * FLOAT32 * width + 5 * element * width
+        per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
+        per_token += element * rotated if model.qk_norm else 0
     else:  # both norms' float32 results, and the rotation's steps, are kept too
-        per_token = 4 * FLOAT32 * width + 8 * element * width
-    matrices = 4 * width**2  # of attention
+        per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
+        per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
+    matrices = attention_weights(model)
     if plan is None:
         matrices += (3 if model.gated else 2) * neurons * width
         saved = traced_planes(config, element) * tokens * neurons
@@ -132,16 +137,16 @@ def traced_planes(config: Config, element: int) -> int:
 
 
 def _head(model: ModelConfig, tokens: int, element: int) -> int:
-    """While the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the
-    embedding in the compute dtype and its gradient, and a chunk's logits and their gradient."""
+    """While the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the head's
+    weight in the compute dtype and its gradient, and a chunk's logits and their gradient."""
     logits = 2 * min(tokens, CHUNK) * model.vocab_size * element
     hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
     return logits + hidden + model.vocab_size * model.hidden_size * (FLOAT32 + element)
 
 
 def _last_layer(model: ModelConfig, tokens: int, planes: int) -> int:
-    """While the last layer's backward computes: the embedding's gradient, the gradients of the residual stream and of
-    the block's input, both float32, and the feedforward block's own, `planes` bytes per token and neuron."""
+    """While the last layer's backward computes: the head's gradient, the gradients of the residual stream and of the
+    block's input, both float32, and the feedforward block's own, `planes` bytes per token and neuron."""
     hidden = 2 * FLOAT32 * tokens * model.hidden_size
     return hidden + planes * tokens * model.intermediate_size + FLOAT32 * model.vocab_size * model.hidden_size
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from sparsellm.config import Config
+from sparsellm.config import Config, ModelConfig, embedding_weights, parameters
 from sparsellm.console import warn
 from sparsellm.files import unused, write_whole
 from sparsellm.model import DecoderOutput
@@ -31,9 +31,11 @@ NAMED = "validation_ce/"  # before the name of a source of data.mix: the key of 
 NAMED_PROBLEMS = 3  # of a damaged file
 
 
-def mfu(tokens_per_s: float, parameters: int, layers: int, sequence_length: int, width: int, peak: float) -> float:
+def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:
     """Model FLOP utilisation (DESIGN §6); `peak` is the FLOP/s of all devices together. Sparse runs count as dense."""
-    return tokens_per_s * (6 * parameters + 6 * layers * sequence_length * width) / peak
+    multiplied = parameters(model) - embedding_weights(model) + model.vocab_size * model.hidden_size
+    attention = model.num_layers * sequence_length * model.num_heads * model.head_width
+    return tokens_per_s * (6 * multiplied + 6 * attention) / peak
 
 
 class StepSums:
@@ -197,8 +199,8 @@ class HeldOut(NamedTuple):
 class Rows:
     """Turns step values into rows: one shape for all runs, null for what does not exist, never NaN."""
 
-    def __init__(self, config: Config, parameters: int, world_size: int, device: torch.device) -> None:
-        self.config, self.parameters, self.world_size = config, parameters, world_size
+    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
+        self.config, self.world_size = config, world_size
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
@@ -212,9 +214,8 @@ class Rows:
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
         tokens_per_s = step_tokens / values.seconds
         utilisation = self.peak_flops and mfu(
-            tokens_per_s, self.parameters, model.num_layers, config.training.sequence_length, model.hidden_size,
-            self.peak_flops * self.world_size,
-        )  # fmt: skip
+            tokens_per_s, model, config.training.sequence_length, self.peak_flops * self.world_size
+        )
         row = {
             "step": values.known["step"],
             "tokens": values.known["tokens"],

@@ -7,7 +7,7 @@
                  backward.
 
 A matrix is cut by rows (dimension 0), the last shard may be smaller, and each layer is gathered and reduced by itself.
-The embedding, which is the head too, and the last norm stay gathered from forward to backward with `full`, too.
+The embedding, the head and the last norm stay gathered from forward to backward with `full`, too.
 
 Ranks of one node share: on several nodes each node has a whole model in shards, and the shards' gradients are averaged
 between nodes once in a step. Where every node has one rank, all ranks share.
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard, parameters, ranks_that_share
+from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard, embedding_weights, parameters, ranks_that_share
 from sparsellm.distributed import Ranks, gather
 from sparsellm.model import Decoder
 from sparsellm.model.decoder import initialize
@@ -74,9 +74,9 @@ def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | Distr
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     model.to_empty(device=device)
     _draw_what_constructors_draw(model, device)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=device)
-        initialize(whole, config.model.init_std)
+        initialize(name, whole, config.model.init_std)
         dist.broadcast(whole, src=0)  # GPUs of another kind would draw other bits from the same seed
         write(parameter, whole)
     return model
@@ -89,9 +89,9 @@ def sharing(config: Config, ranks: Ranks) -> Sharing:
         return Sharing()
     over = ranks_that_share(ranks.world_size, _ranks_of_a_node(ranks))
     model = config.model
-    # Of two layers, one at work and one on its way, and of the embedding: weights, and gradients before they are cut.
+    # Of two layers, one at work and one on its way, of embedding and head: weights, and gradients before they are cut.
     at_work = 2 * (parameters(model) - parameters(replace(model, num_layers=0))) // model.num_layers
-    at_work += model.vocab_size * model.hidden_size
+    at_work += embedding_weights(model)
     return Sharing(over, over, over, at_work + (parameters(model) if shard == Shard.optimizer else at_work))
 
 
@@ -126,7 +126,7 @@ def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
-                nn.Linear(module.in_features, module.out_features, bias=False)
+                nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
 
 
 def micro_batch(

@@ -138,8 +138,11 @@ def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"hidden_act": "silu"}, "llama model with hidden_act silu: it should be llama or arcee with relu"),
-        ({"model_type": "mistral"}, "mistral model with hidden_act relu: it should be"),
+        (
+            {"hidden_act": "silu"},
+            "llama model with hidden_act silu: it should be llama or mistral or qwen2 or qwen3 or arcee with relu",
+        ),
+        ({"model_type": "phi3"}, "phi3 model with hidden_act relu: it should be"),
         ({"mlp_bias": True}, r"has broken tensors: missing: .*mlp\.gate_proj\.bias"),
         ({"vocab_size": 10}, "exceeds the vocabulary"),
     ],

@@ -42,7 +42,7 @@ def bad_values(kind) -> list[str]:
             found += BAD[list]
         elif option is not type(None):
             found += BAD[Enum] if issubclass(option, Enum) else BAD[option]
-    return found + ([] if type(None) in options or "null" in found else ["null"])
+    return [value for value in found if value != "null"] + ([] if type(None) in options else ["null"])
 
 
 def cases(schema) -> list[str]:

@@ -14,10 +14,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 PROMPTS = [[5, 17, 3, 80, 11] * 20, [3], [44, 2, 9]]
 
 
-def generator(engine):
+QWEN3 = {"num_key_value_heads": 2, "head_dim": 128, "qk_norm": True, "tie_embeddings": False}
+QWEN2 = {"num_key_value_heads": 1, "attention_bias": True}
+
+
+def generator(engine, **attention):
     torch.manual_seed(0)
+    model = ModelConfig(96, 256, 512, 2, 4, context_length=512, init_std=0.1, **attention)
     with torch.device(DEVICE):
-        decoder = Decoder(ModelConfig(96, 256, 512, 2, 4, context_length=512, init_std=0.1), Activation.relu)
+        decoder = Decoder(model, Activation.relu)
     made = Generator(decoder, dtype=torch.bfloat16, kernels=None if engine is None else "cuda")
     for block in decoder.modules():
         if isinstance(block, SparseFeedForward):
@@ -27,10 +32,14 @@ def generator(engine):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9)], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("engine", [None, "dense", "row"])
-def test_captured_steps_give_the_same_tokens(engine, sampling, monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "attention"),
+    [(None, {}), ("dense", {}), ("row", {}), ("row", QWEN3), (None, QWEN2)],
+    ids=["torch", "dense", "row", "row_qwen3", "torch_qwen2"],
+)
+def test_captured_steps_give_the_same_tokens(engine, attention, sampling, monkeypatch):
     torch._dynamo.reset()
-    made = generator(engine)
+    made = generator(engine, **attention)
     captured = list(made.stream(PROMPTS, 60, sampling, seed=5))
     assert len(captured) == 60
     (batch,) = made._batches.values()

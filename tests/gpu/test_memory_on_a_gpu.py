@@ -17,6 +17,11 @@ WIDE = [
     "runtime.deterministic=false", "runtime.micro_batch_size=auto",
 ]  # fmt: skip
 TORCH = "runtime.kernels=torch"
+# Four heads of keys and values, of a width of their own, normalised, and an output matrix beside the embedding.
+QWEN3 = [
+    "model.num_heads=16", "model.num_key_value_heads=4", "model.head_dim=192", "model.qk_norm=true",
+    "model.tie_embeddings=false",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +49,22 @@ def graphs():
         ([], "dense"),
         ([], "tile"),
         (["model.gated=false"], "dense"),
+        ([TORCH, *QWEN3], None),
+        ([TORCH, "model.num_key_value_heads=4", "model.attention_bias=true"], None),
+        (QWEN3, "dense"),
     ],
-    ids=["torch", "torch_nongated", "recompute", "silu", "dense", "tile", "dense_nongated"],
+    ids=[
+        "torch",
+        "torch_nongated",
+        "recompute",
+        "silu",
+        "dense",
+        "tile",
+        "dense_nongated",
+        "torch_qwen3",
+        "torch_qwen2",
+        "dense_qwen3",
+    ],
 )
 def test_the_arithmetic_is_within_three_percent_of_the_peak(overrides, engine, size, tmp_path):
     """At 16, a step has one micro-batch, and its gradients come as activations go."""

@@ -266,3 +266,36 @@ def test_a_profile_has_the_kernels_of_its_steps_alone(tmp_path):
         assert min(kernel["ts"] for kernel in kernels) > begin
         counts.append(sum("adam" in kernel["name"].lower() for kernel in kernels))
     assert 0 < counts[0] == counts[1] / 2
+
+
+# Of Qwen3 8B, but for the vocabulary and the number of layers: 6.7 GiB of states.
+QWEN3 = [
+    "model=qwen3_8b", "model.vocab_size=4096", "model.hidden_size=4096", "model.intermediate_size=12288",
+    "model.num_layers=2", "model.num_heads=32", "model.context_length=1024", "model.init_std=0.02",
+    "training.sequence_length=1024", "runtime.micro_batch_size=8", "sparsity.l1_coefficient=1e-5",
+    "optimizer.learning_rate=1e-4",
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_wide_qwen3_trains_on_the_kernels_with_the_losses_of_pytorch(tmp_path):
+    """80 of 12,288 neurons fire, 0.65%: from the third step on both layers are on the tile engine."""
+    found = {}
+    for path in ("torch", "cuda"):
+        torch._dynamo.reset()
+        overrides = [*PLANNED, *QWEN3, f"runtime.kernels={path}"]
+        with small_trainer(tmp_path / path, *overrides) as trainer:
+            silent = torch.arange(12_288, device="cuda") % 77 != 0  # the others fire for half of the tokens
+            for layer in trainer.decoder.layers:
+                with torch.no_grad():
+                    layer.mlp.gate_proj.weight[silent] = 0
+            batches = trainer.data.batches(None)
+            steps = [trainer.advance(batches)[0] for _ in range(8)]
+            found[path] = [(step.ce.item() / 8192, step.l1.sum().item(), step.nnz.tolist()) for step in steps]
+            if path == "cuda":
+                assert trainer.plans.engines == ["tile", "tile"]
+                assert steps[-1].rest_calls.tolist() == [0, 0]
+    for (ce, l1, nnz), (expected_ce, expected_l1, expected_nnz) in zip(found["cuda"], found["torch"], strict=True):
+        assert ce == pytest.approx(expected_ce, rel=2**-8)
+        assert l1 == pytest.approx(expected_l1, rel=1e-2)
+        assert nnz == pytest.approx(expected_nnz, rel=1e-2)

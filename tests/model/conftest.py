@@ -1,4 +1,4 @@
-"""`hollow`: accelerated models without a GPU.
+"""`tokenizer_folder`: a tokenizer of two words. `hollow`: accelerated models without a GPU.
 
 There the operator runs dense. The whole machinery runs around stand-ins at the places where it is called, which note
 the engine that each call asks for, and return the counts that a test sets.
@@ -7,6 +7,8 @@ the engine that each call asks for, and return the counts that a test sets.
 import pytest
 import torch
 from model.small_models import logits
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from sparsellm.model import Decoder, accelerate, engine_choice
 from sparsellm.ops import Engine, Plan
@@ -46,6 +48,16 @@ class Hollow:
         with torch.no_grad():  # as is inference mode, in which logits are asked for
             logits(model, ids) if not isinstance(model, Decoder) else model(ids, ids)
         return self.engines[:]
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    words = {"<|endoftext|>": 0, "a": 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>")), eos_token="<|endoftext|>"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm.config import Activation, ModelConfig, parameters
 from sparsellm.model import Decoder, huggingface
@@ -14,16 +13,6 @@ CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=4, context_length=32, rope_theta=5e3
 )
 KINDS = [(True, Activation.relu), (True, Activation.silu), (False, Activation.relu)]
-
-
-@pytest.fixture
-def tokenizer_folder(tmp_path):
-    words = {"<|endoftext|>": 0, "a": 1}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>")), eos_token="<|endoftext|>"
-    )
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
 
 
 def decoder(gated=True, activation=Activation.relu, **changes):
@@ -77,13 +66,22 @@ def test_bfloat16_export_is_the_rounded_weights(tmp_path, tokenizer_folder):
 
 def test_other_architectures_are_refused_with_every_reason(tmp_path):
     config = LlamaConfig(
-        vocab_size=96, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, hidden_act="gelu",
-        tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+        vocab_size=96, hidden_size=48, num_attention_heads=4, hidden_act="gelu", attention_bias=True, mlp_bias=True,
+        architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*num_key_value_heads is 2.*embeddings is False"):
+    with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*attention_bias is True.*mlp_bias is True"):
         huggingface.load(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_decoder_begins_with_drawn_matrices_norms_of_ones_and_biases_of_zeros():
+    for attention in ({"attention_bias": True, "tie_embeddings": False}, {"qk_norm": True}):
+        for name, parameter in decoder(num_key_value_heads=2, **attention).named_parameters():
+            if parameter.dim() == 2:
+                assert parameter.std().item() == pytest.approx(0.2, rel=0.1), name
+            else:
+                assert parameter.unique().tolist() == [0.0 if name.endswith("proj.bias") else 1.0], name
 
 
 @pytest.mark.parametrize("recompute", [False, True])

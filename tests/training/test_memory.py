@@ -79,3 +79,15 @@ def test_ddp_has_no_gradients_beside_its_buckets_unless_a_step_accumulates():
     assert (one.gradients, one.buckets) == (0, one.weights)
     two = usage(small_config(), 2, 2, [None] * 2)
     assert (two.gradients, two.buckets) == (two.weights, two.weights)
+
+
+def test_grouped_heads_keep_less_and_an_output_matrix_of_its_own_is_one_more_state():
+    """Queries, keys, values and output are E (2 Q + 2 R) of a token, and the matrices' casts E K (2 Q + 2 R)."""
+    plain = from_overrides(["experiment=0p5b", "training.batch_size=16"])
+    grouped = from_overrides(["experiment=0p5b", "training.batch_size=16", "model.num_key_value_heads=8"])
+    untied = from_overrides(["experiment=0p5b", "training.batch_size=16", "model.tie_embeddings=false"])
+    before, fewer, more = (usage(config, 1, 16, [None] * 8) for config in (plain, grouped, untied))
+    narrower = 2 * 2 * (32 - 8) * 64  # bytes of a token
+    assert before.activations - fewer.activations == 8 * narrower * (16 * 2048 + 2048)
+    assert more.weights - before.weights == 4 * 49_152 * 2_048
+    assert more.activations == before.activations

@@ -1,17 +1,28 @@
 """Rows and their file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from sparsellm.config import ModelConfig
 from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, history, mfu, read
 
 
 def test_mfu_is_the_designs():
     """DESIGN §6: 152k tokens/s of the 0.5B model are 50% of an H200."""
-    parameters = 49_152 * 2_048 + 8 * (4 * 2_048**2 + 3 * 2_048 * 5_632)
-    assert mfu(152_000, parameters, 8, 2_048, 2_048, 989e12) == pytest.approx(0.50, abs=0.005)
-    assert mfu(152_000, parameters, 8, 2_048, 2_048, 8 * 989e12) == pytest.approx(0.50 / 8, abs=0.001)
+    model = ModelConfig(num_layers=8)
+    assert mfu(152_000, model, 2_048, 989e12) == pytest.approx(0.50, abs=0.005)
+    assert mfu(152_000, model, 2_048, 8 * 989e12) == pytest.approx(0.50 / 8, abs=0.001)
+
+
+def test_mfu_counts_what_is_multiplied():
+    """An embedding beside an output matrix is looked up; attention's products are as wide as the heads of queries."""
+    model = ModelConfig(vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=2)
+    grouped = replace(model, tie_embeddings=False, num_key_value_heads=1, head_dim=6)
+    both = 100 * 8 + 3 * (3 * 8 * 16 + 2 * 8) + 8
+    assert mfu(1, model, 32, 1) == 6 * (both + 3 * 4 * 8 * 8 + 3 * 32 * 8)
+    assert mfu(1, grouped, 32, 1) == 6 * (both + 3 * 2 * 8 * (12 + 6) + 3 * 32 * 12)
 
 
 def test_the_file_begins_anew_after_the_last_step(tmp_path):

@@ -64,8 +64,15 @@ DRAWN_ANEW = [
     "sparsity.reinit_every=2", "optimizer.grad_clip=0.5",
 ]  # fmt: skip
 COMPILED = ["runtime.recompute=true", "runtime.precision=bfloat16", "runtime.compile=true"]
+# What the paper's models have not: each rank has rows of biases and of an output matrix.
+ATTENTION = [
+    "model.num_key_value_heads=1", "model.head_dim=24", "model.attention_bias=true", "model.tie_embeddings=false",
+]  # fmt: skip
 # (name, overrides, ways on one node, ways on two)
-RUNS = [("drawn anew", DRAWN_ANEW, SHARDS, SHARDS[1:]), ("compiled", COMPILED, ["none", "full"], [])]
+RUNS = [
+    ("drawn anew", DRAWN_ANEW, SHARDS, SHARDS[1:]), ("compiled", COMPILED, ["none", "full"], []),
+    ("attention", ATTENTION, ["none", "optimizer"], []),
+]  # fmt: skip
 STEPS, COUNTED = 4, 2
 
 

@@ -1,0 +1,83 @@
+"""Rotary positions: each pair of a head's numbers turns with its position, at a frequency of its own.
+
+Frequencies are theta^(-2 i / D) of pair i, and a model that was trained on short sequences can be given lower ones for
+longer sequences, as `rope_parameters` says; the formulas are those of transformers. Letters: T positions, D head width.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsellm.config import ModelConfig, RopeParameters, RopeType
+
+
+def rotary_tables(length: int, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D] float32, halves repeated (Llama's layout, not interleaved)."""
+    frequencies, factor = _frequencies(config, device)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+    angles = torch.cat([angles, angles], -1)
+    if factor == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., D] rotated by its position; computed in float32, returned in the dtype of x."""
+    first, second = x.float().chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Radians by position [D / 2] float32, and what cos and sin are multiplied by."""
+    rope, pairs = config.rope_parameters, torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
+    plain = config.rope_theta ** -(pairs / config.head_width)
+    if rope.rope_type == RopeType.default:
+        return plain, 1.0
+    assert rope.factor is not None
+    if rope.rope_type == RopeType.linear:
+        return plain / rope.factor, 1.0
+    assert rope.original_max_position_embeddings is not None
+    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0, within the context of training
+    if rope.rope_type == RopeType.llama3:
+        kept, sharpening = _kept_by_llama3(rope, plain * rotations), 1.0
+    else:
+        kept, sharpening = _kept_by_yarn(rope, config, rotations, device), _sharpening(rope, rope.factor)
+    return plain / rope.factor * (1 - kept) + plain * kept, sharpening
+
+
+def _kept_by_llama3(rope: RopeParameters, rotations: Tensor) -> Tensor:
+    """By how much each frequency stays, 0 to 1: by its rotations within the context that the model was trained on."""
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
+    return ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+
+
+def _kept_by_yarn(rope: RopeParameters, config: ModelConfig, rotations: float, device: torch.device) -> Tensor:
+    """The same: in a straight line over the pairs between those of beta_fast and of beta_slow rotations. `rotations`:
+    those of pair 0."""
+    width = config.head_width
+
+    def pair(wanted: float) -> float:
+        """Which one has so many: theta^(2 pair / D) times fewer than pair 0."""
+        return width * math.log(rotations / wanted) / (2 * math.log(config.rope_theta))
+
+    first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
+    if rope.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def _sharpening(rope: RopeParameters, factor: float) -> float:
+    """What yarn multiplies cos and sin by, so that attention over more positions is as sharp."""
+
+    def by(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return by(rope.mscale) / by(rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else by(1)
