@@ -1,5 +1,7 @@
 """Text from the decoder: the tokens that transformers would choose, whatever else is in the batch."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from model.small_models import make
@@ -87,15 +89,28 @@ def test_what_cannot_be_generated_is_refused(prompts, new, message):
         next(Generator(make("decoder")).stream(prompts, new))
 
 
-def test_a_stream_whose_memory_another_one_has_taken_is_refused():
+def test_streams_that_are_under_way_at_once_do_not_disturb_each_other():
     generator = Generator(make("decoder"))
-    first = generator.stream(PROMPTS, 20)
-    next(first)
-    second = generator.stream(PROMPTS, 20)
-    next(second)
-    with pytest.raises(RuntimeError, match="another stream of this generator has begun"):
-        next(first)
-    assert len(list(second)) == 19
+    lists = [PROMPTS, [[7], [8, 9, 10], [11]]]  # of one size, and about one length
+    alone = [all_of(Generator(make("decoder")), prompts, 20) for prompts in lists]
+    steps = list(zip(*(generator.stream(prompts, 20) for prompts in lists), strict=True))  # in turns
+    assert [[list(tokens) for tokens in zip(*of_one, strict=True)] for of_one in zip(*steps, strict=True)] == alone
+    dropped = generator.stream(PROMPTS, 20)
+    next(dropped)
+    assert not generator._idle
+    del dropped  # gives its memory back
+    assert len(generator._idle) == 1
+    assert all_of(generator, lists[1], 20) == alone[1]
+
+
+def test_several_threads_generate_at_once():
+    generator = Generator(make("decoder"))
+    lists = [[[seed, 2 * seed, 3], [90 - seed], [44, seed]] for seed in range(1, 5)]
+    alone = [all_of(generator, prompts, 20) for prompts in lists]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            assert list(threads.map(lambda prompts: all_of(generator, prompts, 20), lists)) == alone
+    assert len(generator._idle) == 1
 
 
 def test_the_whole_context_can_be_filled():
