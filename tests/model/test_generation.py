@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from model.near_ties import assert_texts_part_at_near_ties
 from model.small_models import make
 
 from sparsellm.config import Activation
@@ -40,6 +41,28 @@ def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     assert all_of(generator, PROMPTS, 40) == expected
     assert all_of(generator, PROMPTS[1:2], 40) == expected[1:2]
     assert all_of(generator, PROMPTS, 40) == expected  # in memory that other calls have used
+
+
+def test_in_bfloat16_texts_part_from_transformers_at_near_ties_only():
+    """The residual stream is float32 here and bfloat16 there, so logits differ."""
+    decoder, random = make("decoder"), torch.Generator().manual_seed(0)
+    weights = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    theirs = huggingface.view(weights, decoder.config, Activation.relu, 0).bfloat16()
+    prompts = [torch.randint(96, (length,), generator=random).tolist() for length in range(1, 9)]
+
+    def greedy(prompt):
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+
+    expected = [greedy(prompt) for prompt in prompts]
+    found = all_of(Generator(decoder, dtype=torch.bfloat16), prompts, 30)
+    assert found != expected
+    assert_texts_part_at_near_ties(theirs, prompts, expected, found)
+    with torch.no_grad():
+        theirs.model.layers[1].mlp.down_proj.weight.mul_(1.3)
+    with pytest.raises(AssertionError, match="no near-tie|come before the texts part"):
+        assert_texts_part_at_near_ties(theirs, prompts, [greedy(prompt) for prompt in prompts], found)
 
 
 def test_a_sequence_ends_with_a_stop_token_and_the_others_go_on():
