@@ -42,8 +42,8 @@ from sparsellm.model.decoder import (
 
 CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
-# One capture at a time in a process: a capture begins with a wait for the whole device, which CUDA refuses while another
-# one is under way.
+# One capture at a time in a process: a capture begins with a wait for the whole device, which CUDA refuses while
+# another one is under way.
 CAPTURE = threading.Lock()
 
 

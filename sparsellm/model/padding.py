@@ -1,9 +1,8 @@
 """Padding of accelerated Hugging Face models: tokens that the attention mask hides fire no neurons.
 
-A batch of unequal prompts is padded on the left, and every layer computes the padding too. A padding token sees no token,
-not even itself, so nothing depends on it; yet it would fire as many neurons as the first token of a text, which are many,
-and all padding fires the same ones. The sparse engines would compute them, and layers would choose their engines from
-counts that are mostly of padding.
+A batch of unequal prompts is padded on the left, and every layer computes the padding too. A padding token sees no
+token, not even itself, so nothing depends on it; yet it would fire neurons, as the first token of a text does, which
+fires many. The sparse engines would compute them, and layers would choose their engines from counts of padding.
 
 So before a stack of layers begins, the embeddings of tokens that are hidden become zeros. They stay zeros through all
 layers: norms and biasless products of zeros are zeros, and attention that sees nothing is zero (in PyTorch's

@@ -1,4 +1,6 @@
-"""Text on a GPU: a captured step gives the tokens of the same step taken operator by operator."""
+"""Text on a GPU: a captured step gives the bits of the same step taken operator by operator."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 PROMPTS = [[5, 17, 3, 80, 11] * 20, [3], [44, 2, 9]]
 
 
-def generator(engine):
+def generator(engine, device=DEVICE):
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device(device):
         decoder = Decoder(ModelConfig(96, 256, 512, 2, 4, context_length=512, init_std=0.1), Activation.relu)
     made = Generator(decoder, dtype=torch.bfloat16, kernels=None if engine is None else "cuda")
     for block in decoder.modules():
@@ -33,11 +35,14 @@ def test_captured_steps_give_the_same_tokens(engine, sampling, monkeypatch):
     made = generator(engine)
     captured = list(made.stream(PROMPTS, 60, sampling, seed=5))
     assert len(captured) == 60
-    (batch,) = made._batches.values()
+    (batch,) = made._idle.values()
     assert list(batch.graphs) == [sampling]
     assert list(made.stream(PROMPTS, 60, sampling, seed=5)) == captured  # with the graph from the first step on
+    cache = batch.keys.clone(), batch.values.clone()
     monkeypatch.setattr(generation, "UNCAPTURED_STEPS", 1 << 30)
     assert list(made.stream(PROMPTS, 60, sampling, seed=5)) == captured
+    assert torch.equal(batch.keys, cache[0])
+    assert torch.equal(batch.values, cache[1])
     other = list(made.stream(PROMPTS, 60, Sampling(1.0), seed=6))
     assert other != captured
 
@@ -48,3 +53,27 @@ def test_layers_share_one_compiled_step():
     made = generator("row")
     list(made.stream(PROMPTS, 5))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_threads_generate_at_once_each_with_a_graph_of_its_own():
+    torch._dynamo.reset()
+    made = generator("row")
+    lists = [[[seed, 2 * seed, 3], [90 - seed] * 7, [44, seed]] for seed in range(1, 5)]
+    alone = [list(made.stream(prompts, 40)) for prompts in lists]
+
+    def on_a_stream(prompts):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return list(made.stream(prompts, 40))
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            assert list(threads.map(on_a_stream, lists)) == alone
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_generator_works_on_a_gpu_that_is_not_the_current_one():
+    torch._dynamo.reset()
+    expected = list(generator("row", "cuda:0").stream(PROMPTS, 40))
+    with torch.cuda.device(0):
+        assert list(generator("row", "cuda:1").stream(PROMPTS, 40)) == expected

@@ -3,8 +3,8 @@
 Two paths that compute in bfloat16 round differently, so their logits differ. A near-tie is a position at which float32
 finds both chosen tokens within reach of that rounding from the likeliest one. Let e be the largest difference between
 logits of the dense bfloat16 model and of float32, over the text up to there. The dense path then chooses a token whose
-float32 logit is below the largest by at most 2 e; and the other path, which may have twice the dense one's error (DESIGN,
-Contracts), by at most 4 e. A path that computes anything else soon chooses a token that is further below.
+float32 logit is below the largest by at most 2 e; and the other path, which may have twice the dense one's error
+(DESIGN §5), by at most 4 e. A path that computes anything else soon chooses a token that is further below.
 """
 
 import copy
@@ -39,8 +39,8 @@ def assert_texts_part_at_near_ties(
         for path, token in (("dense", expected[parting]), ("other", found[parting])):
             below = (logits[-1].max() - logits[-1, token]).item()
             assert below <= REACH * error, (
-                f"after {ids.shape[1]} tokens the {path} path chooses token {token}, whose logit is {below:.4f} below the"
-                f" largest: no near-tie, for the dense model's error is {error:.4f}"
+                f"after {ids.shape[1]} tokens the {path} path chooses token {token}, whose logit is {below:.4f} below"
+                f" the largest: no near-tie, for the dense model's error is {error:.4f}"
             )
     total = sum(map(len, theirs))
     assert agreed >= agreeing * total, f"only {agreed} of {total} tokens come before the texts part"

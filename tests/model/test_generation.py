@@ -61,7 +61,7 @@ def test_in_bfloat16_texts_part_from_transformers_at_near_ties_only():
     assert_texts_part_at_near_ties(theirs, prompts, expected, found)
     with torch.no_grad():
         theirs.model.layers[1].mlp.down_proj.weight.mul_(1.3)
-    with pytest.raises(AssertionError, match="no near-tie|come before the texts part"):
+    with pytest.raises(AssertionError, match=r"no near-tie|come before the texts part"):
         assert_texts_part_at_near_ties(theirs, prompts, [greedy(prompt) for prompt in prompts], found)
 
 
