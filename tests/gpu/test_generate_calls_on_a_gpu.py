@@ -22,9 +22,9 @@ LENGTHS = (1, 5, 70, 33, 128, 12, 64, 9)
 
 def llama(**changes):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2} | changes
     settings = {"num_attention_heads": 4, "max_position_embeddings": 512, "hidden_act": "relu"}
-    config = LlamaConfig(**sizes, **settings, initializer_range=0.1, **changes)
+    config = LlamaConfig(**sizes, **settings, initializer_range=0.1)
     return LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
 
 
