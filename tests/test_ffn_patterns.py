@@ -1,6 +1,7 @@
 """The patterns that benchmarks and GPU tests are fed, the tokens that bench_ffn decodes, and what benchmarks do with
 failures; tiny, on the CPU."""
 
+import argparse
 import importlib
 import re
 
@@ -180,3 +181,30 @@ def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):
     assert other.model.layers[1].mlp is not tiny_llama.model.layers[1].mlp
     assert all(a is b for a, b in zip(other.parameters(), tiny_llama.parameters(), strict=True))
     assert other.lm_head.weight is tiny_llama.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("non_gated", [False, True])
+def test_whole_models_are_measured_and_summed_up(non_gated, monkeypatch, capsys):
+    sizes = {"vocab_size": 1024, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    monkeypatch.setattr(bench_model, "CONFIG", bench_model.CONFIG | sizes)
+    monkeypatch.setattr(patterns, "N", 256)
+    monkeypatch.setattr(bench_model, "NON_GATED_NEURONS", 384)
+    monkeypatch.setattr(bench_model, "CALIBRATION", 2048)
+    monkeypatch.setattr(bench_model, "VARIANTS", ("dense eager", "sparse eager"))  # "sparse": the same without a GPU
+    args = argparse.Namespace(
+        non_gated=non_gated, locality=0.0, seed=0, length=128, batch=2, activations=None, mean=8.0, compiled=False,
+        seconds=0.01,
+    )  # fmt: skip
+    result = bench_model.measure(2, args, "cpu")
+    neurons = 384 if non_gated else 256
+    matrices = (2 if non_gated else 3) * 64 * neurons + 4 * 64 * 64
+    assert result["parameters"] == 1024 * 64 + 2 * (matrices + 2 * 64) + 64
+    assert result["nonzeros_per_layer"] == pytest.approx([8, 8], rel=0.2)
+    dense, sparse = (result["variants"][f"{kind} eager"] for kind in ("dense", "sparse"))
+    assert dense["speedup"] == 1
+    assert sparse["difference"] == 0
+    dense |= {"tokens_per_s": 2e5, "mj_per_token": 5.0}
+    sparse |= {"tokens_per_s": 3e5, "mj_per_token": 4.0}
+    head, line = bench_model.summary([result, result | {"variants": {"dense eager": {"failure": "none"}}}])
+    assert line.split()[2:] == ["200.0", "300.0", "1.500x", "5.00", "4.00", "-20.0%"]
+    assert head.split()[0] == "parameters"
