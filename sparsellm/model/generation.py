@@ -265,10 +265,12 @@ class Generator:
         """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
         x = self.decoder.embed_tokens(batch.tokens).float()
         cos, sin = batch.cos[batch.lengths, None], batch.sin[batch.lengths, None]
-        there = torch.arange(batch.keys.shape[2], device=self.device) <= batch.lengths[:, None]
+        hidden = torch.arange(batch.keys.shape[2], device=self.device) > batch.lengths[:, None]
+        # What attention adds to its scores: made once, for each layer would turn a mask of bools into it.
+        bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         for i, layer in enumerate(self.layers):
             x = self._layer(
-                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, there
+                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, bias
             )
         batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
         batch.lengths.add_(1)
@@ -329,11 +331,10 @@ def _feedforward(block: nn.Module, x: Tensor) -> Tensor:
 
 def _decode_layer(
     layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    rows: Tensor, lengths: Tensor, there: Tensor,
+    rows: Tensor, lengths: Tensor, bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get its own at `lengths`; there [B, S]."""
+    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get their part at `lengths`."""
     q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
-    seen = there[:, None, None]
-    y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
+    y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias)
     return _after_attention(layer, x, y[:, :, 0])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import dispatch_model
-from model.small_models import blocks, layers, make, tokens
+from model.small_models import blocks, make, tokens
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 import sparsellm
@@ -66,13 +66,6 @@ def in_threads(model):
         return list(threads.map(lambda prompt: generate(model, [prompt])[0], PROMPTS))
 
 
-def dispatched(model):
-    """With the hooks that device_map gives to every module; both parts on the CPU."""
-    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "cpu"}
-    devices = parts | {"model.rotary_emb": "cpu", "lm_head": "cpu"}
-    return generate(dispatch_model(model, devices, force_hooks=True))
-
-
 WAYS = {
     "one by one": one_by_one,
     "padded": generate,
@@ -84,7 +77,6 @@ WAYS = {
     "compiled": compiled,
     "inference mode": in_inference_mode,
     "threads": in_threads,
-    "device map": dispatched,
 }
 
 
@@ -182,15 +174,29 @@ def test_calls_with_gradients_and_with_embeddings_are_left_alone(hollow):
         torch.testing.assert_close(model(**embedded).logits, expected)
 
 
-# Models in several places.
+# Models in several places, with the hooks that device_map gives to every module.
+
+PLACES = {
+    **dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"), "cpu"),
+    "model.layers.1": "cpu",
+}
+
+
+def test_a_dispatched_model_gives_its_own_tokens(hollow):
+    model = dispatch_model(make("llama"), PLACES, force_hooks=True)
+    before, expected = blocks(model), generate(make("llama"))
+    assert all(hasattr(block, "_hf_hook") for block in before)
+    sparsellm.accelerate(model, "cuda")
+    assert generate(model) == expected
+    assert "row" in hollow.engines
+    assert blocks(sparsellm.restore(model)) == before
+    assert generate(model) == expected
 
 
 def test_offloaded_blocks_are_refused_by_name(tmp_path, hollow):
-    model = make("llama")
-    devices = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
-    model = dispatch_model(
-        model, devices | {"model.rotary_emb": "cpu", "lm_head": "cpu"}, main_device="cpu", offload_dir=tmp_path
-    )
+    places = PLACES | {"model.layers.1": "disk"}
+    model = dispatch_model(make("llama"), places, main_device="cpu", offload_dir=tmp_path)
+    before = blocks(model)
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.gate_proj.weight is on the meta device: it should be"):
         sparsellm.accelerate(model, "cuda")
-    assert layers(model)[0].mlp.act_fn is not None
+    assert blocks(model) == before
