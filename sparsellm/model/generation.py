@@ -333,7 +333,8 @@ def _decode_layer(
     layer: DecoderLayer, merged: Tensor, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
     rows: Tensor, lengths: Tensor, bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get their part at `lengths`."""
+    """One token of each sequence: x [B, K]; keys and values [B, S, H, D] get its own at `lengths`; bias
+    [B, 1, 1, S] is -inf for positions that are not there yet."""
     q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
     y = F.scaled_dot_product_attention(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias)

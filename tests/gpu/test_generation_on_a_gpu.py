@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from kernel_cases import DEVICE
+from model.near_ties import assert_texts_part_at_near_ties
 
 from sparsellm.config import Activation, ModelConfig
-from sparsellm.model import Decoder, generation
+from sparsellm.model import Decoder, generation, huggingface
 from sparsellm.model.accelerate import SparseFeedForward
 from sparsellm.model.generation import Generator, Sampling
 
@@ -45,6 +46,21 @@ def test_captured_steps_give_the_same_tokens(engine, sampling, monkeypatch):
     assert torch.equal(batch.values, cache[1])
     other = list(made.stream(PROMPTS, 60, Sampling(1.0), seed=6))
     assert other != captured
+
+
+@pytest.mark.parametrize("engine", [None, "dense", "row"])
+def test_texts_part_from_those_of_transformers_at_near_ties_only(engine):
+    torch._dynamo.reset()
+    made = generator(engine)
+    weights = {name: parameter.detach().float() for name, parameter in made.decoder.named_parameters()}
+    theirs, expected = huggingface.view(weights, made.config, Activation.relu, 0).bfloat16(), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=DEVICE)
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        text = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        expected.append(text[0, len(prompt) :].tolist())
+    found = [list(tokens) for tokens in zip(*made.stream(PROMPTS, 30), strict=True)]
+    assert_texts_part_at_near_ties(theirs, PROMPTS, expected, found, agreeing=0.3)
 
 
 def test_layers_share_one_compiled_step():
