@@ -189,8 +189,9 @@ class Generator:
                 f"a prompt of {max(lengths):,} tokens and {new_tokens:,} new ones exceed the model's context of"
                 f" {context:,}: shorten the prompt, or ask for fewer new tokens"
             )
-        if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
-            raise ValueError(f"token {strange[0]} is not in the vocabulary of {vocabulary:,} tokens")
+        for token in (min(map(min, prompts)), max(map(max, prompts))):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token {token} is not in the vocabulary of {vocabulary:,} tokens")
         return lengths
 
     def _take(self, size: int, positions: int) -> Batch:
@@ -216,13 +217,13 @@ class Generator:
         def on_device(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, device=self.device)
 
-        lengths, positions_kept = [len(prompt) for prompt in prompts], batch.keys.shape[2]
-        longest = max(lengths)
         tokens = on_device([token for prompt in prompts for token in prompt])
-        positions = on_device([position for length in lengths for position in range(length)])
+        lengths, longest = on_device([len(prompt) for prompt in prompts]), max(map(len, prompts))
+        rows = batch.rows.repeat_interleave(lengths, output_size=len(tokens))
+        ends = lengths.cumsum(0)
+        positions = torch.arange(len(tokens), device=self.device) - (ends - lengths)[rows]
         # Where a token of the call is among all positions of the batch: of attention's input, and of the cache.
-        within = on_device([row * longest + i for row, length in enumerate(lengths) for i in range(length)])
-        cached = on_device([row * positions_kept + i for row, length in enumerate(lengths) for i in range(length)])
+        within, cached = (rows * width + positions for width in (longest, batch.keys.shape[2]))
         x = self.decoder.embed_tokens(tokens).float()
         cos, sin = batch.cos[positions, None], batch.sin[positions, None]
         padded = None
@@ -238,9 +239,8 @@ class Generator:
             q, k, v = (part.unflatten(0, (len(prompts), longest)).transpose(1, 2) for part in parts)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
             x = _after_attention(layer, x, y if padded is None else y[within])
-        last = on_device(lengths).cumsum(0) - 1
-        batch.tokens.copy_(sampling.draw(self._logits(x[last]), batch.generator))
-        batch.lengths.copy_(on_device(lengths))
+        batch.tokens.copy_(sampling.draw(self._logits(x[ends - 1]), batch.generator))
+        batch.lengths.copy_(lengths)
 
     def _logits(self, x: Tensor) -> Tensor:
         """x [B, K] float32 -> [B, V] float32."""
