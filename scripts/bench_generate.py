@@ -54,7 +54,7 @@ from sparsellm.evaluation.locate import locate
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import SparseFeedForward
 from sparsellm.model.engine_choice import EngineChoice
-from sparsellm.model.generation import Generator, Sampling
+from sparsellm.model.generation import CACHE_MULTIPLE, Generator, Sampling
 from sparsellm.model.pretrained import read_model, read_tokenizer
 from sparsellm.ops import Engine
 
@@ -394,7 +394,9 @@ def main() -> None:
     )
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences; measured are 1 4 16 64 256")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens of a prompt; up to 2048 - --new")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[128], help="tokens of a prompt: 128, or 1984 to fill 2,048"
+    )
     parser.add_argument("--new", type=int, default=64, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=3.0, help="after which no case begins")
@@ -403,8 +405,15 @@ def main() -> None:
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text are given together")
-    if args.new < 2:
-        parser.error(f"--new is {args.new}: it should be at least 2")
+    if args.new < PROFILED:
+        parser.error(f"--new is {args.new}: it should be at least {PROFILED}")
+    if "ours" in args.modes and any(
+        -(-(context + 1) // CACHE_MULTIPLE) != -(-(context + args.new) // CACHE_MULTIPLE) for context in args.contexts
+    ):
+        parser.error(
+            f"--new is {args.new} with --contexts {args.contexts}: for the mode `ours`, calls for one token and for all"
+            f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and at most {CACHE_MULTIPLE} new tokens"
+        )
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
     start, device = time.perf_counter(), torch.device("cuda")

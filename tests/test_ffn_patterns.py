@@ -123,7 +123,7 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
         patterns.layers_file(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_evaluate", "bench_train"])
+@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_generate", "bench_evaluate", "bench_train"])
 def test_scripts_refuse_a_folder_without_a_recording_and_say_how_to_make_one(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script, "--activations", str(tmp_path)])
     with pytest.raises(SystemExit):
