@@ -412,7 +412,7 @@ def main() -> None:
     ):
         parser.error(
             f"--new is {args.new} with --contexts {args.contexts}: for the mode `ours`, calls for one token and for all"
-            f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and at most {CACHE_MULTIPLE} new tokens"
+            f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and no more new tokens"
         )
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")

@@ -88,7 +88,9 @@ def test_texts_part_from_the_dense_models_at_near_ties_only(way, engine):
     model = sparsellm.accelerate(llama(), "cuda", engine)
     found = WAYS[way](model, sequences)
     assert_texts_part_at_near_ties(dense, sequences[: len(found)], expected, found)
-    if engine is not None:  # with one engine the bits are the same, whatever was generated in between
+    # With one engine the bits are the same, whatever was generated in between; but what generate_batch computes
+    # together depends on when its thread takes up which prompt.
+    if engine is not None and way != "generate_batch":
         others = WAYS[way](model, [sequence[::-1] for sequence in sequences])
         assert others != found
         assert WAYS[way](model, sequences) == found
