@@ -1,47 +1,81 @@
-"""`generate()` of a whole 1.5B model, stock Hugging Face Llama with ReLU, before and after `sparsellm.accelerate`.
+"""Text by a whole model, dense and accelerated, in every way that transformers offers and by sparsellm.Generator.
 
-    python -m scripts.bench_generate --activations DIR [--mean 36] [--batches 1 16 64] [--modes ours] [--json OUT]
+    python -m scripts.bench_generate --activations DIR [--mean 36] [--layers 28] [--json OUT]
+    python -m scripts.bench_generate --checkpoint PATH --text FILE [--modes ours static] [--batches 1 64] ...
 
-Weights are random, yet every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one factor
-so that they average to --mean. Modes: `eager`, transformers' default; `static`, cache_implementation="static", for
-which transformers compiles the decoding step and replays it as a CUDA graph; `ours`, the same weights in
-sparsellm.Generator, whose dense side is compiled too.
+The weights are random, and every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one
+factor so that they average to --mean; or they are those of a checkpoint, whose prompts come from a text FILE.
 
-Per mode and batch: time to the first token (a call for one token), milliseconds per further token, tokens per second
-of the whole call, of --prompt tokens of prompt and --new of new ones, which are prescribed (`ours`: drawn from the
-whole vocabulary at random), and which engines the layers have chosen for few tokens in the end. Wall-clock medians of
-calls that alternate between the two models, which share one set of weights; the first calls, which compile and let
-engines be chosen, are not timed.
+Modes, in each of which dense and accelerated take turns on one set of weights:
+  eager    transformers' default
+  static   cache_implementation="static": transformers compiles the decoding step, and replays it as a CUDA graph
+  batched  generate_batch, transformers' continuous batching; the manager is kept from call to call
+  ours     sparsellm.Generator; its dense side is compiled and captured as the other one is
+
+Printed for each case: the time to the first token (a call for one token, so the prefill), the time of each further one,
+tokens per second of the whole call, energy per new token of the whole call (NVML's counter), and of each further step
+  of peak  what must be read (the weights, with sparse engines only the rows of neurons that fire; keys and values), by
+           the speed of a copy on this GPU, as a share of the measured time
+  ffn      all feedforward blocks alone, on inputs of this batch, captured in one CUDA graph
+  attn     kernels of attention itself, by name, without its projections
+  other    all other kernels: projections, norms, head, choice of the token
+  host     what no kernel takes: the device waits for the host
+and the engines that layers chose for this batch. Medians of --rounds; the first calls, which compile and let engines be
+chosen, are not timed. No case begins after --minutes; which ones are left out is said.
+
+`eager` and `static` follow a given text, for tokens that a random model likes best are few and fire otherwise than
+those that it was shaped with; `batched` and `ours` draw from the whole vocabulary, of a checkpoint at temperature 1.
 """
 
 import argparse
+import gc
+import itertools
 import json
+import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import sparsellm
 from scripts import ffn_patterns as patterns
 from scripts.bench_model import MODEL, random_model, sharing_copy
-from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, random_text, shape_to_rates
+from scripts.shaped_firing import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
+from sparsellm.benchmarks.timing import Stopwatch, rate, wait_for
 from sparsellm.config import Activation
-from sparsellm.model import Decoder
+from sparsellm.evaluation.locate import locate
+from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import SparseFeedForward
-from sparsellm.model.generation import Generator, Sampling
+from sparsellm.model.engine_choice import EngineChoice
+from sparsellm.model.generation import CACHE_MULTIPLE, Generator, Sampling
+from sparsellm.model.pretrained import read_model, read_tokenizer
+from sparsellm.ops import Engine
 
-WARMUP = 3  # calls that are not timed
+MODES = ("eager", "static", "batched", "ours")
+WARMUP = 2  # whole calls that are not timed
+PROFILED = 9  # tokens of the calls whose kernels are summed
+ATTENTION = re.compile("sdpa|fmha|flash|attention", re.IGNORECASE)  # names of kernels
+MEMORY = 0.3  # of what is free, for the cache of each model in continuous batching
+LOCALITY = 0.5
+Call = Callable[[int], object]  # generates so many new tokens for each sequence
+
+
+class Case(NamedTuple):
+    mode: str
+    batch: int  # sequences
+    context: int  # tokens of each prompt
 
 
 class Follow(LogitsProcessor):
-    """Makes every sequence go on as `text` [B, T + new] does. Tokens that a random model likes best are few and fire
-    otherwise than those that it was shaped with."""
+    """Makes every sequence go on as `text` [B, T + new] does."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -51,110 +85,364 @@ class Follow(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
-def generation(model: nn.Module, mode: str, text: Tensor, prompt: int) -> Callable[[int], Tensor]:
-    """call(new): the first `prompt` tokens of each sequence of `text`, and `new` generated ones, [B, prompt + new]."""
-    settings = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
-    if mode == "static":
-        settings["cache_implementation"] = "static"
-    ids = text[:, :prompt]
-    mask, follow = torch.ones_like(ids), LogitsProcessorList([Follow(text)])
-    return lambda new: model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, logits_processor=follow, **settings
-    )
+# Models.
 
 
-def generator(model: nn.Module, kernels: str | None) -> Generator:
+def as_generator(model: Any, kernels: str | None) -> Generator:
     """The same weights in a generator of our own."""
+    config = huggingface.config_of(model.config, model.config.name_or_path)
+    weights = {name.removeprefix(huggingface.PREFIX): tensor for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
-        decoder = Decoder(replace(MODEL, num_layers=len(model.model.layers)), Activation.relu)
-    decoder.load_state_dict({name: p.detach() for name, p in model.model.state_dict().items()}, assign=True)
-    return Generator(decoder, dtype=torch.bfloat16, kernels=kernels)
+        decoder = Decoder(config, Activation[model.config.hidden_act])
+    decoder.load_state_dict({name: weights[name].detach() for name in decoder.state_dict()}, assign=True)
+    return Generator(decoder, dtype=model.dtype, kernels=kernels)
 
 
-def own_generation(made: Generator, text: Tensor, prompt: int) -> Callable[[int], list]:
-    prompts = text[:, :prompt].tolist()
-    return lambda new: list(made.stream(prompts, new, Sampling(temperature=1e4)))
+def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) -> dict[str, Call]:
+    """By name of a model, what generates from the first tokens of `text` [B, T + new]."""
+    prompts = text[:, : case.context]
+    if case.mode == "ours":
+        drawn, lists = Sampling(temperature), prompts.tolist()
+        return {name: lambda new, made=made: list(made.stream(lists, new, drawn)) for name, made in models.items()}
+    if case.mode == "batched":
+        return {name: _batched(model, prompts.tolist(), temperature) for name, model in models.items()}
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if case.mode == "static":
+        settings["cache_implementation"] = "static"
+    mask, follow = torch.ones_like(prompts), LogitsProcessorList([Follow(text)])
+
+    def generating(model: Any) -> Call:
+        return lambda new: model.generate(
+            prompts, attention_mask=mask, max_new_tokens=new, logits_processor=follow, **settings
+        )
+
+    return {name: generating(model) for name, model in models.items()}
 
 
-def seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+def _batched(model: Any, prompts: list[list[int]], temperature: float) -> Call:
+    cache = ContinuousBatchingConfig(max_memory_percent=MEMORY)
+
+    def call(new: int) -> object:
+        config = GenerationConfig(
+            max_new_tokens=new, do_sample=True, temperature=temperature, top_k=0, eos_token_id=-1, pad_token_id=0
+        )
+        return model.generate_batch(
+            prompts, config, cache, max_new_tokens=new, persistent_manager=True, progress_bar=False
+        )
+
+    return call
 
 
-def measure(calls: dict[str, Callable[[int], Tensor]], new: int, rounds: int) -> dict[str, dict[str, float]]:
-    """By name of a model: seconds of the first token and of the whole call, medians of alternating rounds."""
-    for call in calls.values():
+@contextmanager
+def cleared(models: dict[str, Any]) -> Iterator[None]:
+    """Afterwards nothing is left of what calls have compiled, captured and cached."""
+    try:
+        yield
+    finally:
+        for model in models.values():
+            if isinstance(model, Generator):
+                model._idle.clear()
+            else:
+                model.__dict__.pop("_compiled_call", None)
+                model._previous_max_cache_length = -1
+                if hasattr(model, "_cached_continuous_batching_manager"):
+                    model.destroy_cached_continuous_batching_manager()
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# Measuring.
+
+
+def measure(works: dict[str, Call], case: Case, new: int, rounds: int, device: torch.device) -> dict[str, dict]:
+    """By name of a model: `rate` of whole calls, and "first_ms" and "each_ms", medians of rounds in which they take
+    turns."""
+    for call in works.values():
         for _ in range(WARMUP):
             call(new)
         call(1)
-    times = {name: {"first": [], "whole": []} for name in calls}
+    first: dict[str, list[float]] = {name: [] for name in works}
+    whole: dict[str, list] = {name: [] for name in works}
     for _ in range(rounds):
-        for name, call in calls.items():
-            times[name]["first"].append(seconds(lambda call=call: call(1)))
-            times[name]["whole"].append(seconds(lambda call=call: call(new)))
-    return {name: {of: statistics.median(found) for of, found in each.items()} for name, each in times.items()}
+        for name, call in works.items():
+            watch = Stopwatch(device)
+            call(1)
+            first[name].append(watch.stop(case.batch).seconds)
+            watch = Stopwatch(device)
+            call(new)
+            whole[name].append(watch.stop(case.batch * new))
+    found = {}
+    for name in works:
+        until_first, all_of_it = (statistics.median(times) for times in (first[name], [s.seconds for s in whole[name]]))
+        found[name] = rate(whole[name]) | {
+            "first_ms": 1e3 * until_first,
+            "each_ms": 1e3 * (all_of_it - until_first) / (new - 1),
+        }
+    return found
 
 
-def engines(model: nn.Module) -> str:
-    """How many layers have chosen which engine for calls of few tokens."""
-    chosen = Counter(m.choice.plans[0].engine.name for m in model.modules() if isinstance(m, SparseFeedForward))
-    return ", ".join(f"{name} {count}" for name, count in sorted(chosen.items()))
+def kernel_ms(call: Call) -> dict[str, float] | None:
+    """{"attention", "all"}: milliseconds of kernels for each further token; None where no kernel was seen."""
+
+    def summed(new: int) -> Counter[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call(new)
+            torch.cuda.synchronize()
+        found: Counter[str] = Counter()
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                for kind in ("all", "attention") if ATTENTION.search(event.name) else ("all",):
+                    found[kind] += event.time_range.elapsed_us() / 1e3
+        return found
+
+    if not torch.cuda.is_available():
+        return None
+    one, several = summed(1), summed(PROFILED)
+    if not several:
+        return None
+    return {kind: (several[kind] - one[kind]) / (PROFILED - 1) for kind in ("all", "attention")}
+
+
+@torch.no_grad()
+def block_inputs(model: nn.Module, text: Tensor) -> list[Tensor]:
+    """What each feedforward block is given for the last token of each sequence, [B, 1, K]."""
+    found: list[Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _block, args: found.append(args[0][:, -1:].clone()))
+        for block in blocks(model)
+    ]
+    model.model(input_ids=text, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@torch.no_grad()
+def feedforward_ms(model: nn.Module, inputs: list[Tensor]) -> float | None:
+    """All blocks, one after the other, captured in a CUDA graph; the median of several replays."""
+    if not inputs[0].is_cuda:
+        return None
+
+    def run() -> None:
+        for block, x in zip(blocks(model), inputs, strict=True):
+            block(x)
+
+    for _ in range(WARMUP + 1):  # from whose counts engines are chosen
+        for block in blocks(model):
+            if isinstance(block, SparseFeedForward):
+                block.choice.calls = [0] * len(block.choice.calls)  # so that the next call is counted
+        run()
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str]) -> float:
+    """Bytes for one further token of each sequence, which has so many positions before it. `engines`: how many layers
+    are on which; of layers on the row engine the rows of W_up and W_down count whose neurons fire."""
+    size = model.dtype.itemsize
+    matrices = [[p.numel() for p in block.parameters()] for block in blocks(model)]
+    embedding = model.get_input_embeddings().weight
+    others = sum(p.numel() for p in model.parameters()) - sum(map(sum, matrices))
+    if not model.config.tie_word_embeddings:
+        others -= embedding.numel()  # a few rows are read of it
+    feedforward = 0.0
+    for block, x, numbers in zip(blocks(model), inputs, matrices, strict=True):
+        weight = gate(block)
+        firing = (x.flatten(0, 1) @ weight.T > 0).any(0).float().mean().item()
+        sparse = weight.numel() + firing * (sum(numbers) - weight.numel())
+        share = engines[Engine.row.name] / len(matrices)
+        feedforward += share * sparse + (1 - share) * sum(numbers)
+    heads = model.config.num_key_value_heads * (embedding.shape[1] // model.config.num_attention_heads)
+    cache = inputs[0].shape[0] * positions * 2 * heads * len(matrices)
+    return size * (others + feedforward + cache)
+
+
+def copy_speed(device: torch.device) -> float | None:
+    """Bytes per second that a large copy reads and writes."""
+    if device.type != "cuda":
+        return None
+    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
+    target.copy_(source)
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    wait_for(device)
+    return 20 * source.numel() / (time.perf_counter() - start)
+
+
+def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
+    """How many layers have chosen which engine for calls of so many tokens."""
+    choices = [block.choice for block in model.modules() if isinstance(block, SparseFeedForward)]
+    return Counter(_chosen(choice, tokens) for choice in choices)
+
+
+def _chosen(choice: EngineChoice, tokens: int) -> str:
+    plan, _ = choice._plan(torch.empty(tokens, 8, dtype=torch.bfloat16, device="cuda"))
+    return plan.engine.name
+
+
+# Printing.
+
+HEADER = (
+    f"{'mode':<8}{'batch':>6}{'context':>8}  {'model':<12}{'first ms':>9}{'each ms':>9}{'tokens/s':>10}{'mJ/token':>9}"
+    f"{'of peak':>8}{'ffn':>7}{'attn':>7}{'other':>7}{'host':>7}"
+)
+
+
+def line(case: Case, name: str, row: dict[str, Any]) -> str:
+    def number(key: str, width: int, form: str) -> str:
+        return f"{'-' if row[key] is None else format(row[key], form):>{width}}"
+
+    times = "".join(number(key, 7, ".2f") for key in ("ffn_ms", "attention_ms", "other_ms", "host_ms"))
+    return (
+        f"{case.mode:<8}{case.batch:>6}{case.context:>8}  {name:<12}{row['first_ms']:>9.1f}{row['each_ms']:>9.2f}"
+        f"{row['tokens_per_s']:>10,.0f}{number('mj_per_token', 9, '.1f')}{number('of_peak', 8, '.0%')}{times}"
+    )
+
+
+def parts(row: dict[str, Any], kernels: dict[str, float] | None, ffn: float | None) -> dict[str, float | None]:
+    """Where a further token's time goes, in milliseconds."""
+    if kernels is None or ffn is None:
+        return {"ffn_ms": ffn, "attention_ms": None, "other_ms": None, "host_ms": None}
+    other = kernels["all"] - kernels["attention"] - ffn
+    return {
+        "ffn_ms": ffn,
+        "attention_ms": kernels["attention"],
+        "other_ms": max(0.0, other),
+        "host_ms": max(0.0, row["each_ms"] - kernels["all"]),
+    }
+
+
+def run_case(
+    case: Case,
+    models: dict[str, Any],
+    stock: dict[str, Any],
+    text: Tensor,
+    args: argparse.Namespace,
+    speed: float | None,
+) -> dict[str, dict[str, Any]]:
+    """Measure one case, print it, and return its rows by name of a model. stock: the transformers models."""
+    device = text.device
+    with cleared(models):
+        works = calls(case, models, text, args.temperature)
+        rows = measure(works, case, args.new, args.rounds, device)
+        inputs = block_inputs(stock["dense"], text[:, : min(case.context, 128)])
+        for name, row in rows.items():
+            chosen = models[name].decoder if case.mode == "ours" else models[name]
+            engines = engines_of(chosen, case.batch) if device.type == "cuda" else Counter()
+            ffn = feedforward_ms(stock[name], inputs) if args.parts else None
+            row |= parts(row, kernel_ms(works[name]) if args.parts else None, ffn)
+            needed = must_read(stock[name], inputs, case.context + args.new // 2, engines)
+            row["of_peak"] = None if speed is None else needed / speed / (row["each_ms"] / 1e3)
+            row["engines"] = dict(engines)
+            print(line(case, name, row), flush=True)
+    ratio = rows["accelerated"]["tokens_per_s"] / rows["dense"]["tokens_per_s"]
+    print(f"{'':24}{ratio:.3f}x; layers: {', '.join(f'{e} {n}' for e, n in rows['accelerated']['engines'].items())}")
+    return rows
+
+
+def read(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], Tensor]]:
+    """The model on the GPU, and what gives texts [sequences, length]."""
+    if args.checkpoint:
+        path = locate(args.checkpoint).model
+        model = read_model(path, torch.bfloat16).cuda().eval()
+        tokenizer = read_tokenizer(path, model.config.vocab_size)
+        ids = torch.tensor(tokenizer(args.text.read_text("utf-8")).input_ids, device="cuda")
+
+        def given(sequences: int, length: int) -> Tensor:
+            return ids.repeat(-(-sequences * length // len(ids)))[: sequences * length].view(sequences, length)
+
+        return model, given
+    model = random_model(replace(MODEL, num_layers=args.layers), "cuda", LOCALITY, seed=0)
+
+    def drawn(sequences: int, length: int, seed: int = 2) -> Tensor:
+        return random_text(sequences, length, MODEL.vocab_size, "cuda", LOCALITY, seed)
+
+    rates = layer_rates(args.layers, patterns.N, args.activations, args.mean)
+    shape_to_rates(model, drawn(CALIBRATION // 2048, 2048, seed=1), rates)
+    return model, drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, default=36.0, help="nonzeros per token, averaged over layers")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--modes", nargs="+", default=["eager", "static", "ours"], choices=["eager", "static", "ours"])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--new", type=int, default=64, help="tokens")
     parser.add_argument("--layers", type=int, default=MODEL.num_layers)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--checkpoint", help="a run, an hf/ folder or a hub name; needs --text")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="plain text, from which a checkpoint's prompts are cut"
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences; measured are 1 4 16 64 256")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[128], help="tokens of a prompt: 128, or 1984 to fill 2,048"
+    )
+    parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=3.0, help="after which no case begins")
+    parser.add_argument("--no-parts", dest="parts", action="store_false", help="leave out where the time goes")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
+    if (args.checkpoint is None) != (args.text is None):
+        parser.error("--checkpoint and --text are given together")
+    if args.new < PROFILED:
+        parser.error(f"--new is {args.new}: it should be at least {PROFILED}")
+    if "ours" in args.modes and any(
+        -(-(context + 1) // CACHE_MULTIPLE) != -(-(context + args.new) // CACHE_MULTIPLE) for context in args.contexts
+    ):
+        parser.error(
+            f"--new is {args.new} with --contexts {args.contexts}: for the mode `ours`, calls for one token and for all"
+            f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and no more new tokens"
+        )
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
-
-    model = random_model(replace(MODEL, num_layers=args.layers), "cuda", locality=0.5, seed=0)
-
-    def text(sequences: int, length: int, seed: int) -> Tensor:
-        return random_text(sequences, length, MODEL.vocab_size, "cuda", 0.5, seed)
-
-    calibration = text(CALIBRATION // 2048, 2048, seed=1)
-    shape_to_rates(model, calibration, layer_rates(args.layers, patterns.N, args.activations, args.mean))
-    nonzeros, _ = firing_statistics(model, calibration[:2])
-    parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16,"
-        f" {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token, {args.prompt} tokens of prompt, {args.new} new"
-    )
-    models = {"dense": model, "accelerated": sparsellm.accelerate(sharing_copy(model), "cuda")}
-    results = []
+    start, device = time.perf_counter(), torch.device("cuda")
+    args.temperature = 1.0 if args.checkpoint else 1e4
+    model, text = read(args)
+    stock = {"dense": model, "accelerated": sparsellm.accelerate(sharing_copy(model), "cuda")}
     own = {}
     if "ours" in args.modes:
-        own = {"dense": generator(model, None), "accelerated": generator(model, "cuda")}
-    for mode in args.modes:
-        for batch in args.batches:
-            given = text(batch, args.prompt + args.new, seed=2)
-            torch._dynamo.reset()
-            calls = {name: generation(each, mode, given, args.prompt) for name, each in models.items()}
-            if mode == "ours":
-                calls = {name: own_generation(each, given, args.prompt) for name, each in own.items()}
-            accelerated = own["accelerated"].decoder if mode == "ours" else models["accelerated"]
-            times = measure(calls, args.new, args.rounds)
-            line = f"{mode:<7} batch {batch:<4}"
-            for name, found in times.items():
-                further = 1e3 * (found["whole"] - found["first"]) / (args.new - 1)
-                rate = batch * args.new / found["whole"]
-                first = 1e3 * found["first"]
-                line += f"{name} {first:8.1f} ms to the first, {further:6.2f} ms each, {rate:8,.0f} tokens/s; "
-                results.append({"mode": mode, "batch": batch, "model": name, **found, "tokens_per_s": rate})
-            ratio = times["dense"]["whole"] / times["accelerated"]["whole"]
-            print(f"{line}{ratio:.3f}x; layers: {engines(accelerated)}", flush=True)
+        own = {"dense": as_generator(model, None), "accelerated": as_generator(model, "cuda")}
+    speed = copy_speed(device)
+    parameters, layers = sum(p.numel() for p in model.parameters()), blocks(model)
+    sample = block_inputs(model, text(256, 128))
+    nonzeros = sum((x @ gate(block).T > 0).sum().item() for x, block in zip(sample, layers, strict=True))
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16,"
+        f" {nonzeros / len(layers) / 256:.1f} nonzeros per token, {args.new} new tokens, copies {speed / 1e12:.2f} TB/s"
+    )
+    print(HEADER)
+    results, left_out = [], []
+    for context, batch, mode in itertools.product(sorted(args.contexts), args.batches, args.modes):
+        case = Case(mode, batch, context)
+        if time.perf_counter() - start > 60 * args.minutes:
+            left_out.append(case)
+            continue
+        try:
+            given = text(batch, context + args.new)
+            rows = run_case(case, own if mode == "ours" else stock, stock, given, args, speed)
+        except torch.OutOfMemoryError as error:
+            print(f"{mode:<8}{batch:>6}{context:>8}  out of memory: {str(error).split('. ')[0]}")
+            continue
+        results += [case._asdict() | {"model": name} | row for name, row in rows.items()]
+    if left_out:
+        said = ", ".join(f"{case.mode} {case.batch} x {case.context}" for case in left_out)
+        print(f"left out, for --minutes {args.minutes:g} were over: {said}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

@@ -1,6 +1,8 @@
-"""Forward speed of a whole stock Hugging Face model with ReLU, before and after `sparsellm.accelerate`.
+"""Forward speed and energy of whole models, stock Hugging Face ones with ReLU, before and after `sparsellm.accelerate`.
 
     python -m scripts.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
+    python -m scripts.bench_model --activations DIR --mean 36 --layers 8 18 28 38 --compiled    # the four sizes
+    python -m scripts.bench_model --activations DIR --mean 36 --non-gated --compiled            # 1.5B, N 8,448
     python -m scripts.bench_model model=qwen3_8b model.num_layers=8 --mean 80 --batch 8
 
 The model is the Llama of 1.5B parameters, or what overrides `model=` and `model.` say, in its own class.
@@ -10,21 +12,24 @@ larger than in real text, and the tile engine slower; --locality makes it smalle
 
 Timed are the hidden states of --batch x --length tokens, without logits, eager and with compiled layers. All variants
 share one set of weights, and take turns. A warm-up comes first, because engines are chosen from counts of earlier
-calls.
+calls. Energy is the GPU's by NVML's counter, per token. Ratios are to the fastest dense variant.
 """
 
 import argparse
 import copy
+import gc
 import json
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from scripts import ffn_patterns as patterns
-from scripts.gpu_timing import alternating_ms
 from scripts.shaped_firing import (
     CALIBRATION,
     firing_statistics,
@@ -35,11 +40,14 @@ from scripts.shaped_firing import (
     shape_outputs,
     shape_to_rates,
 )
+from sparsellm.benchmarks.timing import alternate, wait_for
 from sparsellm.config import Activation, ModelConfig, from_overrides
 from sparsellm.model import huggingface
 
 MODEL = ModelConfig()  # 1.5B
+NON_GATED_NEURONS = 8448  # for as many parameters as a gated model has with patterns.N
 WARMUP = 4  # forward passes
+VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
 
 
 def random_model(model: ModelConfig, device: str, locality: float, seed: int) -> nn.Module:
@@ -61,11 +69,11 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
 
 
-def variants(model: nn.Module) -> dict[str, nn.Module | Exception]:
-    """`model` dense and accelerated, eager and with compiled layers; or what making the variant raised."""
+def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module | Exception]:
+    """Each variant of `model`, or what making it raised."""
     torch._dynamo.config.recompile_limit = 2 * len(model.model.layers)  # enough even if layers did not share their code
     found: dict[str, nn.Module | Exception] = {}
-    for name in ("dense eager", "dense compiled", "sparse eager", "sparse compiled"):
+    for name in names:
         try:
             each = sharing_copy(model)
             if name.startswith("sparse"):
@@ -76,7 +84,7 @@ def variants(model: nn.Module) -> dict[str, nn.Module | Exception]:
                 for layer in each.model.layers:
                     layer.compile(dynamic=False)
             found[name] = each
-        except Exception as error:  # main() prints it in the variant's line; the others go on
+        except Exception as error:  # printed in the variant's line; the others go on
             found[name] = error
     return found
 
@@ -94,9 +102,88 @@ def warmed(models: dict[str, nn.Module | Exception], tokens: Tensor, sample: Ten
             found[name] = hidden(model, sample).float() if "compiled" not in name else None
         except Exception as error:
             found[name] = error
-        torch.cuda.synchronize()
+        wait_for(tokens.device)
         print(f"warm-up of {name}: {time.perf_counter() - start:.1f} s", flush=True)
     return found
+
+
+def measure(config: ModelConfig, args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Measure a model, print each variant's line, and return what was found."""
+    layers = config.num_layers
+    model = random_model(config, device, args.locality, args.seed)
+
+    def text(sequences: int, seed: int) -> Tensor:
+        return random_text(sequences, args.length, config.vocab_size, device, args.locality, seed)
+
+    sample_sequences = -(-CALIBRATION // args.length)
+    rates = layer_rates(layers, config.intermediate_size, args.activations, args.mean)
+    shape_to_rates(model, text(sample_sequences, args.seed + 1), rates)
+    tokens = text(args.batch, args.seed + 2)
+    nonzeros, unions = firing_statistics(model, tokens[:sample_sequences])
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{parameters / 1e9:.2f}B parameters, {layers} layers{', not gated' * (not config.gated)}, {args.batch} x"
+        f" {args.length} tokens, bfloat16, hidden states only"
+    )
+    print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}, by layer", *(f"{value:.0f}" for value in nonzeros))
+    print(f"union of 128 tokens: mean {np.mean(unions):,.0f}, by layer", *(f"{value:.0f}" for value in unions))
+
+    models = variants(model, VARIANTS[2:] if args.compiled else VARIANTS)
+    states = warmed(models, tokens, tokens[:1])
+
+    def work(each: nn.Module) -> int:
+        hidden(each, tokens)
+        return tokens.numel()
+
+    works = {name: partial(work, models[name]) for name, state in states.items() if not isinstance(state, Exception)}
+    rates_found = alternate(works, args.seconds, tokens.device)
+    result = {
+        "parameters": parameters, "layers": layers, "gated": config.gated,
+        "tokens": tokens.numel(), "mean": args.mean, "locality": args.locality, "nonzeros_per_layer": nonzeros,
+        "union_per_layer": unions, "variants": {},
+    }  # fmt: skip
+    best = max((found["tokens_per_s"] for name, found in rates_found.items() if name.startswith("dense")), default=None)
+    for name, state in states.items():
+        if isinstance(state, Exception):
+            print(f"  {name:<16} FAILED {type(state).__name__}: {' '.join(str(state).split())[:200]}")
+            result["variants"][name] = {"failure": str(state)}
+            continue
+        row = rates_found[name]
+        result["variants"][name] = row
+        line = f"  {name:<16}{row['tokens_per_s'] / 1e3:>9.1f} tokens/ms"
+        if row["mj_per_token"] is not None:
+            line += f"{row['mj_per_token']:>8.2f} mJ/token"
+        if best:
+            row["speedup"] = row["tokens_per_s"] / best
+            line += f"{row['speedup']:>8.3f}x best dense"
+        if name == "sparse eager" and isinstance(reference := states["dense eager"], Tensor):
+            row["difference"] = float((state - reference).norm() / reference.norm())
+            line += f"   hidden states differ from dense by {row['difference']:.2e}"
+        print(line, flush=True)
+    return result
+
+
+def summary(results: list[dict[str, Any]]) -> list[str]:
+    """A line for each model: its fastest sparse variant beside its fastest dense one."""
+    lines = [
+        "parameters  nonzeros  dense tokens/ms  sparse tokens/ms  speed-up  dense mJ/token  sparse mJ/token  energy"
+    ]
+    for result in results:
+        rows = [(name, row) for name, row in result["variants"].items() if "failure" not in row]
+        kinds = [[row for name, row in rows if name.startswith(kind)] for kind in ("dense", "sparse")]
+        if not all(kinds):
+            continue
+        dense, sparse = (max(kind, key=lambda row: row["tokens_per_s"]) for kind in kinds)
+        line = (
+            f"{result['parameters'] / 1e9:>9.2f}B{np.mean(result['nonzeros_per_layer']):>10.1f}"
+            f"{dense['tokens_per_s'] / 1e3:>17.1f}{sparse['tokens_per_s'] / 1e3:>18.1f}"
+            f"{sparse['tokens_per_s'] / dense['tokens_per_s']:>9.3f}x"
+        )
+        if None not in (dense["mj_per_token"], sparse["mj_per_token"]):
+            change = sparse["mj_per_token"] / dense["mj_per_token"] - 1
+            line += f"{dense['mj_per_token']:>16.2f}{sparse['mj_per_token']:>17.2f}{change:>+8.1%}"
+        lines.append(line)
+    return lines
 
 
 def main() -> None:
@@ -107,75 +194,32 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
-    parser.add_argument("--layers", type=int, help="as many, instead of the model's")
+    parser.add_argument("--layers", type=int, nargs="+", help="of each model, instead of the model's")
+    parser.add_argument("--non-gated", action="store_true", help=f"not gated, of N {NON_GATED_NEURONS:,}")
+    parser.add_argument("--compiled", action="store_true", help="only with compiled layers")
     parser.add_argument("--seconds", type=float, default=5, help="measured time per variant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
-
-    config = from_overrides(["model=1p5b", *args.overrides]).model
-    config.num_layers = args.layers or config.num_layers
-    rates = layer_rates(config.num_layers, config.intermediate_size, args.activations, args.mean)
     if args.activations is None:
         print("no --activations: lognormal rates instead of recorded ones")
-    model = random_model(config, "cuda", args.locality, args.seed)
-
-    def text(sequences: int, seed: int) -> Tensor:
-        return random_text(sequences, args.length, config.vocab_size, "cuda", args.locality, seed)
-
-    sample_sequences = -(-CALIBRATION // args.length)
-    shape_to_rates(model, text(sample_sequences, args.seed + 1), rates)
-    tokens = text(args.batch, args.seed + 2)
-    nonzeros, unions = firing_statistics(model, tokens[:sample_sequences])
-    parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, "
-        f"{config.num_layers} layers, {args.batch} x {args.length} tokens, bfloat16, hidden states only"
-    )
-    print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}, by layer", *(f"{value:.0f}" for value in nonzeros))
-    print(f"union of 128 tokens: mean {np.mean(unions):,.0f}, by layer", *(f"{value:.0f}" for value in unions))
-
-    models = variants(model)
-    states = warmed(models, tokens, tokens[:1])
-    calls = {
-        name: (lambda _, model=models[name]: hidden(model, tokens))
-        for name, state in states.items()
-        if not isinstance(state, Exception)
-    }
-    times = {name: state for name, state in states.items() if isinstance(state, Exception)}
-    times |= alternating_ms(calls, 1e3 * args.seconds, least=3, most=20)
-    reference = states["dense eager"]
-    result = {
-        "gpu": torch.cuda.get_device_name(), "parameters": parameters, "tokens": tokens.numel(), "mean": args.mean,
-        "locality": args.locality, "nonzeros_per_layer": nonzeros, "union_per_layer": unions, "variants": {},
-    }  # fmt: skip
-    best = {
-        kind: min((ms for name, ms in times.items() if name.startswith(kind) and isinstance(ms, float)), default=None)
-        for kind in ("dense", "sparse")
-    }
-    for name in models:
-        ms = times[name]
-        if isinstance(ms, Exception):
-            print(f"  {name:<16} FAILED {type(ms).__name__}: {' '.join(str(ms).split())[:200]}")
-            result["variants"][name] = {"failure": str(ms)}
-            continue
-        row = {"ms": ms, "tokens_per_ms": tokens.numel() / ms}
-        line = f"  {name:<16}{ms:>9.1f} ms{row['tokens_per_ms']:>9.1f} tokens/ms"
-        if best["dense"]:
-            row["speedup"] = best["dense"] / ms
-            line += f"{row['speedup']:>8.3f}x best dense"
-        if name == "sparse eager" and isinstance(reference, Tensor):
-            row["difference"] = float((states[name] - reference).norm() / reference.norm())
-            line += f"   hidden states differ from dense by {row['difference']:.2e}"
-        result["variants"][name] = row
-        print(line)
-    if best["dense"] and best["sparse"]:
-        print(f"best sparse against best dense: {best['dense'] / best['sparse']:.3f}x")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    results = []
+    config = from_overrides(["model=1p5b", *args.overrides]).model
+    if args.non_gated:
+        config = replace(config, gated=False, intermediate_size=NON_GATED_NEURONS)
+    for layers in args.layers or [config.num_layers]:
+        result = measure(replace(config, num_layers=layers), args, "cuda")
+        results.append({"gpu": torch.cuda.get_device_name()} | result)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(*summary(results), sep="\n")
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
-    failures = sum(isinstance(ms, Exception) for ms in times.values())
+        args.json.write_text(json.dumps(results, indent=1))
+    failures = sum("failure" in row for result in results for row in result["variants"].values())
     if failures:
         raise SystemExit(f"{failures} variants failed")
 

@@ -1,6 +1,7 @@
 """The patterns that benchmarks and GPU tests are fed, the tokens that bench_ffn decodes, and what benchmarks do with
 failures; tiny, on the CPU."""
 
+import argparse
 import importlib
 import re
 
@@ -123,7 +124,7 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
         patterns.layers_file(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_evaluate", "bench_train"])
+@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_generate", "bench_evaluate", "bench_train"])
 def test_scripts_refuse_a_folder_without_a_recording_and_say_how_to_make_one(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script, "--activations", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -189,3 +190,27 @@ def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):
     assert other.model.layers[1].mlp is not tiny_llama.model.layers[1].mlp
     assert all(a is b for a, b in zip(other.parameters(), tiny_llama.parameters(), strict=True))
     assert other.lm_head.weight is tiny_llama.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("non_gated", [False, True])
+def test_whole_models_are_measured_and_summed_up(non_gated, monkeypatch, capsys):
+    monkeypatch.setattr(bench_model, "CALIBRATION", 2048)
+    monkeypatch.setattr(bench_model, "VARIANTS", ("dense eager", "sparse eager"))  # "sparse": the same without a GPU
+    args = argparse.Namespace(
+        locality=0.0, seed=0, length=128, batch=2, activations=None, mean=8.0, compiled=False,
+        seconds=0.01,
+    )  # fmt: skip
+    neurons = 384 if non_gated else 256
+    model = ModelConfig(1024, 64, neurons, 2, 4, gated=not non_gated)
+    result = bench_model.measure(model, args, "cpu")
+    matrices = (2 if non_gated else 3) * 64 * neurons + 4 * 64 * 64
+    assert result["parameters"] == 1024 * 64 + 2 * (matrices + 2 * 64) + 64
+    assert result["nonzeros_per_layer"] == pytest.approx([8, 8], rel=0.2)
+    dense, sparse = (result["variants"][f"{kind} eager"] for kind in ("dense", "sparse"))
+    assert dense["speedup"] == 1
+    assert sparse["difference"] == 0
+    dense |= {"tokens_per_s": 2e5, "mj_per_token": 5.0}
+    sparse |= {"tokens_per_s": 3e5, "mj_per_token": 4.0}
+    head, line = bench_model.summary([result, result | {"variants": {"dense eager": {"failure": "none"}}}])
+    assert line.split()[2:] == ["200.0", "300.0", "1.500x", "5.00", "4.00", "-20.0%"]
+    assert head.split()[0] == "parameters"

@@ -11,6 +11,8 @@ Each block decides which engine computes a call, dense, row or tile, from what i
 gradients (torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients
 follow `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
 
+Tokens that an attention mask hides, as padding is, fire no neurons (sparsellm.model.padding).
+
 An accelerated model compiles as any other, whole or by layer: the decision is data that the operator reads when it
 runs, so a new decision recompiles nothing.
 """
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from sparsellm.model.acceptance import OWN, feedforward_blocks, kind
 from sparsellm.model.engine_choice import EngineChoice, register, sparse_engines_take
+from sparsellm.model.padding import spare_padding, stop_sparing
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, build, feedforward
 from sparsellm.ops.feedforward import check, in_autocast, output_of
 
@@ -51,12 +54,14 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
     if kernels == "cuda":
         build.load()
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
+    spare_padding(model)
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: put the model's own blocks back, with their present weights. Returns `model`."""
     _replace(model, {block: block.take_back() for block in model.modules() if isinstance(block, SparseFeedForward)})
+    stop_sparing(model)
     return model
 
 

@@ -9,28 +9,44 @@ there are, and count those alone. A decoding step is one CUDA graph: embedding, 
 token, so the host only starts it and reads the tokens of the step before. The graph is captured after two steps that
 run one operator after the other, from whose counts each layer has chosen its engine; it keeps these engines.
 
+Several threads may use one generator, and several streams of it may be under way at once: each has memory and graphs of
+its own until it ends or is dropped.
+
 Numerics: weights of the embedding and of all products are in `dtype`, products and attention are computed in it with
 float32 accumulation; residual stream, norms, rotation, logits' softmax and sampling are float32. Letters: B sequences,
 R tokens of a call, all sequences together, T the longest, S positions of the cache, H heads of width D, H_kv heads of
 keys and values, each of which H / H_kv query heads share.
 """
 
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsellm.config import ModelConfig
 from sparsellm.model import huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate
-from sparsellm.model.decoder import Attention, Decoder, DecoderLayer, SiluFeedForward, causal_attention
+from sparsellm.model.decoder import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    GatedFeedForward,
+    NonGatedFeedForward,
+    SiluFeedForward,
+    causal_attention,
+    rotate,
+)
 from sparsellm.model.rotary import rotary_tables
 
-CACHE_MULTIPLE = 128  # positions: so that prompts of about the same length share a graph
+CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
+# One capture at a time in a process: a capture begins with a wait for the whole device, which CUDA refuses while
+# another one is under way.
+CAPTURE = threading.Lock()
 
 
 class Sampling(NamedTuple):
@@ -72,7 +88,7 @@ class Batch:
         self.generator = torch.Generator(device)  # of the draws
         self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
         self.steps = 0  # that were taken without a graph
-        self.user: object = None  # the stream that has this memory
+        self.left: torch.cuda.Event | None = None  # after the last work of the stream that had this memory
 
 
 class Generator:
@@ -103,7 +119,7 @@ class Generator:
         self._layer = _decode_layer
         if self.device.type == "cuda":  # captured: inductor fuses what stands between the products
             self._layer = torch.compile(_decode_layer, dynamic=False)
-        self._batches: dict[tuple[int, int], Batch] = {}
+        self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
 
     @classmethod
     def load(
@@ -140,31 +156,27 @@ class Generator:
         all sequences have ended.
 
         Raises ValueError for a prompt without tokens or with ids that the vocabulary lacks, and for prompts that have
-        no room for `new_tokens` in the model's context; RuntimeError if it is gone on with after another stream of the
-        same size has begun, for that one has taken its memory.
+        no room for `new_tokens` in the model's context.
         """
         lengths = self._check(prompts, new_tokens)
-        batch = self._batch(len(prompts), max(lengths) + new_tokens)
-        batch.user = user = object()
-        batch.generator.manual_seed(seed)
-        self._prefill(batch, prompts, sampling)
-        going = [True] * len(prompts)
-        read = self._send(batch)
-        for step in range(new_tokens):
-            if batch.user is not user:
-                raise RuntimeError(
-                    "another stream of this generator has begun, and has taken the memory of this one: finish one"
-                    " before the next, or make a generator for each"
-                )
-            here = read
-            if step + 1 < new_tokens:
-                self._step(batch, sampling)  # starts while the host waits for the tokens of the step before
-                read = self._send(batch)
-            tokens = here()
-            yield [token if go else None for token, go in zip(tokens, going, strict=True)]
-            going = [go and token not in self.stop for token, go in zip(tokens, going, strict=True)]
-            if not any(going):
-                return
+        batch = self._take(len(prompts), max(lengths) + new_tokens)
+        try:
+            batch.generator.manual_seed(seed)
+            self._prefill(batch, prompts, sampling)
+            going = [True] * len(prompts)
+            read = self._send(batch)
+            for step in range(new_tokens):
+                here = read
+                if step + 1 < new_tokens:
+                    self._step(batch, sampling)  # starts while the host waits for the tokens of the step before
+                    read = self._send(batch)
+                tokens = here()
+                yield [token if go else None for token, go in zip(tokens, going, strict=True)]
+                going = [go and token not in self.stop for token, go in zip(tokens, going, strict=True)]
+                if not any(going):
+                    return
+        finally:
+            self._leave(batch)
 
     def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[int]:
         lengths = [len(prompt) for prompt in prompts]
@@ -178,16 +190,27 @@ class Generator:
                 f"a prompt of {max(lengths):,} tokens and {new_tokens:,} new ones exceed the model's context of"
                 f" {context:,}: shorten the prompt, or ask for fewer new tokens"
             )
-        if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocabulary]:
-            raise ValueError(f"token {strange[0]} is not in the vocabulary of {vocabulary:,} tokens")
+        for token in (min(map(min, prompts)), max(map(max, prompts))):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token {token} is not in the vocabulary of {vocabulary:,} tokens")
         return lengths
 
-    def _batch(self, size: int, positions: int) -> Batch:
-        """Of this size, with room for so many positions; the last one asked for is kept, with its graphs."""
+    def _take(self, size: int, positions: int) -> Batch:
+        """Memory of this size with room for so many positions, which is the caller's until `_leave`."""
         room = min(-(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE, self.config.context_length)
-        if (size, room) not in self._batches:
-            self._batches = {(size, room): Batch(self.config, size, room, self.device, self.dtype)}
-        return self._batches[size, room]
+        batch = self._idle.pop((size, room), None)
+        if batch is None:
+            self._idle.clear()  # before there is a larger one beside it
+            return Batch(self.config, size, room, self.device, self.dtype)
+        if batch.left is not None:
+            torch.cuda.current_stream(self.device).wait_event(batch.left)  # which other threads' streams do not follow
+        return batch
+
+    def _leave(self, batch: Batch) -> None:
+        """Keep this memory and its graphs, and those of no other batch, for the next stream of its size."""
+        if self.device.type == "cuda":
+            batch.left = torch.cuda.current_stream(self.device).record_event()
+        self._idle = {(batch.keys.shape[1], batch.keys.shape[2]): batch}
 
     def _prefill(self, batch: Batch, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Compute all prompts, and draw each one's first new token."""
@@ -196,23 +219,28 @@ class Generator:
             return torch.tensor(numbers, device=self.device)
 
         tokens = on_device([token for prompt in prompts for token in prompt])
-        rows = on_device([row for row, prompt in enumerate(prompts) for _ in prompt])
-        positions = on_device([position for prompt in prompts for position in range(len(prompt))])
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, longest = on_device([len(prompt) for prompt in prompts]), max(map(len, prompts))
+        rows = batch.rows.repeat_interleave(lengths, output_size=len(tokens))
+        ends = lengths.cumsum(0)
+        positions = torch.arange(len(tokens), device=self.device) - (ends - lengths)[rows]
+        # Where a token of the call is among all positions of the batch: of attention's input, and of the cache.
+        within, cached = (rows * width + positions for width in (longest, batch.keys.shape[2]))
         x = self.decoder.embed_tokens(tokens).float()
         cos, sin = batch.cos[positions, None], batch.sin[positions, None]
+        rooms: list[Tensor] | None = None
         for i, layer in enumerate(self.layers):
-            q, k, v = _projections(layer, self.merged[i], x, cos, sin)
-            batch.keys[i, rows, positions], batch.values[i, rows, positions] = k, v
-            # Behind a sequence's end there are zeros, which none of its own tokens looks at.
-            padded = [each.new_zeros(len(prompts), max(lengths), *each.shape[1:]) for each in (q, k, v)]
-            for place, each in zip(padded, (q, k, v), strict=True):
-                place[rows, positions] = each
-            y = causal_attention(*(each.transpose(1, 2) for each in padded)).transpose(1, 2)
-            x = _after_attention(layer, x, y[rows, positions])
-        last = on_device(lengths).cumsum(0) - 1
-        batch.tokens.copy_(sampling.draw(self._logits(x[last]), batch.generator))
-        batch.lengths.copy_(on_device(lengths))
+            parts: tuple[Tensor, ...] = _projections(layer, self.merged[i], x, cos, sin)
+            for cache, part in zip((batch.keys[i], batch.values[i]), parts[1:], strict=True):
+                cache.flatten(0, 1).index_copy_(0, cached, part)
+            if len(tokens) < len(prompts) * longest:
+                # Behind a sequence's end there are zeros, which none of its own tokens looks at.
+                rooms = rooms or [part.new_zeros(len(prompts) * longest, *part.shape[1:]) for part in parts]
+                parts = tuple(room.index_copy_(0, within, part) for room, part in zip(rooms, parts, strict=True))
+            q, k, v = (part.unflatten(0, (len(prompts), longest)).transpose(1, 2) for part in parts)
+            y = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+            x = _after_attention(layer, x, y if rooms is None else y[within])
+        batch.tokens.copy_(sampling.draw(self._logits(x[ends - 1]), batch.generator))
+        batch.lengths.copy_(lengths)
 
     def _logits(self, x: Tensor) -> Tensor:
         """x [B, K] float32 -> [B, V] float32."""
@@ -225,7 +253,9 @@ class Generator:
         if sampling not in batch.graphs:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(batch.generator)
-            with torch.cuda.graph(graph):
+            stream = torch.cuda.Stream(self.device)
+            # By thread: other threads may go on with what is forbidden in a capture, such as taking memory.
+            with CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch, sampling)
             batch.graphs[sampling] = graph
         batch.graphs[sampling].replay()
@@ -235,10 +265,12 @@ class Generator:
         """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
         x = self.decoder.embed_tokens(batch.tokens).float()
         cos, sin = batch.cos[batch.lengths, None], batch.sin[batch.lengths, None]
-        there = torch.arange(batch.keys.shape[2], device=self.device) <= batch.lengths[:, None]
+        hidden = torch.arange(batch.keys.shape[2], device=self.device) > batch.lengths[:, None]
+        # What attention adds to its scores: made once, for each layer would turn a mask of bools into it.
+        bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         for i, layer in enumerate(self.layers):
             x = self._layer(
-                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, there
+                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, bias
             )
         batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
         batch.lengths.add_(1)
@@ -250,8 +282,7 @@ class Generator:
             return lambda: tokens
         there = torch.empty(batch.tokens.shape, dtype=torch.int64, pin_memory=True)
         there.copy_(batch.tokens, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived = torch.cuda.current_stream(self.device).record_event()
 
         def read() -> list[int]:
             arrived.synchronize()
@@ -285,26 +316,39 @@ def _projections(
     normed = layer.input_layernorm(x).to(merged.weight.dtype)
     heads = F.linear(normed, *merged).view(len(x), -1, attention.head_dim)
     q, k, v = heads.split(attention.heads, 1)
-    return *attention.positioned(q, k, cos, sin), v
+    if attention.q_norm is not None:
+        return *attention.positioned(q, k, cos, sin), v
+    rotated = rotate(heads[:, : -v.shape[1]], cos, sin).to(heads.dtype)  # both at once: half as many operations
+    return *rotated.split(attention.heads[:2], 1), v
 
 
 def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
     """x [R, K] with what attention has found, y [R, H, D], and then with the feedforward block's output."""
     x = x + layer.self_attn.o_proj(y.flatten(1))
-    normed = layer.post_attention_layernorm(x).to(y.dtype)
-    out = layer.mlp(normed[None])
-    return x + (out if isinstance(out, Tensor) else out[0])[0]
+    return x + _feedforward(layer.mlp, layer.post_attention_layernorm(x).to(y.dtype))
+
+
+def _feedforward(block: nn.Module, x: Tensor) -> Tensor:
+    """The output [R, K] of a feedforward block, without the statistics that a block of the decoder counts beside it."""
+    if isinstance(block, SparseFeedForward):
+        return cast(Tensor, block(x))
+    if isinstance(block, SiluFeedForward):
+        return block(x)[0]
+    if isinstance(block, NonGatedFeedForward):
+        return block.down_proj(F.relu(block.up_proj(x)))
+    assert isinstance(block, GatedFeedForward)
+    return block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x))
 
 
 def _decode_layer(
     layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    rows: Tensor, lengths: Tensor, there: Tensor,
+    rows: Tensor, lengths: Tensor, bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence: x [B, K]; keys and values [B, S, H_kv, D] get its own at `lengths`; there [B, S]."""
+    """One token of each sequence: x [B, K]; keys and values [B, S, H_kv, D] get its own at `lengths`; bias
+    [B, 1, 1, S] is -inf for positions that are not there yet."""
     q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
-    seen = there[:, None, None]
     # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
     queries = q.view(len(x), keys.shape[2], -1, keys.shape[3])
-    y = F.scaled_dot_product_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
+    y = F.scaled_dot_product_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias)
     return _after_attention(layer, x, y.flatten(1, 2))

@@ -94,6 +94,18 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     in which it differs.
     """
     hub = pretrained.read_config(path)
+    config = config_of(hub, path)
+    model = pretrained.read_model(path, torch.float32)
+    weights = {
+        name.removeprefix(PREFIX): weight
+        for name, weight in model.state_dict().items()
+        if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
+    }
+    return config, Activation[hub.hidden_act], weights
+
+
+def config_of(hub: Any, path: str | Path) -> ModelConfig:
+    """Our configuration of a model of transformers, from its own. Raises ValueError as `load` does, naming `path`."""
     if problems := _differences(hub):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
@@ -110,13 +122,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     config: ModelConfig = build(ModelConfig, values)
     if problems := architecture_mistakes(config):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
-    model = pretrained.read_model(path, torch.float32)
-    weights = {
-        name.removeprefix(PREFIX): weight
-        for name, weight in model.state_dict().items()
-        if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
-    }
-    return config, Activation[hub.hidden_act], weights
+    return config
 
 
 def stock_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:
