@@ -17,7 +17,7 @@ from sparsellm.config.schema import Config
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path",)
 # Keys that earlier versions had not: with their defaults a run is what it was without them, and has the same name.
-ADDED_KEYS = ("optimizer.schedule", "optimizer.decay_fraction", "data.mix")
+ADDED_KEYS = ("optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
