@@ -208,6 +208,9 @@ def draw_sweep(sweep: Sweep) -> Figure | None:
         for axes, value, label in levels:
             _against_coefficient(axes, sweep, value)
             axes.set(xlabel="L1 coefficient (`sum`)", ylabel=label, xscale="log")
+            swept = [run.coefficient for run in sweep.sparse]
+            axes.set_xticks(swept, [spelled(coefficient) for coefficient in swept], fontsize=7)
+            axes.minorticks_off()
         for level in LOSSES if sweep.without else ():
             loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
         _errors(accuracy, sweep)
