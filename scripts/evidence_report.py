@@ -114,10 +114,12 @@ class Sweep:
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
-        """The plain run of the coefficient that remedies were tried at, and they; empty where none was."""
-        tried = [run for run in self.runs if run.remedy is not None]
-        beside = [run for run in self.runs if tried and run.coefficient == tried[0].coefficient and run.remedy is None]
-        return [*beside, *tried] if tried else []
+        """The plain runs of a coefficient that remedies were tried at, by seed, and these; empty where some lack."""
+        coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
+        alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
+        plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
+        tried = [run for run in alike if run.remedy is not None]
+        return [*plain, *tried] if plain and plain[0].seed == 0 else []
 
     def price(self, loss: float) -> tuple[float, float] | None:
         """(coefficient, nonzeros per token) at which the cross entropy has grown by `loss`; None: not in the sweep.

@@ -129,7 +129,9 @@ class Runs:
         deadline = time.monotonic() + 60 * self.args.minutes
         while time.monotonic() < deadline and (self.waiting or running):
             for slot, gpu in enumerate(slots):
-                if slot not in running and (name := self._next(deadline)):
+                beside = [run for other, run in running.items() if slots[other] == gpu]
+                staggered = all(time.monotonic() - run.begun >= self.args.stagger for run in beside)
+                if slot not in running and staggered and (name := self._next(deadline)):
                     running[slot] = self._start(name, gpu)
             if not running:
                 break
@@ -256,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--recommended", type=float, default=RECOMMENDED, help="coefficient of the second seed and so on"
     )
     parser.add_argument("--at-once", type=int, default=1, help="runs on each GPU")
+    parser.add_argument(
+        "--stagger", type=float, default=45.0, help="seconds between two starts on a GPU, so that one trains meanwhile"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="after which unfinished runs are stopped")
     parser.add_argument("--last", action="store_true", help="begin only what would end in that time")
     args = parser.parse_intermixed_args(arguments)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from scripts import evidence_report, evidence_runs
-from sparsellm.config import fingerprint, from_overrides, mistakes
+from sparsellm.config import fingerprint, from_overrides, load, mistakes
 from sparsellm.data.preparation import prepare
 from sparsellm.evaluation.tasks import TASKS
 
@@ -38,11 +38,20 @@ THREE = ["--only", "silu,relu,l1_2e-5"]
 def runs(tmp_path, monkeypatch):
     """runs(*arguments, pace=0): the exit code, on stand-ins of so many seconds for each step."""
 
-    def call(*arguments, pace=0.0, failing=""):
+    def call(*arguments, pace=0.0, failing="", stagger=0):
         monkeypatch.setattr(evidence_runs, "TRAIN", (sys.executable, "-c", STAND_IN, str(pace)))
         group = f"logging.wandb_group=of_{failing}"
         return evidence_runs.main(
-            [str(tmp_path / "results.jsonl"), *MINI, group, "--root", str(tmp_path / "runs"), *arguments]
+            [
+                str(tmp_path / "results.jsonl"),
+                *MINI,
+                group,
+                "--root",
+                str(tmp_path / "runs"),
+                "--stagger",
+                str(stagger),
+                *arguments,
+            ]
         )
 
     monkeypatch.setattr(evidence_runs, "POLL", 0.01)
@@ -67,7 +76,7 @@ def test_every_run_is_one_of_its_own_and_accepted():
 
 
 def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_again(runs, tmp_path, capsys):
-    assert runs(*THREE, "--at-once", "2", pace=0.05, failing="relu") == evidence_runs.FAILED
+    assert runs(*THREE, "--at-once", "2", pace=0.15, failing="relu") == evidence_runs.FAILED
     assert "relu failed (exit code 1)" in (said := capsys.readouterr().out)
     assert "a stand-in that fails" in said
     assert starts(tmp_path)[:2] == ["silu", "relu"]
@@ -87,6 +96,13 @@ def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_
         runs("--only", "gelu")
 
 
+def test_starts_are_staggered(runs, tmp_path):
+    assert runs("--only", "silu,relu", "--at-once", "2", pace=0.1, stagger=0.3) == evidence_runs.COMPLETE
+    times = [float(line.split()[1]) for line in (tmp_path / "runs/starts").read_text().splitlines()]
+    assert starts(tmp_path) == ["silu", "relu", "-", "-"]
+    assert times[1] - times[0] > 0.25
+
+
 def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_path, capsys):
     assert runs(*THREE, "--minutes", "0.01", pace=0.2) == evidence_runs.LEFT
     assert "silu is stopped" in capsys.readouterr().out
@@ -95,11 +111,12 @@ def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_p
     (tmp_path / "runs/starts").unlink()
     assert runs(*THREE, "--minutes", "0.008", "--last", pace=0.05) == evidence_runs.LEFT
     assert not (tmp_path / "runs/starts").exists()
-    (tmp_path / "runs/relu/checkpoints/step_00004500").mkdir(parents=True)  # of 4,578: little of it is left
-    (tmp_path / "runs/relu/metrics.jsonl").write_text("")
+    begun = tmp_path / "runs/l1_2e-5"
+    (begun / "checkpoints/step_00004500").mkdir(parents=True)  # of 4,578: little of it is left
+    (begun / "metrics.jsonl").write_text("")
     assert runs(*THREE, "--minutes", "0.008", "--last", pace=0.01) == evidence_runs.LEFT
-    assert starts(tmp_path)[0] == "relu"
-    assert "l1_2e-5" not in starts(tmp_path)
+    assert starts(tmp_path)[0] == "l1_2e-5"  # before relu, which has not begun
+    assert "relu" not in starts(tmp_path)
 
 
 def result(name, ce, nonzeros, *overrides, dead=0.0, scores=None):
@@ -153,6 +170,8 @@ def test_the_report_finds_prices_fits_and_standard_errors(tmp_path, capsys):
     sweep = evidence_report.Sweep([evidence_report.Run(line) for line in lines])
     assert [run.name for run in sweep.relu] == ["relu", "l1_1e-5", "l1_4e-5", "l1_1.6e-4"]
     assert [run.name for run in sweep.remedies()] == ["l1_4e-5", "l1_4e-5_seed_1", "l1_4e-5_redrawn"]
+    without_plain = [evidence_report.Run(line) for line in lines if line["name"] != "l1_4e-5"]
+    assert evidence_report.Sweep(without_plain).remedies() == []
 
 
 def test_few_runs_give_a_report_of_what_there_is(tmp_path):
@@ -176,7 +195,7 @@ def test_a_fit_of_rows_is_followed_further(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_real_run_becomes_a_line_and_a_report(tmp_path):
-    """What the GPU will do, on a tiny model: prepared text, two real trainings at once, the report."""
+    """What the GPU will do, on a tiny model: prepared text, a real training, the report."""
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"Sentence {n} says {n * n}, no more. " * 20}) + "\n" for n in range(400))
     )
@@ -189,14 +208,12 @@ def test_a_real_run_becomes_a_line_and_a_report(tmp_path):
     ]  # fmt: skip
     prepare(from_overrides(tiny))
     results = tmp_path / "results.jsonl"
-    names = ["silu", "l1_8e-5_blended"]
-    code = evidence_runs.main(
-        [str(results), *tiny, "--root", str(tmp_path / "runs"), "--at-once", "2", "--only", ",".join(names)]
-    )
-    assert code == evidence_runs.COMPLETE, [log.read_text() for log in (tmp_path / "runs").glob("*.log")]
-    lines = evidence_runs.load(results)
-    assert sorted(lines) == sorted(names)
-    assert [row["step"] for row in lines["silu"]["rows"]] == list(range(1, 13))
-    assert lines["silu"]["rows"][-1]["val_ce"] > 0
+    name = "l1_8e-5_blended"
+    code = evidence_runs.main([str(results), *tiny, "--root", str(tmp_path / "runs"), "--only", name])
+    assert code == evidence_runs.COMPLETE, (tmp_path / f"runs/{name}.log").read_text()
+    line = evidence_runs.load(results)[name]
+    assert [row["step"] for row in line["rows"]] == list(range(1, 13))
+    assert line["rows"][-1]["val_ce"] > 0
+    assert line["fingerprint"] == fingerprint(load(tmp_path / f"runs/{name}/config.yaml"))
     evidence_report.main([str(results), "--output", str(tmp_path / "tiny")])
-    assert (tmp_path / "tiny_dead.png").exists()
+    assert 0 < json.loads((tmp_path / "tiny.json").read_text())["runs"][name]["nonzeros"] < 64
