@@ -7,7 +7,8 @@ r"""The training runs behind docs/RESULTS.md, "Many runs of a small model": seve
 The runs: ReLU without L1 and with seven coefficients; dense SiLU; of SiLU and of the recommended coefficient a second
 seed; and the recommended coefficient with silent gate rows drawn anew, with silent gate rows blended a little in every
 step, and with a coefficient that grows over the first third of the tokens. Each is `sparsellm train` with the
-overrides given here and its own, and, with --tasks, scored on the downstream tasks at its last step.
+overrides given here and its own, and, with --tasks, scored on the downstream tasks at its last step. --run gives other
+runs in their place, each a name and overrides: --run "twice training.batch_size=128" --run "late training.seed=2".
 
 RESULTS has a line of JSON for each finished run: its overrides, its configuration, about 80 of its rows. A run that has
 a line is not trained again; so the file is all that has to travel between machines. Where --root is kept, a run that
@@ -22,6 +23,7 @@ Exit codes: 0 if all runs asked for are in RESULTS, 1 if one failed, 3 if some a
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,7 +99,8 @@ class Runs:
         if args.tasks is not None:
             steps = from_overrides(overrides).training.steps
             self.common += [f"evaluation.every={steps}", f"evaluation.data_dir={args.tasks}"]
-        known = runs(from_overrides(overrides), args.recommended)
+        known = {name: own for name, *own in map(shlex.split, args.run)}
+        known = known or runs(from_overrides(overrides), args.recommended)
         only = [name for name in args.only.split(",") if name]
         if unknown := [name for name in only if name not in known]:
             raise SystemExit(f"--only {' '.join(unknown)}: there are {', '.join(known)}")
@@ -253,6 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="of all runs, as of `sparsellm train`")
     parser.add_argument("--tasks", type=Path, help="local rows of the tasks, TASK/SPLIT.jsonl; without: no scores")
     parser.add_argument("--root", type=Path, default=Path("runs/evidence"), help="the folder of the runs")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="'NAME OVERRIDE...'", help="in place of the runs above"
+    )
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="these runs; without: all")
     parser.add_argument(
         "--recommended", type=float, default=RECOMMENDED, help="coefficient of the second seed and so on"

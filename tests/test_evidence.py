@@ -12,12 +12,12 @@ from sparsellm.evaluation.tasks import TASKS
 
 # A training that only sleeps and leaves rows: `python -c STAND_IN PACE OVERRIDE...`, PACE seconds for each step.
 STAND_IN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 values = dict(word.split("=", 1) for word in sys.argv[2:])
 folder = pathlib.Path(values["run.root"], values["run.name"])
 folder.mkdir(parents=True, exist_ok=True)
 with open(folder.parent / "starts", "a") as starts:
-    starts.write(folder.name + " " + str(time.time()) + "\\n")
+    starts.write(f"{folder.name} {time.time()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
 if folder.name in values["logging.wandb_group"]:
     sys.exit("a stand-in that fails")
 for step in range(1, 11):
@@ -96,11 +96,19 @@ def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_
         runs("--only", "gelu")
 
 
-def test_starts_are_staggered(runs, tmp_path):
-    assert runs("--only", "silu,relu", "--at-once", "2", pace=0.1, stagger=0.3) == evidence_runs.COMPLETE
-    times = [float(line.split()[1]) for line in (tmp_path / "runs/starts").read_text().splitlines()]
-    assert starts(tmp_path) == ["silu", "relu", "-", "-"]
-    assert times[1] - times[0] > 0.25
+def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_runs.torch.cuda, "device_count", lambda: 2)
+    own = [word for name in "abc" for word in ("--run", f"{name} training.seed={ord(name)}")]
+    assert runs(*own, "--at-once", "2", pace=0.1, stagger=0.5) == evidence_runs.COMPLETE
+    lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
+    begun, gpus = ({line[0]: line[i] for line in lines if line[0] != "-"} for i in (1, 2))
+    assert gpus == {"a": "0", "b": "1", "c": "0"}
+    assert float(begun["c"]) - float(begun["a"]) > 0.4
+    assert begun["b"] < begun["c"]
+    seeds = {
+        name: line["config"]["training.seed"] for name, line in evidence_runs.load(tmp_path / "results.jsonl").items()
+    }
+    assert seeds == {name: ord(name) for name in "abc"}
 
 
 def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_path, capsys):
