@@ -99,12 +99,11 @@ def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_
 def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_runs.torch.cuda, "device_count", lambda: 2)
     own = [word for name in "abc" for word in ("--run", f"{name} training.seed={ord(name)}")]
-    assert runs(*own, "--at-once", "2", pace=0.1, stagger=0.5) == evidence_runs.COMPLETE
+    assert runs(*own, "--at-once", "2", pace=0.12, stagger=1) == evidence_runs.COMPLETE
     lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
-    begun, gpus = ({line[0]: line[i] for line in lines if line[0] != "-"} for i in (1, 2))
-    assert gpus == {"a": "0", "b": "1", "c": "0"}
-    assert float(begun["c"]) - float(begun["a"]) > 0.4
-    assert begun["b"] < begun["c"]
+    assert {name: gpu for name, _, gpu in lines if name != "-"} == {"a": "0", "b": "1", "c": "0"}
+    begun = {name: float(at) for name, at, _ in lines}
+    assert begun["b"] - begun["a"] < 0.7 < begun["c"] - begun["a"]
     seeds = {
         name: line["config"]["training.seed"] for name, line in evidence_runs.load(tmp_path / "results.jsonl").items()
     }
