@@ -101,8 +101,8 @@ def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
     own = [word for name in "abc" for word in ("--run", f"{name} training.seed={ord(name)}")]
     assert runs(*own, "--at-once", "2", pace=0.12, stagger=1) == evidence_runs.COMPLETE
     lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
-    assert {name: gpu for name, _, gpu in lines if name != "-"} == {"a": "0", "b": "1", "c": "0"}
-    begun = {name: float(at) for name, at, _ in lines}
+    assert {line[0]: line[2] for line in lines if line[0] != "-"} == {"a": "0", "b": "1", "c": "0"}
+    begun = {line[0]: float(line[1]) for line in lines}
     assert begun["b"] - begun["a"] < 0.7 < begun["c"] - begun["a"]
     seeds = {
         name: line["config"]["training.seed"] for name, line in evidence_runs.load(tmp_path / "results.jsonl").items()
