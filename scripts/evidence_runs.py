@@ -184,7 +184,7 @@ class Runs:
         seconds += float(taken.read_text()) if taken.exists() else 0
         taken.write_text(str(seconds))
         if code and stopped:
-            print(f"{_now()} {run.name} is stopped, with a checkpoint (exit code {code})", flush=True)
+            print(f"{_now()} {run.name} is stopped (exit code {code})", flush=True)
         elif code:
             self.failed.append(run.name)
             end = Path(run.log.name).read_text(errors="replace")[-2000:]
