@@ -1,8 +1,12 @@
 """scripts/evidence_runs.py and scripts/evidence_report.py: many runs, over several calls, and what is made of them."""
 
 import json
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scripts import evidence_report, evidence_runs
@@ -224,3 +228,20 @@ def test_a_real_run_becomes_a_line_and_a_report(tmp_path):
     assert line["fingerprint"] == fingerprint(load(tmp_path / f"runs/{name}/config.yaml"))
     evidence_report.main([str(results), "--output", str(tmp_path / "tiny")])
     assert 0 < json.loads((tmp_path / "tiny.json").read_text())["runs"][name]["nonzeros"] < 64
+
+
+@pytest.mark.skipif(shutil.which("xz") is None, reason="needs xz")
+def test_packed_data_is_the_same_again(tmp_path):
+    tokens = np.random.default_rng(0).integers(8192, size=20_000, dtype=np.uint16).tobytes()
+    for name, content in {"train.tokens": tokens, "tokenizer/tokenizer.json": b"{}", "lock": b""}.items():
+        (tmp_path / "data/mini" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data/mini" / name).write_bytes(content)
+    script = Path(evidence_runs.__file__).with_name("pack_data.sh")
+    subprocess.run([script, "data/mini", "parts", "15000"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    parts = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert parts == ["mini.a", "mini.b", "mini.c"]
+    assert max((tmp_path / "parts" / name).stat().st_size for name in parts) == 15_000
+    subprocess.run("cat parts/mini.? | xz -dc | tar x", shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "mini/train.tokens").read_bytes() == tokens
+    assert (tmp_path / "mini/tokenizer/tokenizer.json").exists()
+    assert not (tmp_path / "mini/lock").exists()
