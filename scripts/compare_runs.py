@@ -6,16 +6,22 @@ Left: held-out and training cross entropy. Middle: how far each run's training c
 runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; if every run has a
 colour of its own, thin lines show the layers of the first run.
 
+The table has last values, and how long each run's steps took, in all and until its held-out cross entropy was as low as
+that of the worst run at its end: by the tokens per second of the logged steps, without validations and checkpoints.
+
 If some runs were computed on the kernels and others in PyTorch, a run's colour shows which: the question is then
 whether the two differ by more than runs of one kind do. Otherwise each run has a colour of its own.
 """
 
 import argparse
+import math
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -39,6 +45,21 @@ def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
     if len(set(found)) == 1:
         return {name: (f"C{number}", name) for number, name in enumerate(runs)}
     return {name: (PATHS[of], f"{of} ({found.count(of)})") for name, of in paths.items()}
+
+
+def seconds(rows: Rows) -> list[float]:
+    """That a run's steps took up to each row, each step as long as the next logged one."""
+    spans = [row["tokens"] - before for row, before in zip(rows, [0, *(row["tokens"] for row in rows)], strict=False)]
+    return np.cumsum([span / row["tokens_per_s"] for span, row in zip(spans, rows, strict=True)]).tolist()
+
+
+def seconds_to(rows: Rows, loss: float) -> float | None:
+    """Until the held-out cross entropy first was `loss`, in a line between two validations; None: it never was."""
+    points = [(s, row["val_ce"]) for s, row in zip(seconds(rows), rows, strict=True) if row["val_ce"] is not None]
+    for (s0, ce0), (s1, ce1) in pairwise([(0.0, math.inf), *points]):
+        if ce1 <= loss:
+            return s1 if math.isinf(ce0) else s0 + (s1 - s0) * (ce0 - loss) / (ce0 - ce1)
+    return None
 
 
 def draw(runs: dict[str, Rows]) -> Figure:
@@ -109,14 +130,22 @@ def main() -> None:
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
-    print(f"{'run':<24}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}")
+    held_out_last = {name: [r["val_ce"] for r in rows if r["val_ce"] is not None][-1:] for name, rows in runs.items()}
+    common = max((last[0] for last in held_out_last.values() if last), default=math.inf)
+    to_common = f"to {common:.3f}"
+    print(
+        f"{'run':<24}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}{'seconds':>10}"
+        f"{to_common:>10}"
+    )
     for name, rows in runs.items():
-        last, validated = rows[-1], [r["val_ce"] for r in rows if r["val_ce"] is not None]
-        held_out = f"{validated[-1]:.3f}" if validated else "-"
+        last, validated = rows[-1], held_out_last[name]
+        held_out = f"{validated[0]:.3f}" if validated else "-"
+        until = seconds_to(rows, common) if validated else None
+        took = f"{seconds(rows)[-1]:>10,.0f}{'-' if until is None else f'{until:,.0f}':>10}"
         counted = last["nnz_mean"] is not None
         count = f"{last['nnz_mean']:.1f}" if counted else "-"
         dead = f"{sum(last['dead_per_layer']):,}" if counted else "-"
-        print(f"{name:<24}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}")
+        print(f"{name:<24}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}{took}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_bytes(saved(draw(runs)))
     print(f"drawn: {args.output}")

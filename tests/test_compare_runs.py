@@ -1,9 +1,10 @@
-"""The picture of several runs: coloured by path where there are two, by run otherwise."""
+"""The picture and the table of several runs: coloured by path where there are two, by run otherwise."""
 
 import json
 import sys
 
 import matplotlib
+import pytest
 from matplotlib.colors import to_hex
 
 from scripts import compare_runs
@@ -15,6 +16,7 @@ def rows(engine, relu=True):
             "step": step, "ce": 3 + 1 / step, "val_ce": 3.1 if step % 4 == 0 else None,
             "nnz_mean": 10.0 if relu else None, "nnz_per_layer": [5.0, 15.0] if relu else None,
             "dead_per_layer": [1, 2] if relu else None, "plan_per_layer": ["dense" if step < 5 else engine] * 2,
+            "tokens": 100 * step, "tokens_per_s": 50.0 if step < 5 else 100.0,
         }
         for step in range(1, 9)
     ]  # fmt: skip
@@ -49,6 +51,16 @@ def test_runs_of_one_path_have_a_colour_each():
     assert len(colours(figure, 2)) == 3 + 2  # and the layers of the first
 
 
+def test_how_long_a_run_took_to_a_loss():
+    """Four steps of two seconds, then four of one; held out at steps 4 and 8."""
+    of_run = rows("tile")
+    assert compare_runs.seconds(of_run) == [2, 4, 6, 8, 9, 10, 11, 12]
+    of_run[3]["val_ce"], of_run[7]["val_ce"] = 3.5, 3.1
+    assert compare_runs.seconds_to(of_run, 3.6) == 8  # at the first validation, or before
+    assert compare_runs.seconds_to(of_run, 3.2) == pytest.approx(11)
+    assert compare_runs.seconds_to(of_run, 3.0) is None
+
+
 def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     for name, engine in (("a", "tile"), ("b", "torch")):
         (tmp_path / name).mkdir()
@@ -57,5 +69,7 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["compare_runs", str(tmp_path / "a"), str(tmp_path / "b"), f"--output={output}"])
     compare_runs.main()
     assert output.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.splitlines()[1].split() == ["a", "kernels", "8", "3.125", "3.100", "10.0", "3"]
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        "a", "kernels", "8", "3.125", "3.100", "10.0", "3", "12", "8",
+    ]  # fmt: skip
     assert matplotlib.rcParams["axes.grid"] is False  # the style is the picture's alone

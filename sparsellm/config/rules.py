@@ -167,7 +167,14 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"sparsity.l1_start_tokens {sparsity.l1_start_tokens} and l1_warmup_tokens {sparsity.l1_warmup_tokens} exceed"
         f" the run's {run_tokens} tokens together: the coefficient would never be reached, so lower them",
     )
-    if (silence := sparsity.reinit_dead_after_tokens) is not None:
+    blend, silence = sparsity.reinit_blend, sparsity.reinit_dead_after_tokens
+    require(0 < blend <= 1, f"sparsity.reinit_blend is {blend}: it must be above 0 and at most 1")
+    require(
+        blend == 1 or silence is not None,
+        f"sparsity.reinit_blend is {blend} with sparsity.reinit_dead_after_tokens=null, which draws no row: give the"
+        " tokens of silence, or leave it out",
+    )
+    if silence is not None:
         require(silence >= 1, f"sparsity.reinit_dead_after_tokens is {silence}: it must be at least 1, or null for off")
         require(
             sparsity.activation == Activation.relu,

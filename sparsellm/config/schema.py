@@ -164,6 +164,9 @@ class SparsityConfig:
         None, "tokens of silence after which a neuron's gate row is drawn anew, none in as many at the end; null: never"
     )
     reinit_every: int = key(100, "steps between such draws")
+    reinit_blend: float = key(
+        1.0, "share of the new row in what a drawn one becomes; below 1 it is drawn at every draw until it fires"
+    )
 
 
 @dataclass

@@ -19,8 +19,8 @@ FREE_KEYS = ("data.path",)
 # Keys, and groups of keys, that earlier versions had not: with their defaults a run is what it was without them, and
 # has the same name.
 ADDED_KEYS = (
-    "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "model.num_key_value_heads", "model.head_dim",
-    "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
+    "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
+    "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
 )  # fmt: skip
 
 

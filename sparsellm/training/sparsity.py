@@ -73,6 +73,10 @@ class Reinitialization:
     start of the run. None is drawn in as many tokens at the end: it would stay unlearned. `SilentNeurons` goes on
     counting from when a neuron last fired, so that a drawn neuron counts as dead until it fires.
 
+    With `sparsity.reinit_blend` = a below 1, a silent row w becomes (1 - a) w + a (a new row) at every draw until it
+    fires, as the paper blends gate rows a little in every step. After many draws w is N(0, init_std) times
+    sqrt(a / (2 - a)), 0.23 for a = 0.1. Whether a neuron fires depends on the direction of w alone.
+
     Decisions are made on the device, and nothing waits for them. The random numbers come from generators of their own,
     seeded by (training.seed, step, layer): the global ones stay untouched, and a resume draws the same.
     """
@@ -81,6 +85,7 @@ class Reinitialization:
         sparsity, training, model = config.sparsity, config.training, config.model
         assert sparsity.reinit_dead_after_tokens is not None
         self.silence, self.every = sparsity.reinit_dead_after_tokens, sparsity.reinit_every
+        self.blend = sparsity.reinit_blend
         self.steps, self.step_tokens = training.steps, training.tokens_per_step
         self.seed, self.std, self.optimizer = training.seed, model.init_std, optimizer
         blocks: list[Any] = [layer.mlp for layer in decoder.layers]
@@ -88,7 +93,7 @@ class Reinitialization:
         self.weights: list[Tensor] = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in blocks]
         size, device = (model.num_layers, model.intermediate_size), self.weights[0].device
         self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # tokens of the run; 0: its start
-        self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows drawn so far, by layer
+        self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # draws of rows so far, by layer
 
     def due(self, step: int) -> bool:
         """Whether rows may be drawn at the end of `step`."""
@@ -101,13 +106,16 @@ class Reinitialization:
         `silent_tokens`: exact, int64 [L, N], the same on all ranks. Waits for nothing.
         """
         now = step * self.step_tokens
-        rows = torch.minimum(silent_tokens, now - self.drawn_at) >= self.silence
+        if self.blend == 1:
+            silent_tokens = torch.minimum(silent_tokens, now - self.drawn_at)
+        rows = silent_tokens >= self.silence
         for layer, (weight, of_layer) in enumerate(zip(self.weights, rows, strict=True)):
             seed = int(np.random.SeedSequence((self.seed, step, layer)).generate_state(1, np.uint64)[0])
             generator = torch.Generator(weight.device).manual_seed(seed)
             drawn = torch.empty(weight.shape, device=weight.device).normal_(std=self.std, generator=generator)
             dist.broadcast(drawn, src=0)  # GPUs of another kind would draw other bits from the same seed
-            weight.copy_(torch.where(shard_of(of_layer[:, None], weight), shard_of(drawn, weight), weight))
+            blended = weight.lerp(shard_of(drawn, weight), self.blend)  # the drawn row itself where blend is 1
+            weight.copy_(torch.where(shard_of(of_layer[:, None], weight), blended, weight))
             self.optimizer.forget(weight, of_layer)
         self.drawn_at.masked_fill_(rows, now)
         self.count += rows.sum(1)

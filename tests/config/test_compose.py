@@ -25,7 +25,7 @@ def choices(group):
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-SIZES = {"0p5b", "1b", "1p5b", "2b", "7b", "tiny"}
+SIZES = {"0p5b", "1b", "1p5b", "2b", "7b", "mini", "tiny"}
 
 
 def test_shipped_groups_are_the_documented_ones():
@@ -35,9 +35,14 @@ def test_shipped_groups_are_the_documented_ones():
     assert choices("logging") == ["disabled", "offline", "online"]
 
 
+def of(experiment):
+    """The overrides of an experiment, with what its own must be given."""
+    return [f"experiment={experiment}", *(["data.files=[x.parquet]"] if experiment == "mini" else [])]
+
+
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_every_experiment_is_accepted_on_one_and_eight_ranks(experiment):
-    config = from_overrides([f"experiment={experiment}"])
+    config = from_overrides(of(experiment))
     assert [mistakes(config, ranks) for ranks in (1, 8)] == [[], []]
     assert config.run.name == f"{experiment}-{fingerprint(config)}"
     assert config.data.path == f"data/{config.data.name}"
@@ -51,6 +56,7 @@ def test_every_choice_of_every_group_is_accepted(choice):
     extra = {
         "data=files": ["data.files=[x.parquet]", "data.tokenizer=x"],
         "model=tiny": ["training.sequence_length=256"],
+        "model=mini": ["training.sequence_length=1024"],
     }
     config = from_overrides(["experiment=0p5b", choice, *extra.get(choice, [])])
     assert mistakes(config, 1) == []
@@ -181,26 +187,26 @@ def test_a_key_that_is_typed_wins_over_a_choice_wherever_it_stands():
 def test_the_documented_baselines_are_what_they_say():
     """README: `sparsity=relu` is ReLU without L1, `sparsity=dense_silu` the dense baseline."""
     for experiment in choices("experiment"):
-        relu = from_overrides([f"experiment={experiment}", "sparsity=relu"])
+        relu = from_overrides([*of(experiment), "sparsity=relu"])
         assert (relu.sparsity.activation, relu.sparsity.l1_coefficient) == (Activation.relu, 0)
-        dense = from_overrides([f"experiment={experiment}", "sparsity=dense_silu"])
+        dense = from_overrides([*of(experiment), "sparsity=dense_silu"])
         assert mistakes(dense, 1) == mistakes(relu, 1) == []
 
 
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_a_warm_up_that_is_not_typed_takes_at_most_a_tenth_of_the_steps(experiment):
-    whole = composition([f"experiment={experiment}"])
+    whole = composition(of(experiment))
     assert whole.notes == []
-    assert whole.config.optimizer.warmup_steps == (40 if experiment == "smoke" else 600)
+    assert whole.config.optimizer.warmup_steps == {"smoke": 40, "mini": 200}.get(experiment, 600)
     for steps in (1, 10, 35):
-        short = composition([f"experiment={experiment}", f"training.steps={steps}"])
+        short = composition([*of(experiment), f"training.steps={steps}"])
         assert short.config.optimizer.warmup_steps == steps // 10
         assert mistakes(short.config, 1) == []
         (note,) = short.notes
         assert note.startswith(
             f"optimizer.warmup_steps is {steps // 10} instead of {whole.config.optimizer.warmup_steps}"
         )
-    typed = composition([f"experiment={experiment}", "training.steps=10", "optimizer.warmup_steps=9"])
+    typed = composition([*of(experiment), "training.steps=10", "optimizer.warmup_steps=9"])
     assert (typed.config.optimizer.warmup_steps, typed.notes) == (9, [])
 
 

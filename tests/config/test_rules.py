@@ -37,6 +37,8 @@ from sparsellm.ops import build
         (["sparsity.l1_start_tokens=819200"], "exceed the run's 819200 tokens together"),
         (["sparsity.reinit_dead_after_tokens=0"], "sparsity.reinit_dead_after_tokens is 0: .* at least 1, or null"),
         (["sparsity.reinit_every=0"], "sparsity.reinit_every is 0: it must be at least 1"),
+        (["sparsity.reinit_blend=0", "sparsity.reinit_dead_after_tokens=9"], "reinit_blend is 0.0: it must be above 0"),
+        (["sparsity.reinit_blend=0.1"], "reinit_blend is 0.1 with .*, which draws no row: give the tokens of silence"),
         (["sparsity=dense_silu", "sparsity.reinit_dead_after_tokens=9"], "=silu, whose neurons are never silent"),
         (
             ["sparsity.reinit_dead_after_tokens=204801", "sparsity.reinit_every=300"],

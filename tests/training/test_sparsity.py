@@ -135,6 +135,27 @@ def test_a_drawn_neuron_has_the_same_time_to_fire_again_and_counts_as_dead_until
     assert [row["reinitialized_per_layer"][0] for row in rows] == [0] * 12
 
 
+def test_a_blend_moves_silent_rows_a_little_at_every_draw_until_they_fire(tmp_path):
+    with small_trainer(tmp_path / "run", *REINIT, "sparsity.reinit_blend=0.25") as trainer:
+        reinitialization, silent_tokens = trainer.reinitialization, torch.zeros(2, 48, dtype=torch.int64)
+        silent_tokens[1, :7] = 256
+
+        def after_draw(step):
+            reinitialization.apply(step, silent_tokens)
+            return reinitialization.weights[1].detach().clone()
+
+        first = reinitialization.weights[1].detach().clone()
+        blended, again = after_draw(2), after_draw(3)  # the second before the silence has passed anew
+        reinitialization.blend = 1
+        drawn = []
+        for step in (2, 3):
+            reinitialization.drawn_at.zero_()
+            drawn.append(after_draw(step)[:7])
+    torch.testing.assert_close(blended[:7], 0.75 * first[:7] + 0.25 * drawn[0])
+    torch.testing.assert_close(again[:7], 0.75 * blended[:7] + 0.25 * drawn[1])
+    assert torch.equal(again[7:], first[7:])
+
+
 def test_drawn_neurons_live_where_others_stay_dead(tmp_path):
     """Gate rows of 0 never fire and get no gradient."""
     dead = {}

@@ -1,0 +1,327 @@
+"""What the runs of scripts/evidence_runs.py came to: two pictures, a file of numbers, and Markdown for RESULTS.md.
+
+    python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
+    python -m scripts.evidence_report --fit runs/NAME/metrics.jsonl ... --to 10e9
+
+OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the coefficient, and nonzeros and dead
+neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons beside the plain run of the same coefficient.
+OUTPUT.json: every number of the Markdown, which is printed.
+
+What a loss of 1% costs is read between two coefficients of the sweep, by the coefficient's logarithm; a standard error
+of an accuracy is that of its rows, and says nothing of seeds, whose spread the second seeds show.
+
+The fit of nonzeros against tokens is a power law, n = a tokens^-b, through the rows of FITTED, a part of the run in
+which the learning rate has not fallen much yet. Beside it stands how well it foresaw the end of its own run; how far
+it can be trusted beyond follows from that alone.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from scripts.evidence_runs import load, spelled
+from sparsellm.evaluation.tasks import TASKS
+from sparsellm.figures import GREY, STYLE, chance_line, from_zero, percent, plain, saved
+from sparsellm.training.metrics import read
+
+Row = dict[str, Any]
+FITTED = 0.1, 0.5  # of the run's tokens
+LOSSES = 0.01, 0.02  # of cross entropy, whose price in coefficients is asked
+REMEDIES = {"redrawn": "silent rows drawn anew", "blended": "silent rows blended", "warm_up": "coefficient warms up"}
+
+
+class Fit(NamedTuple):
+    """n = a tokens^-b."""
+
+    a: float
+    b: float
+
+    def at(self, tokens: float) -> float:
+        return self.a * tokens**-self.b
+
+
+class Run:
+    """A finished run: a line of the results."""
+
+    def __init__(self, line: dict[str, Any]) -> None:
+        self.name, self.line, self.rows = line["name"], line, line["rows"]
+        config, self.last = line["config"], line["rows"][-1]
+        self.coefficient: float = config["sparsity.l1_coefficient"]
+        self.relu: bool = config["sparsity.activation"] == "relu"
+        self.seed: int = config["training.seed"]
+        self.remedy = next((remedy for remedy in REMEDIES if self.name.endswith(remedy)), None)
+        self.neurons: int = config["model.intermediate_size"] * config["model.num_layers"]
+        self.width: int = config["model.intermediate_size"]
+        self.dead_after: int = config["sparsity.dead_after_tokens"]
+
+    @property
+    def ce(self) -> float:
+        return self.last["val_ce"]
+
+    @property
+    def nonzeros(self) -> float | None:
+        return self.last["nnz_mean"]
+
+    def dead(self, row: Row) -> float | None:
+        """The share of all neurons; None before one can be dead, and for SiLU."""
+        if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
+            return None
+        return sum(row["dead_per_layer"]) / self.neurons
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Of the tasks; empty where not all have one."""
+        found = self.last["evaluation"] or {}
+        return {task: found[task] for task in TASKS} if found.get("mean") is not None else {}
+
+    @property
+    def accuracy(self) -> tuple[float, float] | None:
+        """The mean over tasks, and its standard error."""
+        if not self.scores:
+            return None
+        rows = self.line["task_rows"]
+        variance = sum(p * (1 - p) / rows[task] for task, p in self.scores.items())
+        return fmean(self.scores.values()), math.sqrt(variance) / len(self.scores)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return median(row["tokens_per_s"] for row in self.rows)
+
+
+class Sweep:
+    """The runs that differ in the coefficient alone, in its order, and the others that are compared with them."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs = runs
+        plain = [run for run in runs if run.relu and run.seed == 0 and run.remedy is None]
+        self.relu = sorted(plain, key=lambda run: run.coefficient)
+        self.sparse = [run for run in self.relu if run.coefficient]
+        self.silu = [run for run in runs if not run.relu]
+        self.without = next((run for run in self.relu if not run.coefficient), None)
+
+    def increase(self, run: Run) -> float | None:
+        """Of held-out cross entropy over the ReLU run without L1, a fraction."""
+        return None if self.without is None else run.ce / self.without.ce - 1
+
+    def remedies(self) -> list[Run]:
+        """The plain runs of a coefficient that remedies were tried at, by seed, and these; empty where some lack."""
+        coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
+        alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
+        plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
+        tried = [run for run in alike if run.remedy is not None]
+        return [*plain, *tried] if plain and plain[0].seed == 0 else []
+
+    def price(self, loss: float) -> tuple[float, float] | None:
+        """(coefficient, nonzeros per token) at which the cross entropy has grown by `loss`; None: not in the sweep.
+
+        Between the last coefficient below and the next one, by the logarithms of coefficient and nonzeros.
+        """
+        points = [(math.log(r.coefficient), self.increase(r), math.log(r.nonzeros)) for r in self.sparse if r.nonzeros]
+        for (x0, y0, n0), (x1, y1, n1) in reversed(list(pairwise(points))):
+            if y0 is not None and y1 is not None and y0 <= loss < y1:
+                share = (loss - y0) / (y1 - y0)
+                return math.exp(x0 + share * (x1 - x0)), math.exp(n0 + share * (n1 - n0))
+        return None
+
+
+def fit(rows: list[Row]) -> Fit | None:
+    """Through the rows in FITTED that have nonzeros, by least squares of the logarithms; None for fewer than three."""
+    total = rows[-1]["tokens"]
+    part = [r for r in rows if FITTED[0] * total <= r["tokens"] <= FITTED[1] * total and r["nnz_mean"]]
+    if len(part) < 3:
+        return None
+    slope, intercept = np.polyfit(np.log([r["tokens"] for r in part]), np.log([r["nnz_mean"] for r in part]), 1)
+    return Fit(math.exp(intercept), -float(slope))
+
+
+def numbers(sweep: Sweep) -> dict[str, Any]:
+    """All that the Markdown says."""
+    runs = {}
+    for run in sweep.runs:
+        law, accuracy = fit(run.rows), run.accuracy
+        runs[run.name] = {
+            "coefficient": run.coefficient, "tokens": run.last["tokens"], "held_out_ce": run.ce,
+            "ce_increase": sweep.increase(run), "nonzeros": run.nonzeros, "dead": run.dead(run.last),
+            "accuracy": accuracy and accuracy[0], "accuracy_stderr": accuracy and accuracy[1], "scores": run.scores,
+            "tokens_per_s": run.tokens_per_s, "seconds": run.line["seconds"],
+            "fit": law and {"a": law.a, "b": law.b, "foreseen": law.at(run.last["tokens"])},
+        }  # fmt: skip
+    prices = {f"{loss:.0%}": sweep.price(loss) for loss in LOSSES}
+    return {"runs": runs, "price": {key: found and list(found) for key, found in prices.items()}}
+
+
+def markdown(found: dict[str, Any], width: int) -> str:
+    def cell(form: str, value: float | None) -> str:
+        return "" if value is None else form.format(value)
+
+    lines = [
+        "| run | held-out cross entropy | over ReLU without L1 | nonzeros per token | dead neurons | mean accuracy |"
+        " tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, run in found["runs"].items():
+        accuracy = cell("{:.1%}", run["accuracy"]) + cell(" ± {:.1%}", run["accuracy_stderr"])
+        cells = (
+            name, cell("{:.4f}", run["held_out_ce"]), cell("{:+.2%}", run["ce_increase"]),
+            cell("{:.1f}", run["nonzeros"]), cell("{:.1%}", run["dead"]), accuracy,
+            cell("{:,.0f}", run["tokens_per_s"]),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    scored = {name: run["scores"] for name, run in found["runs"].items() if run["scores"]}
+    if scored:
+        lines += ["", f"| run | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 1) + "|"]
+        lines += [f"| {name} | {' | '.join(f'{s[task]:.1%}' for task in TASKS)} |" for name, s in scored.items()]
+    lines.append("")
+    for loss, price in found["price"].items():
+        said = "no coefficient of the sweep"
+        if price is not None:
+            said = f"{spelled(float(f'{price[0]:.2g}'))}, {price[1]:.1f} nonzeros of {width:,}"
+        lines.append(f"- {loss} of cross entropy: {said}.")
+    lines += ["", "| run | b of tokens^-b | foreseen at the end | measured |", "|---|---|---|---|"]
+    for name, run in found["runs"].items():
+        if law := run["fit"]:
+            lines.append(f"| {name} | {law['b']:.2f} | {law['foreseen']:.1f} | {run['nonzeros']:.1f} |")
+    return "\n".join(lines)
+
+
+def draw_sweep(sweep: Sweep) -> Figure | None:
+    """None where no run is of ReLU."""
+    if not sweep.relu:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 6.2), layout="constrained")
+        loss, nonzeros, dead, accuracy, nonzeros_over, dead_over = figure.subplots(2, 3).flat
+        levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
+            (loss, sweep.increase, "held-out cross entropy\nover ReLU without L1"),
+            (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
+            (dead, lambda run: run.dead(run.last), "dead neurons"),
+            (accuracy, lambda run: run.accuracy and run.accuracy[0], "mean accuracy"),
+        ]
+        for axes, value, label in levels:
+            _against_coefficient(axes, sweep, value)
+            axes.set(xlabel="L1 coefficient (`sum`)", ylabel=label, xscale="log")
+            swept = [run.coefficient for run in sweep.sparse]
+            axes.set_xticks(swept, [spelled(coefficient) for coefficient in swept], fontsize=7)
+            axes.minorticks_off()
+        for level in LOSSES if sweep.without else ():
+            loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
+        _errors(accuracy, sweep)
+        _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
+        for axes in (nonzeros, nonzeros_over):
+            axes.set_yscale("log", nonpositive="mask")
+            plain(axes.yaxis)
+        for axes in (loss, dead, accuracy):
+            percent(axes.yaxis)
+        from_zero(dead, least=0.01)
+        loss.legend()
+        nonzeros_over.legend(title="coefficient", fontsize=7, ncols=2)
+        return figure
+
+
+def _against_coefficient(axes: Axes, sweep: Sweep, value: Callable[[Run], float | None]) -> None:
+    shown = [(run.coefficient, y) for run in sweep.sparse if (y := value(run)) is not None]
+    axes.plot(*zip(*shown, strict=True) if shown else ([], []), "o-", color="C0", label="ReLU + L1")
+    seeds = [run for run in sweep.runs if run.relu and run.coefficient and run.seed and run.remedy is None]
+    seeds = [run for run in seeds if value(run) is not None]
+    if seeds:
+        x, y = [run.coefficient for run in seeds], [value(run) for run in seeds]
+        axes.plot(x, y, "o", color="C0", fillstyle="none", label="another seed")
+    for color, label, runs in (("C1", "ReLU", [sweep.without] if sweep.without else []), (GREY, "SiLU", sweep.silu)):
+        for number, run in enumerate(runs):
+            if (level := value(run)) is not None:
+                axes.axhline(level, color=color, linestyle=(0, (4, 2)), linewidth=1, label=None if number else label)
+
+
+def _errors(axes: Axes, sweep: Sweep) -> None:
+    scored = [run for run in sweep.sparse if run.accuracy]
+    for run in scored:
+        mean, error = run.accuracy or (0, 0)
+        axes.errorbar(run.coefficient, mean, yerr=error, color="C0", capsize=1.5, elinewidth=0.8)
+    if scored:
+        chance_line(axes, fmean(task.chance for task in TASKS.values()), "chance")
+
+
+def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.93, len(runs)))
+    for color, (label, run) in zip(colors, runs.items(), strict=True):
+        millions = [row["tokens"] / 1e6 for row in run.rows]
+        nonzeros.plot(millions, [row["nnz_mean"] for row in run.rows], color=color, label=label)
+        shares = [math.nan if (share := run.dead(row)) is None else share for row in run.rows]
+        dead.plot(millions, shares, color=color, label=label)
+    nonzeros.set(xlabel="million tokens", ylabel="nonzeros per token and layer", xscale="log")
+    plain(nonzeros.xaxis)
+    dead.set(xlabel="million tokens", ylabel="dead neurons")
+    percent(dead.yaxis)
+
+
+def draw_remedies(sweep: Sweep) -> Figure | None:
+    """None where none was tried."""
+    runs = {_remedy_label(run): run for run in sweep.remedies()}
+    if not runs:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        nonzeros, dead, loss = figure.subplots(1, 3)
+        _over_tokens(nonzeros, dead, runs)
+        nonzeros.set_yscale("log", nonpositive="mask")
+        plain(nonzeros.yaxis)
+        first = next(iter(runs.values()))
+        reference = {row["tokens"]: row["val_ce"] for row in first.rows if row["val_ce"] is not None}
+        colors = [line.get_color() for line in dead.get_lines()]
+        for color, run in zip(colors, runs.values(), strict=True):
+            points = [(r["tokens"], r["val_ce"] - reference[r["tokens"]]) for r in run.rows if r["tokens"] in reference]
+            loss.plot([tokens / 1e6 for tokens, _ in points], [ce for _, ce in points], "o-", color=color)
+        loss.set(xlabel="million tokens", ylabel="held-out cross entropy,\nless that of the plain run")
+        figure.suptitle(f"coefficient {spelled(first.coefficient)}")
+        figure.legend(dead.get_lines(), list(runs), loc="outside lower center", ncols=len(runs))
+        return figure
+
+
+def _remedy_label(run: Run) -> str:
+    return REMEDIES[run.remedy] if run.remedy else "plain" + f", seed {run.seed}" * bool(run.seed)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", type=Path, help="of scripts/evidence_runs.py")
+    parser.add_argument("--output", type=Path, help="what the files' names begin with")
+    parser.add_argument("--fit", nargs="+", type=Path, default=[], metavar="METRICS", help="metrics.jsonl of runs")
+    parser.add_argument("--to", type=float, default=10e9, help="tokens that --fit is followed to")
+    args = parser.parse_args(arguments)
+    for path in args.fit:
+        rows = read(path)
+        if not rows or (law := fit(rows)) is None:
+            parser.error(f"{path} has fewer than three rows with nonzeros between {FITTED} of its tokens")
+        last = rows[-1]
+        print(
+            f"{path}: {law.a:.4g} tokens^-{law.b:.3f}; at its end, {last['tokens']:,} tokens,"
+            f" {law.at(last['tokens']):.1f} foreseen and {last['nnz_mean']:.1f} measured; at {args.to:,.0f},"
+            f" {law.at(args.to):.1f}"
+        )
+    if args.results is None:
+        return
+    if args.output is None:
+        parser.error("--output says where the files go")
+    sweep = Sweep([Run(line) for line in load(args.results).values()])
+    if not sweep.runs:
+        parser.error(f"{args.results} has no runs")
+    found, pictures = numbers(sweep), {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
+    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    for name, picture in pictures.items():
+        if picture is not None:
+            args.output.with_name(f"{args.output.name}_{name}.png").write_bytes(saved(picture))
+    print(markdown(found, sweep.runs[0].width))
+
+
+if __name__ == "__main__":
+    main()
