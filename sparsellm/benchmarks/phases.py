@@ -124,7 +124,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
             device=Device[device.type],
             precision=Precision.bfloat16 if on_gpu else Precision.float32,
             compile=on_gpu,
-            kernels=Kernels.cuda if side.kernels else Kernels.torch,
+            kernels=Kernels.auto if side.kernels else Kernels.torch,
             micro_batch_size=config.micro_batch_size,
         ),
     )
@@ -216,4 +216,4 @@ def _generator(side: Side, device: torch.device) -> Generator:
     with torch.device("meta"):
         decoder = Decoder(side.subject.config, side.subject.activation)
     decoder.load_state_dict(side.subject.weights, assign=True)
-    return Generator(decoder.to(device), dtype=dtype_on(device), kernels="cuda" if side.kernels else None)
+    return Generator(decoder.to(device), dtype=dtype_on(device), kernels="auto" if side.kernels else None)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops import Engine, Plan, choose_engine
+from sparsellm.ops import Engine, Plan, backend, choose_engine
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
@@ -74,7 +74,7 @@ class EngineChoice:
         """engine: the name of the engine that computes every call, or None to choose from counts."""
         self.engine = engine
         # [few, many]: until counts arrive, calls of few tokens are assumed to be sparse, calls of many to be dense.
-        self.plans = [Plan.of(engine or "row"), Plan.of(engine or "dense")]
+        self.plans = [Plan.of(engine) if engine else backend.first_plan_of_few(), Plan.of(engine or "dense")]
         self.calls = [0, 0]
         self.w_down_t: NeuronMajor | None = None
         self.counted = 0  # tokens of the call whose counts are on their way to the host; 0: no counts are

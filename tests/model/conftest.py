@@ -9,7 +9,7 @@ import torch
 from model.small_models import logits
 
 from sparsellm.model import Decoder, accelerate, engine_choice
-from sparsellm.ops import Engine, Plan
+from sparsellm.ops import Engine, Plan, build
 
 
 class Hollow:
@@ -51,7 +51,7 @@ class Hollow:
 @pytest.fixture
 def small_choices(monkeypatch):
     """Choices as on a GPU, in models this small: the CPU's float32 for the GPU's bfloat16, few tokens for many."""
-    monkeypatch.setattr(accelerate.build, "load", lambda: None)
+    monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
     monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1))
     for module in (engine_choice, accelerate):

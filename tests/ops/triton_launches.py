@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsellm.ops import Plan
-from sparsellm.ops.triton import dense, engines, nonzeros, order, plan, products, tuning
+from sparsellm.ops.triton import dense, engines, nonzeros, plan, products, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (plan, order, products, nonzeros, dense)
+MODULES = (plan, products, nonzeros, dense)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
     torch.bool: "*i1",
@@ -88,21 +88,20 @@ def recording(sizes: tuning.Tuning) -> Iterator[dict[str, Launch]]:
         yield found
 
 
-def of_layers(sizes: tuning.Tuning, k: int, n: int, m: int = 130) -> list[Launch]:
-    """Every launch of the engines on a layer, gated and not, forward and backward."""
+def of_layers(
+    sizes: tuning.Tuning, k: int, n: int, m: int = 130, gated: tuple[bool, ...] = (True, False)
+) -> list[Launch]:
+    """Every launch of the engines on a layer, forward and backward."""
     with recording(sizes) as found:
         x = torch.zeros((m, k), dtype=torch.bfloat16)
         first, down = torch.zeros((n, k), dtype=torch.bfloat16), torch.zeros((k, n), dtype=torch.bfloat16)
-        for gate in (first, None):
+        for gate in (first if each else None for each in gated):
             for engine in ("dense", "tile", "row"):
-                for ordered in (False, True) if engine == "tile" else (False,):
-                    with patch.object(engines, "orders", lambda _, ordered=ordered: ordered):
-                        saving = engine != "row"
-                        *_, saved = engines.forward(x, gate, first, down, Plan.of(engine), None, saving)
-                        if saving:
-                            engines.forward(x, gate, first, down, Plan.of(engine), None, False)
-                            for weights in (down, down.float()):
-                                engines.backward(x, gate, first, weights, x, torch.zeros(()), saved)
+                saving = engine != "row"
+                *_, saved = engines.forward(x, gate, first, down, Plan.of(engine), None, saving)
+                if saving:
+                    engines.forward(x, gate, first, down, Plan.of(engine), None, False)
+                    engines.backward(x, gate, first, down.float(), x, torch.zeros(()), saved)
     return list(found.values())
 
 

@@ -4,8 +4,10 @@
     products.py    the sparse engines' products
     dense.py       what the dense engine does between torch's products
     engines.py     the driver: memory, and the order in which the kernels run; as sparsellm.ops.cuda for the CUDA ones
-    tuning.py      every constant that was, or is to be, measured: block sizes, and the choice of engines
-    device.py      whether all this runs here
+    nonzeros.py    what happens to single nonzeros between the products
+    tuning.py      block sizes by GPU
+    policy.py      the choice of engines, and its constants
+    device.py      whether all this runs here; limits.py: what it needs
 
-Nothing outside of this folder imports triton, and nothing imports this folder before its kernels are asked for.
+Only this folder imports triton, and sparsellm.ops.backend imports it once its kernels are asked for.
 """

@@ -110,7 +110,7 @@ def forward(
     if saving or w_gate is None:
         nonzeros.keep[KEEP_PROGRAMS * programs,](
             z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
-            kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=ROWS,
+            kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
             BLOCK=unions.block, GATED=w_gate is not None, ORDERED=unions.order is not None, SAVING=saving,
         )  # fmt: skip
     y = torch.empty_like(x)
@@ -126,7 +126,7 @@ def backward(
     if not m:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
     engine, float_weights = cuda.engine_of(saved), w_down.dtype == torch.float32
-    x, dy, dl1, w_up = readable(x), readable(dy), dl1.float().reshape(1), readable(w_up, x.dtype)
+    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if engine == Engine.dense:
         return _dense_backward(x, w_gate, w_up, readable(w_down, x.dtype), dy, dl1, saved)
@@ -142,8 +142,8 @@ def backward(
         _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
     nonzeros.gradient[KEEP_PROGRAMS * programs,](
         hidden, dz, du[0] if gated else dz, dl1, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items,
-        kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS, ROWS=ROWS,
-        BLOCK=unions.block, GATED=gated, ORDERED=unions.order is not None,
+        kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
+        ROWS=ROWS, BLOCK=unions.block, GATED=gated, ORDERED=unions.order is not None,
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
@@ -181,7 +181,7 @@ def _launch(shape: Shape) -> dict[str, int]:
 
 
 def _plan(bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True) -> None:
-    """Fill the arrays of `unions`. fired: where to mark the columns that fire; with it, nonzeros and union are counted."""
+    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too."""
     plan.plan[tiles(rows, unions.tile),](
         bits, _order(unions), unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
@@ -274,9 +274,7 @@ def _layout(
         ((items,), torch.int32), ((items * tile // min(ROWS, tile),), torch.int64),
         ((capacity,), dtype), ((capacity if gated else 0,), dtype),
     ]  # fmt: skip
-    return [
-        (shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes
-    ]
+    return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]
 
 
 def _length(*shape: Any) -> int:

@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 
 # Of the int64 `totals` of a call. The first four are the operator's counts.
-NONZEROS, REST, UNION, LISTED, ITEMS = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+NONZEROS, REST, UNION, LISTED, ITEMS = (
+    tl.constexpr(0),
+    tl.constexpr(2),
+    tl.constexpr(3),
+    tl.constexpr(4),
+    tl.constexpr(5),
+)
 TOTALS = 8
 
 

@@ -62,7 +62,7 @@ def sampled(
             active = inside & firing(bits, token, neuron, N)
             g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=active, other=0.0)
             result = tl.where(active, g.to(tl.float32) * result.to(tl.float32), 0.0).to(x.dtype.element_ty)
-            tl.store(sums + item, tl.sum(tl.sum(tl.abs(result.to(tl.float32)), 1), 0))
+            tl.store(sums + item, tl.sum(tl.reshape(tl.abs(result.to(tl.float32)), (TILE * BLOCK,)), 0))
         tl.store(out + position.to(tl.int64)[:, None] * PITCH + slot[None, :], result)
 
 

@@ -1,10 +1,10 @@
-"""Every constant of the Triton kernels that depends on the GPU: block sizes, and what the choice of engines is made by.
+"""The block sizes of the Triton kernels by GPU. (The constants of the choice of engines are in policy.py.)
 
 None of it changes a result but in its rounding, so a calibration may replace any of it.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,11 @@ LARGE = SMALL._replace(
     down_weights=Shape(256, 64, 4, 3),
 )
 LARGE_BYTES = 160 << 10
-SMALL_BYTES = 64 << 10
+
+
+def shared_bytes(properties: Any) -> int:
+    """Bytes of shared memory that a block of a CUDA device may have."""
+    return properties.shared_memory_per_block_optin
 
 
 @lru_cache
@@ -66,8 +70,5 @@ def of(device: torch.device) -> tuple[Tuning, int]:
     if device.type == "cpu":
         return SMALL, 3
     properties = torch.cuda.get_device_properties(device)
-    tuning = LARGE if properties.shared_memory_per_block_optin >= LARGE_BYTES else SMALL
+    tuning = LARGE if shared_bytes(properties) >= LARGE_BYTES else SMALL
     return tuning, tuning.resident * properties.multi_processor_count
-
-
-# The choice of engines (sparsellm.ops.dispatch has the estimates): estimated, not measured yet.
