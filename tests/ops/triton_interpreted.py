@@ -21,13 +21,15 @@ from sparsellm.ops.triton import engines, plan, tuning
 cases.DEVICE = "cpu"
 DL1 = 0.5
 DTYPES = (torch.float32, torch.float16)
+# Those that are alike at 264 neurons are left out.
+PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
 assert plan.triton.knobs.runtime.interpret
 
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Few words at a time, so that small layers take several rounds; many rows, for the interpreter counts steps."""
-    monkeypatch.setattr(engines, "PLAN_WORDS", 8)
+    """Large parts, for the interpreter's time is that of its steps."""
+    monkeypatch.setattr(engines, "PLAN_WORDS", 16)
     monkeypatch.setattr(engines, "ROWS", 64)
 
 
@@ -87,9 +89,9 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
-@pytest.mark.parametrize("pattern", cases.PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_exact_whatever_fires(pattern):
-    i = cases.PATTERNS.index(pattern)
+    i = PATTERNS.index(pattern)
     gate = cases.small_integers(cases.firing(pattern, 130, 264)).sign()
     check(*cases.layer_of(gate, gated=i % 2 == 0), pattern, DTYPES[i // 2 % 2])
 
@@ -103,7 +105,8 @@ def test_the_other_engines_are_exact(engine, gated):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-def test_exact_at_any_shape(gated):
+def test_exact_at_any_shape(gated, monkeypatch):
+    monkeypatch.setattr(engines, "PLAN_WORDS", 8)  # so that unions are made in several rounds
     for i, (m, k, n) in enumerate(((1, 8, 8), (128, 136, 40), (129, 72, 264))):
         check(*cases.integers(m, k, n, gated, seed=i), f"M {m}, K {k}, N {n}", DTYPES[i % 2])
 

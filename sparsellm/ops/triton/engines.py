@@ -149,7 +149,7 @@ def backward(
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
 
     by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
-    stacks = 2 if gated else 1
+    stacks = 2 if gated else 1  # dz and, below it, du
     rows = len(by_neuron.sizes) * by_neuron.tile
     stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
     nonzeros.regroup[programs,](
@@ -159,11 +159,10 @@ def backward(
         num_warps=8,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
-    firsts = x.new_empty((stacks, n, k), dtype=weights)
-    _gathered(by_neuron, sizes.weights, stacked, x, firsts, n, stacked=stacks)
-    dw_down_t = x.new_empty((n, k), dtype=weights)
+    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
+    _gathered(by_neuron, sizes.weights, stacked, x, firsts[0], n, more_out=firsts[1] if gated else None)
     _gathered(by_neuron, sizes.down_weights, turned, dy, dw_down_t, n)
-    return [dx, *firsts.unbind(), dw_down_t.T]
+    return [dx, *firsts, dw_down_t.T]
 
 
 def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
@@ -234,13 +233,14 @@ def _sampled(
 
 def _gathered(
     unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
-    more: tuple[Tensor, Tensor] | None = None, stacked: int = 1,
+    more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """out = a b (and more_out, where `a` has two matrices stacked), plus, with `more` (a, b), their product."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
-        a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest,
-        _order(unions), out, rows, unions.pitch, K=k, N=rows, TILE=unions.tile,
-        COLUMNS=shape.columns, STACKED=stacked, PAIRS=1 if more is None else 2, ORDERED=unions.order is not None,
+        a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest, _order(unions), out,
+        out if more_out is None else more_out, rows, unions.pitch, K=k, TILE=unions.tile, COLUMNS=shape.columns,
+        STACKED=1 if more_out is None else 2, PAIRS=1 if more is None else 2, ORDERED=unions.order is not None,
         **_launch(shape),
     )  # fmt: skip
 

@@ -96,12 +96,12 @@ def plan(
         word = start + tl.arange(0, WORDS)
         union = tl.zeros((WORDS,), tl.uint32)
         of_words = tl.zeros((WORDS,), tl.int32)
-        for i in range(TILE):
+        for i in range(0, tl.minimum(TILE, rows - tile * TILE)):
             at = tile * TILE + i
             row = at.to(tl.int64)
             if ORDERED:
-                row = tl.load(order + at, mask=at < rows, other=0).to(tl.int64)
-            words = tl.load(bits + row * of_row + word, mask=(at < rows) & (word < of_row), other=0)
+                row = tl.load(order + at).to(tl.int64)
+            words = tl.load(bits + row * of_row + word, mask=word < of_row, other=0)
             words = words.to(tl.uint32, bitcast=True)
             union |= words
             if COUNTING:

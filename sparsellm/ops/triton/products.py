@@ -68,14 +68,14 @@ def sampled(
 
 @triton.jit(do_not_specialize=["rows", "pitch"])
 def gathered(
-    a, b, more_a, more_b, slots, sizes, longest, order, out, rows, pitch,
-    K: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    a, b, more_a, more_b, slots, sizes, longest, order, out, more_out, rows, pitch,
+    K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     STACKED: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum over the slots s of the row's tile of a[row, s] b[slots[s]], with rows of K values.
 
     a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same of more_a and more_b. STACKED 2: each tile of `a` has
-    the rows of two matrices, one below the other, whose results are out[0:N] and out[N:2N]. ORDERED: `order` names the
+    the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` names the
     row of `out` of each position. longest: the tiles in the order in which programs take them. pitch is a multiple of
     64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
     Program i: COLUMNS columns of one tile's rows.
@@ -114,7 +114,9 @@ def gathered(
     row = position
     if ORDERED:
         row = tl.load(order + position, mask=position < rows, other=0)
+    at = row.to(tl.int64)[:, None] * K + column[None, :]
+    result = sums.to(out.dtype.element_ty)
+    there = (position < rows)[:, None] & inside[None, :]
+    tl.store(out + at, result, mask=there & (line < TILE)[:, None])
     if STACKED == 2:
-        row += (line // TILE) * N
-    to = out + row.to(tl.int64)[:, None] * K + column[None, :]
-    tl.store(to, sums.to(out.dtype.element_ty), mask=(position < rows)[:, None] & inside[None, :])
+        tl.store(more_out + at, result, mask=there & (line >= TILE)[:, None])
