@@ -14,7 +14,7 @@ from sparsellm.ops.triton import limits, tuning
 KB = 1 << 10
 # The shared memory of a block, and the block sizes that the GPU takes.
 GPUS = {
-    ("cuda", 80): (163 * KB, tuning.LARGE),
+    ("cuda", 80): (163 * KB, tuning.SMALL),
     ("cuda", 86): (99 * KB, tuning.SMALL),
     ("cuda", 89): (99 * KB, tuning.SMALL),
     ("cuda", 90): (227 * KB, tuning.LARGE),

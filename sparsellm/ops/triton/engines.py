@@ -109,9 +109,9 @@ def forward(
         _sampled(unions, shape, programs, x, w_up, hidden, m, None if saving else (z, kept.bits, sums))
     if saving or w_gate is None:
         nonzeros.keep[KEEP_PROGRAMS * programs,](
-            z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
+            z, hidden, kept.bits, kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
             kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
-            BLOCK=unions.block, GATED=w_gate is not None, ORDERED=unions.order is not None, SAVING=saving,
+            BLOCK=unions.block, GATED=w_gate is not None, SAVING=saving,
         )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
@@ -141,9 +141,9 @@ def backward(
     if gated:
         _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
     nonzeros.gradient[KEEP_PROGRAMS * programs,](
-        hidden, dz, du[0] if gated else dz, dl1, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items,
+        hidden, dz, du[0] if gated else dz, dl1, kept.bits, kept.slots, kept.sizes, kept.items,
         kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
-        ROWS=ROWS, BLOCK=unions.block, GATED=gated, ORDERED=unions.order is not None,
+        ROWS=ROWS, BLOCK=unions.block, GATED=gated,
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
@@ -153,9 +153,9 @@ def backward(
     rows = len(by_neuron.sizes) * by_neuron.tile
     stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
     nonzeros.regroup[programs,](
-        dz, du[0] if gated else dz, hidden, bits, kept.places, kept.slots, by_neuron.order, by_neuron.slots,
+        dz, du[0] if gated else dz, hidden, bits, kept.places, by_neuron.order, by_neuron.slots,
         by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m, by_neuron.pitch, N=n,
-        PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block, GATED=gated, ORDERED=False,
+        PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block, GATED=gated,
         num_warps=8,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
@@ -225,9 +225,9 @@ def _sampled(
     """hidden: (z, bits, sums), to make h of the product. unless: a call with up to so many nonzeros is left alone."""
     z, bits, sums = hidden or (x, unions.slots, unions.slots)
     products.sampled[programs,](
-        x, w, z, bits, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
+        x, w, z, bits, unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
         K=x.shape[1], N=len(w), PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns,
-        ORDERED=unions.order is not None, HIDDEN=hidden is not None, **_launch(shape),
+        HIDDEN=hidden is not None, **_launch(shape),
     )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def product(x, w, rows, columns, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["m", "capacity"])
 def sampled(
-    x, w, z, bits, order, slots, sizes, items, totals, out, sums, m, capacity,
+    x, w, z, bits, slots, sizes, items, totals, out, sums, m, capacity,
     K: tl.constexpr, N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, ORDERED: tl.constexpr, HIDDEN: tl.constexpr,
+    DEPTH: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots; x [M, K], w [N, K].
 
@@ -54,9 +54,7 @@ def sampled(
         count = 0
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         item = tl.load(items + i)
-        position, token, slot, neuron, inside = entries(
-            item, 0, order, slots, sizes, m, PITCH, TILE, TILE, BLOCK, ORDERED
-        )
+        position, token, slot, neuron, inside = entries(item, 0, slots, sizes, m, PITCH, TILE, TILE, BLOCK)
         result = product(x, w, token, neuron, K, TILE, BLOCK, DEPTH).to(x.dtype.element_ty)
         if HIDDEN:
             active = inside & firing(bits, token, neuron, N)
@@ -114,9 +112,8 @@ def gathered(
     row = position
     if ORDERED:
         row = tl.load(order + position, mask=position < rows, other=0)
-    at = row.to(tl.int64)[:, None] * K + column[None, :]
-    result = sums.to(out.dtype.element_ty)
-    there = (position < rows)[:, None] & inside[None, :]
-    tl.store(out + at, result, mask=there & (line < TILE)[:, None])
+    to = out + row.to(tl.int64) * K
     if STACKED == 2:
-        tl.store(more_out + at, result, mask=there & (line >= TILE)[:, None])
+        to = tl.where(line < TILE, to, more_out + row.to(tl.int64) * K)
+    there = (position < rows)[:, None] & inside[None, :]
+    tl.store(to[:, None] + column[None, :], sums.to(out.dtype.element_ty), mask=there)
