@@ -17,7 +17,7 @@ from sparsellm.distributed import device_type
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
 from sparsellm.model import huggingface, pretrained
 from sparsellm.model.acceptance import feedforward_blocks
-from sparsellm.ops import build
+from sparsellm.ops import backend
 from sparsellm.run_layout import ANALYSIS, CONFIG
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
@@ -198,7 +198,7 @@ def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]]
     if opened.model.device.type != "cuda":
         return None, "needs a CUDA GPU"
     try:
-        build.load()
-    except build.KernelsUnavailable as error:
+        backend.load()
+    except backend.KernelsUnavailable as error:
         return None, str(error)
     return speed.layer_speeds(opened.model, opened.blocks), None

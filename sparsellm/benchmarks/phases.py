@@ -37,6 +37,7 @@ from sparsellm.distributed import Ranks
 from sparsellm.model import Decoder, huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.model.generation import Generator, Sampling
+from sparsellm.ops import backend
 from sparsellm.training import sharding
 from sparsellm.training.loop import Trainer
 from sparsellm.training.memory import give_back
@@ -124,7 +125,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
             device=Device[device.type],
             precision=Precision.bfloat16 if on_gpu else Precision.float32,
             compile=on_gpu,
-            kernels=Kernels.cuda if side.kernels else Kernels.torch,
+            kernels=Kernels[backend.loaded() or "cuda"] if side.kernels else Kernels.torch,
             micro_batch_size=config.micro_batch_size,
         ),
     )
@@ -216,4 +217,6 @@ def _generator(side: Side, device: torch.device) -> Generator:
     with torch.device("meta"):
         decoder = Decoder(side.subject.config, side.subject.activation)
     decoder.load_state_dict(side.subject.weights, assign=True)
-    return Generator(decoder.to(device), dtype=dtype_on(device), kernels="cuda" if side.kernels else None)
+    return Generator(
+        decoder.to(device), dtype=dtype_on(device), kernels=(backend.loaded() or "cuda") if side.kernels else None
+    )

@@ -13,7 +13,7 @@ from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, 
 from sparsellm.console import say
 from sparsellm.distributed import Ranks, device_type, process_group
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
-from sparsellm.ops import build
+from sparsellm.ops import backend
 from sparsellm.run_layout import BENCHMARK
 from sparsellm.training.memory import give_back
 
@@ -84,9 +84,9 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
     if device.type == "cpu":
         return ["no kernels: they need a CUDA GPU"]
     try:
-        build.load()
-    except build.KernelsUnavailable as error:
-        if config.kernels == Kernels.cuda:
+        backend.load(config.kernels.name)
+    except backend.KernelsUnavailable as error:
+        if config.kernels.demanded:
             raise BenchmarkError(str(error)) from error
         return [f"no kernels: {error}"]
     return []

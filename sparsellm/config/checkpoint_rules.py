@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes
+from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes, unavailable_kernels
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
@@ -30,9 +30,9 @@ def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
     if config.compare_kernels:
         if config.kernels == Kernels.torch:
             obstacles.append("kernels=torch takes none")
-        found += kernel_mistakes("compare_kernels=true", "compare_kernels=false", obstacles)
-    elif config.kernels == Kernels.cuda:
-        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+        found += unavailable_kernels("compare_kernels=true", "compare_kernels=false", config.kernels, obstacles)
+    else:
+        found += kernel_mistakes("kernels", config.kernels, obstacles)
     return found
 
 
@@ -60,11 +60,10 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
         found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append("text is written by one process: start it without torchrun")
-    if config.kernels == Kernels.cuda:
-        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
-        if config.dtype not in (Dtype.auto, Dtype.bfloat16):
-            obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
-        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
+    if config.dtype not in (Dtype.auto, Dtype.bfloat16):
+        obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
+    found += kernel_mistakes("kernels", config.kernels, obstacles)
     return found + device_mistakes("device", config.device)
 
 
@@ -85,9 +84,9 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
         found.append(f"seconds is {config.seconds}: it must be a positive number")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append("a benchmark is one process: start it without torchrun")
-    if config.kernels == Kernels.cuda:
-        obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
-        found += kernel_mistakes("kernels=cuda", "kernels=auto", obstacles)
+    found += kernel_mistakes(
+        "kernels", config.kernels, ["device=cpu has no GPU"] if config.device == Device.cpu else []
+    )
     return found + device_mistakes("device", config.device)
 
 

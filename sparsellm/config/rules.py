@@ -42,7 +42,7 @@ MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reduct
 
 
 def obstacles_to_kernels(config: Config) -> list[str]:
-    """What in `config`, on whatever machine, keeps training and validation off the CUDA kernels."""
+    """What in `config`, on whatever machine, keeps training and validation off the kernels."""
     runtime, activation = config.runtime, config.sparsity.activation
     return [
         obstacle
@@ -57,7 +57,7 @@ def obstacles_to_kernels(config: Config) -> list[str]:
 
 
 def takes_kernels(config: Config, kernels: Kernels, device_type: str) -> bool:
-    """Whether a run of `config`, with this choice of `kernels`, tries the CUDA kernels on a device of this type."""
+    """Whether a run of `config`, with this choice of `kernels`, tries the kernels on a device of this type."""
     return device_type == "cuda" and kernels != Kernels.torch and not obstacles_to_kernels(config)
 
 
@@ -209,8 +209,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"runtime.memory_limit_gib is {runtime.memory_limit_gib}: it must be a positive number, or null for all",
     )
     found += device_mistakes("runtime.device", runtime.device)
-    if runtime.kernels == Kernels.cuda:
-        found += kernel_mistakes("runtime.kernels=cuda", "runtime.kernels=auto", obstacles_to_kernels(config))
+    found += kernel_mistakes("runtime.kernels", runtime.kernels, obstacles_to_kernels(config))
     require(
         1 <= log.every <= MAX_LOG_INTERVAL,
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
@@ -405,14 +404,21 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
     return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
 
 
-def kernel_mistakes(setting: str, remedy: str, obstacles: list[str]) -> list[str]:
-    """Why the CUDA kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
+def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
+    """Why the kernels that `key` demands cannot run: `obstacles` in the configuration, or the machine."""
+    if not kernels.demanded:
+        return []
+    return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles)
+
+
+def unavailable_kernels(setting: str, remedy: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
+    """Why the kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
-    from sparsellm.ops import build
+    from sparsellm.ops import backend
 
     try:
-        build.check()
-    except build.KernelsUnavailable as error:
+        backend.check(kernels.name)
+    except backend.KernelsUnavailable as error:
         return [f"{setting} does not run here ({remedy} goes without): {error}"]
     return []

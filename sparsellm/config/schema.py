@@ -62,11 +62,18 @@ class Precision(Enum):
 
 
 class Kernels(Enum):
-    """Whether feedforward layers take the CUDA kernels: where they run, or else refuse (`cuda`), or never (`torch`)."""
+    """Which kernels feedforward layers take: those of the GPU, where there are any (`auto`); the CUDA ones or those in
+    Triton, or else refuse (`cuda`, `triton`); none (`torch`)."""
 
     auto = "auto"
     cuda = "cuda"
+    triton = "triton"
     torch = "torch"
+
+    @property
+    def demanded(self) -> bool:
+        """Whether a machine on which they do not run is refused."""
+        return self in (Kernels.cuda, Kernels.triton)
 
 
 class DdpCompress(Enum):
@@ -210,7 +217,8 @@ class RuntimeConfig:
     precision: Precision = key(Precision.bfloat16, "of matrix products; weights, gradients and moments are float32")
     compile: bool = key(True, "torch.compile of the layers")
     kernels: Kernels = key(
-        Kernels.auto, "CUDA kernels where they run (not in deterministic, float32, SiLU runs), or else refuse; or never"
+        Kernels.auto,
+        "those of the GPU (not in deterministic, float32, SiLU runs); CUDA or Triton, or else refuse; or none",
     )
     micro_batch_size: int | str = key(
         "auto", "sequences per forward pass and rank; auto: as many as fit the GPU (16 on a CPU), more once sparse"
@@ -312,7 +320,7 @@ class EvaluateConfig:
     batch_size: int | str = key("auto", "sequences per forward pass and rank")
     dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
     device: Device = key(Device.auto, "auto: a GPU where there is one")
-    kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
+    kernels: Kernels = key(Kernels.auto, "those of the GPU; CUDA or Triton, or else refuse; or none")
     compare_kernels: bool = key(False, "score twice, on the kernels and in PyTorch, and report both")
     validation: bool = key(True, "the loss on the run's own held-out split, computed as the run does")
 
@@ -332,7 +340,7 @@ class AnalyzeConfig:
     recordings: str | None = key(None, "folder for what fires, token by token, as scripts/ take it; large; null: none")
     dtype: Dtype = key(Dtype.auto, "of weights and activations; auto: the stored one")
     device: Device = key(Device.auto, "auto: a GPU where there is one")
-    speed: bool = key(True, "time each layer, where the CUDA kernels run; times differ a little from run to run")
+    speed: bool = key(True, "time each layer, where kernels run; times differ a little from run to run")
 
 
 class Verbatim(str):
@@ -353,7 +361,7 @@ class GenerateConfig:
     seed: int = key(0, "of the draws")
     dtype: Dtype = key(Dtype.auto, "of weights and products; auto: bfloat16 on a GPU, float32 on a CPU")
     device: Device = key(Device.auto, "auto: a GPU where there is one")
-    kernels: Kernels = key(Kernels.auto, "CUDA kernels where they run, or else refuse; or never")
+    kernels: Kernels = key(Kernels.auto, "those of the GPU; CUDA or Triton, or else refuse; or none")
 
 
 @dataclass
@@ -379,7 +387,7 @@ class BenchmarkConfig:
     )
     device: Device = key(Device.auto, "auto: a GPU where there is one")
     kernels: Kernels = key(
-        Kernels.auto, "beside PyTorch: CUDA kernels where they run, or else refuse; or PyTorch alone"
+        Kernels.auto, "beside PyTorch: those of the GPU; CUDA or Triton, or else refuse; or PyTorch alone"
     )
 
 

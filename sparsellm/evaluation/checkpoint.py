@@ -39,6 +39,7 @@ from sparsellm.evaluation.results import (
 from sparsellm.files import write_whole
 from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
+from sparsellm.ops import backend
 
 T = TypeVar("T")
 
@@ -262,10 +263,10 @@ class Evaluation:
             try:
                 accelerate(model, kernels.name)
                 if any(isinstance(module, SparseFeedForward) for module in model.modules()):
-                    self.kernels = "cuda"
+                    self.kernels = backend.loaded() or "torch"
             except ValueError as error:
                 obstacle = str(error)
-        if obstacle and kernels == Kernels.cuda:
+        if obstacle and kernels.demanded:
             raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {obstacle}")
         if obstacle:
             self.ranks.say(f"feedforward layers run in PyTorch, for {obstacle}")

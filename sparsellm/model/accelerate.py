@@ -7,7 +7,7 @@ Both work on our Decoder and on Hugging Face models with blocks as sparsellm.mod
 Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
 
 Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
-(sparsellm.model.engine_choice); `engine=` fixes it. Sparse engines compute calls in bfloat16 on a Hopper GPU without
+(sparsellm.model.engine_choice); `engine=` fixes it. Sparse engines compute calls in bfloat16 on a GPU without
 gradients (torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients
 follow `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsellm.model.acceptance import OWN, feedforward_blocks, kind
 from sparsellm.model.engine_choice import EngineChoice, register, sparse_engines_take
 from sparsellm.model.padding import spare_padding, stop_sparing
-from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, build, feedforward
+from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, backend, feedforward
 from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 
@@ -34,25 +34,26 @@ from sparsellm.ops.feedforward import check, in_autocast, output_of
 def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place, and return `model`.
 
-    kernels: where the CUDA kernels cannot run, "cuda" raises KernelsUnavailable, and "auto" says so once and leaves the
-    model as it is. "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for
-    every call, instead of each block's own choice. Raises ValueError, having changed nothing, for a block that the
-    operator does not compute.
+    kernels: "auto" takes the CUDA kernels on a Hopper GPU and those in Triton on another CUDA GPU; where they cannot
+    run it says so once and leaves the model as it is. "cuda" and "triton" take these, or raise KernelsUnavailable.
+    "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for every call,
+    instead of each block's own choice. Raises ValueError, having changed nothing, for a block that the operator does
+    not compute, and where this process computes on other kernels already.
     """
-    if kernels not in ("auto", "cuda", "torch"):
-        raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda' or 'torch'")
+    if kernels not in ("auto", "cuda", "triton", "torch"):
+        raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")
     if engine is not None and (engine not in ENGINES or kernels == "torch"):
         raise ValueError(
             f"engine is {engine!r} with kernels={kernels!r}: it should be None, or one of {', '.join(ENGINES)} with"
-            " kernels='auto' or 'cuda'"
+            " kernels='auto', 'cuda' or 'triton'"
         )
     if any(isinstance(module, SparseFeedForward) for module in model.modules()):
         raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
     originals = feedforward_blocks(model)
-    if kernels == "auto" and not build.available()[0]:
+    if kernels == "auto" and not backend.available()[0]:
         return model
-    if kernels == "cuda":
-        build.load()
+    if kernels in ("cuda", "triton"):
+        backend.load(kernels)
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
     spare_padding(model)
     return model

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops import Engine, Plan, choose_engine
-from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for, row_density
+from sparsellm.ops import Engine, Plan, backend, choose_engine
+from sparsellm.ops.backend import row_density
+from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
 # Of so many calls of few tokens, of numbers in between, and of many, one is counted. Counting takes the host as long as
@@ -76,7 +77,8 @@ class EngineChoice:
         """engine: the name of the engine that computes every call, or None to choose from counts."""
         self.engine = engine
         # By FEW, BETWEEN, MANY: until counts arrive, calls of few tokens are assumed to be sparse, others to be dense.
-        self.plans = [Plan.of(engine or name) for name in ("row", "dense", "dense")]
+        first = (backend.first_plan_of_few(), DENSE, DENSE)
+        self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
         self.per_token: float | None = None  # nonzeros per token of the call in between that was last counted
         self.size = (0, 0)  # [N, K], once counts were sent

@@ -10,17 +10,19 @@
               new plan never recompiles. Its engine saves what its own backward needs: dense two planes of M x N, tile
               the nonzeros of g and u.
 
-The row and tile engines run on CUDA kernels, in bfloat16 on a Hopper GPU, or raise. The dense engine runs everywhere,
-and on kernels of its own where they are already loaded (sparsellm.ops.build). No engine ever stands in for another.
+The row and tile engines run on the CUDA kernels or on those in Triton, in bfloat16 on a GPU, or raise. The dense engine
+runs everywhere, and on kernels of its own where they are already loaded (sparsellm.ops.backend). No engine ever stands
+in for another.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsellm.ops import cuda, reference
+from sparsellm.ops import backend, cuda, reference
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
 
@@ -47,7 +49,7 @@ class FeedForwardOutput(NamedTuple):
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
     """The bytes that a call with gradients saves for backward, beside the inputs. dtype: what the call computes in."""
     if plan is not None and plan.engine == Engine.tile:
-        return cuda.tile_saved_bytes(tokens, neurons, plan.room, gated)
+        return backend.tile_saved_bytes(tokens, neurons, plan.room, gated)
     return (2 if gated else 1) * tokens * neurons * dtype.itemsize
 
 
@@ -206,8 +208,8 @@ def forward(
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
-    if _on_kernels(x, plan.engine):
-        return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
+    if (kernels := _kernels(x, plan.engine)) is not None:
+        return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
     if w_gate is None:
         y, l1, nnz, fired, *planes = reference.nongated_forward(x, w_up, w_down)
@@ -218,18 +220,15 @@ def forward(
     return y, l1, fired, counts, saved
 
 
-def _on_kernels(x: Tensor, engine: Engine) -> bool:
-    """Whether the CUDA kernels compute; if not, PyTorch does, which it can only as the dense engine. Raises ValueError
-    or KernelsUnavailable where `engine` cannot run."""
+def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:
+    """The driver of the kernels that compute; if None, PyTorch does, which it can only as the dense engine. Raises
+    ValueError or KernelsUnavailable where `engine` cannot run."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        # Imported here, because only calls on a GPU need what builds and loads kernels.
-        from sparsellm.ops import build
-
         if engine != Engine.dense:
-            build.load()
-        return build.loaded()
+            backend.load()
+        return backend.driver()
     if engine == Engine.dense:
-        return False
+        return None
     if not x.is_cuda:
         raise ValueError(f"x.device is {x.device}: it should be a CUDA device for the {engine.name} engine")
     raise ValueError(f"x.dtype is {x.dtype}: it should be torch.bfloat16 for the {engine.name} engine")
@@ -261,8 +260,8 @@ def _feedforward_backward(
 def _backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> Sequence[Tensor]:
-    if _on_kernels(x, cuda.engine_of(saved)):
-        return cuda.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
+    if (kernels := _kernels(x, cuda.engine_of(saved))) is not None:
+        return kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
     gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
     planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
     if gate is None:

@@ -36,7 +36,7 @@ from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import huggingface
 from sparsellm.model.accelerate import accelerate
-from sparsellm.ops import build
+from sparsellm.ops import backend
 from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES
 from sparsellm.training import card, report, run_folder, sharding
@@ -121,7 +121,7 @@ class Trainer:
         if takes_kernels(config, runtime.kernels, device.type):
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
-            if build.loaded():
+            if backend.loaded():
                 self.plans = Plans(config, self.decoder, ranks.world_size)
         if runtime.compile:
             self.decoder.compile_parts()
@@ -152,11 +152,11 @@ class Trainer:
 
         Plans have collectives of their own, and ranks without them would answer them with others.
         """
-        lacking = None if build.loaded() else f"rank {self.ranks.rank}: {build.available()[1]}"
-        having = f"rank {self.ranks.rank}" if build.loaded() else None
+        lacking = None if backend.loaded() else f"rank {self.ranks.rank}: {backend.available()[1]}"
+        having = f"rank {self.ranks.rank}" if backend.loaded() else None
         lacking, having = first_error(lacking), first_error(having)
         if lacking and having:
-            raise build.KernelsUnavailable(
+            raise backend.KernelsUnavailable(
                 f"{lacking}; {having} has the kernels: mend the former, or take runtime.kernels=torch on all ranks"
             )
 
@@ -413,7 +413,7 @@ class Trainer:
         self.rows = Rows(config, self.ranks.world_size, self.ranks.device)
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
-        engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
+        engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         print(report.aligned("micro-batch", str(self.micro_batch)))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)

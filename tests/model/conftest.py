@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from sparsellm.model import Decoder, accelerate, engine_choice
-from sparsellm.ops import Engine, Plan
+from sparsellm.ops import Engine, Plan, build
 
 
 class Hollow:
@@ -63,7 +63,7 @@ def tokenizer_folder(tmp_path):
 @pytest.fixture
 def small_choices(monkeypatch):
     """Choices as on a GPU, in models this small: the CPU's float32 for the GPU's bfloat16, few tokens for many."""
-    monkeypatch.setattr(accelerate.build, "load", lambda: None)
+    monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
     monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1, 1))
     for module in (engine_choice, accelerate):

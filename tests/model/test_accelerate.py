@@ -200,7 +200,7 @@ def test_weights_made_in_inference_mode_are_refused(hollow):
 
 def test_arguments_are_refused(hollow):
     model = make("llama")
-    with pytest.raises(ValueError, match="kernels is 'gpu': it should be 'auto', 'cuda' or 'torch'"):
+    with pytest.raises(ValueError, match="kernels is 'gpu': it should be 'auto', 'cuda', 'triton' or 'torch'"):
         sparsellm.accelerate(model, "gpu")
     for kernels, engine in (("cuda", "fast"), ("torch", "row")):
         with pytest.raises(ValueError, match=f"engine is '{engine}' with kernels='{kernels}'"):
@@ -214,7 +214,7 @@ def test_without_kernels_auto_leaves_the_model_and_cuda_refuses(monkeypatch):
     def unavailable():
         raise KernelsUnavailable("there is no GPU")
 
-    monkeypatch.setattr(module.build, "load", unavailable)
+    monkeypatch.setattr(module.backend.build, "load", unavailable)
     model = make("llama")
     before = blocks(model)
     assert sparsellm.accelerate(model) is model

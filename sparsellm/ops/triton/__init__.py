@@ -1,0 +1,13 @@
+"""The operator's kernels in Triton, for any CUDA GPU that Triton compiles for.
+
+    plan.py        what fires: bits, tiles' unions, orders
+    products.py    the sparse engines' products
+    dense.py       what the dense engine does between torch's products
+    engines.py     the driver: memory, and the order in which the kernels run; as sparsellm.ops.cuda for the CUDA ones
+    nonzeros.py    what happens to single nonzeros between the products
+    tuning.py      block sizes by GPU
+    policy.py      the choice of engines, and its constants
+    device.py      whether all this runs here; limits.py: what it needs
+
+Only this folder imports triton, and sparsellm.ops.backend imports it once its kernels are asked for.
+"""

@@ -1,0 +1,338 @@
+"""The driver of the Triton kernels: which of them run, in which order, on which memory.
+
+Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` are those of sparsellm.ops.cuda, and
+promise the same; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device,
+and no size but those of a layer, K and N, is compiled into a kernel.
+
+The stages of the sparse engines; tile and row differ in the tokens of a tile alone, 128 or 16:
+
+    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; plan, which makes each tile's union;
+                up: h, and what is kept for backward; gathered: y
+    backward    gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the neurons that
+                fire about as often; regroup: dz, du and h by these tiles; gathered: dW
+
+z and the tile matrices have room for any pattern, so the forward pass knows no rest. What is kept for backward has
+`room` nonzeros a token; of a call with more, backward computes z and u again, at the places that fire.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsellm.ops import cuda, dispatch
+from sparsellm.ops.cuda import Forward, readable
+from sparsellm.ops.plan import Engine, Plan
+from sparsellm.ops.triton import dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
+from sparsellm.ops.twell import tiles
+
+ARRAY_ALIGNMENT = 256  # bytes, of the arrays of a saved buffer
+ROWS = 16  # of an item that are kept at a time: the tokens of a tile are a multiple
+KEEP_PROGRAMS = 4  # times as many programs as of a product, which need more registers and shared memory
+MARK = {"ROWS": 8, "WORDS": 32}
+PLAN_WORDS = 128
+TURN = {"GROUPS": 4, "WORDS": 4}
+HIDDEN = {"ROWS": 8, "COLUMNS": 256}
+FLAT = {"BLOCK": 2048}
+RANK = {"ROWS": 32, "COLUMNS": 512}
+
+
+class Unions(NamedTuple):
+    """What `plan` makes of tiles of rows, and what the products need of it."""
+
+    tile: int  # rows of one
+    block: int  # slots of an item
+    pitch: int  # columns, rounded up
+    order: Tensor | None  # int32 [rows]: the row at each position; None: as they come
+    slots: Tensor  # int32 [T, pitch]
+    places: Tensor  # int32 [T, pitch]
+    sizes: Tensor  # int32 [T]
+    longest: Tensor  # int32 [T]
+    items: Tensor  # int32 [T pitch / block]
+    totals: Tensor  # int64 [TOTALS]
+
+
+class Kept(NamedTuple):
+    """The arrays of a saved buffer, in its order."""
+
+    totals: Tensor  # int64 [TOTALS]
+    bits: Tensor  # int32 [M, ceil(N / 32)]
+    slots: Tensor  # as of Unions
+    places: Tensor
+    sizes: Tensor
+    longest: Tensor
+    items: Tensor
+    starts: Tensor  # int64, by item: where its nonzeros start in gates and ups
+    gates: Tensor  # [capacity]: g of each nonzero
+    ups: Tensor  # [capacity], or [0] if the layer is not gated: u
+
+
+def forward(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    of: Plan,
+    w_down_t: Tensor | None,
+    saving: bool,
+    counting: bool = True,
+) -> Forward:
+    """As sparsellm.ops.cuda.forward, which says what is returned."""
+    if of.engine == Engine.row and saving:
+        raise ValueError("the plan's engine is row, which has no backward: where gradients are asked for, it should be"
+                         " dense or tile")  # fmt: skip
+    m, n = x.shape[0], w_down.shape[1]
+    if not m:
+        return cuda.nothing(x, n)
+    x, w_up = readable(x), readable(w_up, x.dtype)
+    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    if of.engine == Engine.dense:
+        return _dense_forward(x, w_gate, w_up, readable(w_down, x.dtype), saving)
+    w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
+    sizes, programs = tuning.of(x.device)
+    few = of.engine == Engine.row
+    z = x @ (w_up if w_gate is None else w_gate).T
+    capacity = _capacity(m, n, of.room) if saving else 0
+    kept, saved = _kept(x, n, w_gate is not None, capacity, FEW if few else TOKENS, saving)
+    totals, fired = kept.totals.zero_(), x.new_zeros(n, dtype=torch.uint8)
+    plan.mark[tiles(m, MARK["ROWS"]), tiles(n, 32 * MARK["WORDS"])](z, kept.bits, m, N=n, **MARK)
+    shape = sizes.few_sampled if few else sizes.sampled
+    unions = Unions(FEW if few else TOKENS, shape.columns, kept.slots.shape[1], None, *kept[2:7], totals)
+    _plan(kept.bits, unions, m, n, None if few else fired)
+    if few:  # the union that is counted is of 128 tokens
+        _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
+    hidden = x.new_empty((len(kept.sizes) * unions.tile, unions.pitch))
+    sums = x.new_zeros(len(kept.starts), dtype=torch.float32)
+    if w_gate is not None:
+        _sampled(unions, shape, programs, x, w_up, hidden, m, None if saving else (z, kept.bits, sums))
+    if saving or w_gate is None:
+        nonzeros.keep[KEEP_PROGRAMS * programs,](
+            z, hidden, kept.bits, kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
+            kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
+            BLOCK=unions.block, GATED=w_gate is not None, SAVING=saving,
+        )  # fmt: skip
+    y = torch.empty_like(x)
+    _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
+    return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
+
+
+def backward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
+) -> list[Tensor]:
+    """As sparsellm.ops.cuda.backward."""
+    m, n = x.shape[0], w_down.shape[1]
+    if not m:
+        return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
+    engine, float_weights = cuda.engine_of(saved), w_down.dtype == torch.float32
+    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
+    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    if engine == Engine.dense:
+        return _dense_backward(x, w_gate, w_up, readable(w_down, x.dtype), dy, dl1, saved)
+    k, gated, (sizes, programs) = x.shape[1], w_gate is not None, tuning.of(x.device)
+    w_down_t, first = _by_neuron(w_down, None, x.dtype), w_up if w_gate is None else w_gate
+    kept = _found(saved, x, n, gated)
+    unions = Unions(TOKENS, sizes.sampled.columns, kept.slots.shape[1], None, *kept[2:7], kept.totals)
+    hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
+    capacity = len(kept.gates)
+    _sampled(unions, sizes.sampled, programs, dy, w_down_t, hidden, m)
+    _sampled(unions, sizes.sampled, programs, x, first, dz, m, unless=capacity)
+    if gated:
+        _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
+    nonzeros.gradient[KEEP_PROGRAMS * programs,](
+        hidden, dz, du[0] if gated else dz, dl1, kept.bits, kept.slots, kept.sizes, kept.items,
+        kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
+        ROWS=ROWS, BLOCK=unions.block, GATED=gated,
+    )  # fmt: skip
+    dx = torch.empty_like(x)
+    _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
+
+    by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
+    stacks = 2 if gated else 1  # dz and, below it, du
+    rows = len(by_neuron.sizes) * by_neuron.tile
+    stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
+    nonzeros.regroup[programs,](
+        dz, du[0] if gated else dz, hidden, bits, kept.places, by_neuron.order, by_neuron.slots,
+        by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m, by_neuron.pitch, N=n,
+        PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block, GATED=gated,
+        num_warps=8,
+    )  # fmt: skip
+    weights = torch.float32 if float_weights else x.dtype
+    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
+    _gathered(by_neuron, sizes.weights, stacked, x, firsts[0], n, more_out=firsts[1] if gated else None)
+    _gathered(by_neuron, sizes.down_weights, turned, dy, dw_down_t, n)
+    return [dx, *firsts, dw_down_t.T]
+
+
+def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
+    """The length of what `forward` by the tile engine saves for its backward, in bfloat16."""
+    if not m:
+        return 0
+    return _length(m, n, gated, _capacity(m, n, room), TOKENS, torch.bfloat16) + int(Engine.tile)
+
+
+# Stages.
+
+
+def _launch(shape: Shape) -> dict[str, int]:
+    return {"DEPTH": shape.depth, "num_warps": shape.warps, "num_stages": shape.stages}
+
+
+def _plan(bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True) -> None:
+    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too."""
+    plan.plan[tiles(rows, unions.tile),](
+        bits, _order(unions), unions.slots, unions.places, unions.sizes,
+        unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
+        TILE=unions.tile, BLOCK=unions.block, WORDS=PLAN_WORDS, ORDERED=unions.order is not None, LISTING=listing,
+        COUNTING=fired is not None, num_warps=8,
+    )  # fmt: skip
+    if listing:
+        _descending(unions.sizes, unions.longest)
+
+
+def _descending(keys: Tensor, order: Tensor) -> None:
+    plan.descending[tiles(len(keys), RANK["ROWS"]),](keys, order, len(keys), **RANK)
+
+
+def _by_neurons(bits: Tensor, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
+    """(tiles of `tile` neurons that fire about as often, with tokens as slots; the bits by neuron)."""
+
+    def integers(*shape: int) -> Tensor:
+        return bits.new_empty(shape)
+
+    turned, frequencies, order = integers(n, tiles(m, 32)), bits.new_zeros(n), integers(n)
+    grid = tiles(m, 32 * TURN["GROUPS"]), tiles(n, 32 * TURN["WORDS"])
+    plan.turn[grid](bits, turned, frequencies, m, n, num_warps=8, **TURN)
+    _descending(frequencies, order)
+    count, pitch, block = tiles(n, tile), _rounded(m, PITCH_MULTIPLE), PITCH_MULTIPLE
+    unions = Unions(
+        tile, block, pitch, order, integers(count, pitch), integers(count, pitch), integers(count), integers(count),
+        integers(count * pitch // block), bits.new_zeros(plan.TOTALS, dtype=torch.int64),
+    )  # fmt: skip
+    _plan(turned, unions, n, m, None)
+    return unions, turned
+
+
+def _order(unions: Unions) -> Tensor:
+    return unions.slots if unions.order is None else unions.order  # a kernel does not read it unless it is told to
+
+
+def _sampled(
+    unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int,
+    hidden: tuple[Tensor, Tensor, Tensor] | None = None, unless: int = -1,
+) -> None:  # fmt: skip
+    """hidden: (z, bits, sums), to make h of the product. unless: a call with up to so many nonzeros is left alone."""
+    z, bits, sums = hidden or (x, unions.slots, unions.slots)
+    products.sampled[programs,](
+        x, w, z, bits, unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
+        K=x.shape[1], N=len(w), PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns,
+        HIDDEN=hidden is not None, **_launch(shape),
+    )  # fmt: skip
+
+
+def _gathered(
+    unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
+    more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out = a b (and more_out, where `a` has two matrices stacked), plus, with `more` (a, b), their product."""
+    k = b.shape[1]
+    products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
+        a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest, _order(unions), out,
+        out if more_out is None else more_out, rows, unions.pitch, K=k, TILE=unions.tile, COLUMNS=shape.columns,
+        STACKED=1 if more_out is None else 2, PAIRS=1 if more is None else 2, ORDERED=unions.order is not None,
+        **_launch(shape),
+    )  # fmt: skip
+
+
+def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """w_down_t, or w_down transposed, in `dtype`."""
+    return readable(w_down.T.to(dtype) if w_down_t is None else w_down_t, dtype)
+
+
+# What is kept for backward.
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return tiles(length, multiple) * multiple
+
+
+def _capacity(m: int, n: int, room: int) -> int:
+    """Nonzeros that a saved buffer has room for: a multiple of ARRAY_ALIGNMENT, so that a buffer's length tells it."""
+    return _rounded(dispatch.capacity(m, n, room), ARRAY_ALIGNMENT)
+
+
+def _layout(
+    m: int, n: int, gated: bool, capacity: int, tile: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
+    """(shape, dtype, bytes) of each array of Kept."""
+    pitch, count = _rounded(n, PITCH_MULTIPLE), tiles(m, tile)
+    items = count * pitch // FEWEST_SLOTS
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((plan.TOTALS,), torch.int64), ((m, tiles(n, 32)), torch.int32),
+        ((count, pitch), torch.int32), ((count, pitch), torch.int32), ((count,), torch.int32), ((count,), torch.int32),
+        ((items,), torch.int32), ((items * tile // min(ROWS, tile),), torch.int64),
+        ((capacity,), dtype), ((capacity if gated else 0,), dtype),
+    ]  # fmt: skip
+    return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]
+
+
+def _length(*shape: Any) -> int:
+    return sum(size for *_, size in _layout(*shape))
+
+
+def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
+    """(the arrays of a new buffer; the buffer, or, unless `saving`, an empty one)."""
+    length = _length(len(x), n, gated, capacity, tile, x.dtype) + int(Engine.tile)
+    saved = x.new_empty(length, dtype=torch.uint8)
+    return _arrays(saved, x, n, gated, capacity, tile), saved if saving else saved.new_empty(0)
+
+
+def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
+    """The arrays of a buffer that `forward` filled. Raises ValueError for a buffer of another length."""
+    fixed = _length(len(x), n, gated, 0, TOKENS, x.dtype) + int(Engine.tile)
+    capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
+    if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
+        raise ValueError(
+            f"saved has {saved.numel():,} bytes: the tile engine saves {fixed:,} and room for nonzeros, for"
+            f" {len(x):,} tokens of {n:,} neurons"
+        )
+    return _arrays(saved, x, n, gated, capacity, TOKENS)
+
+
+def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int) -> Kept:
+    found, at = [], 0
+    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, x.dtype):
+        found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        at += size
+    return Kept(*found)
+
+
+# The dense engine.
+
+
+def _dense_forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, saving: bool) -> Forward:
+    m, n, gated = len(x), len(w_up), w_gate is not None
+    planes = x.new_empty((2 if gated else 1, m, n))
+    z = torch.mm(x, (w_up if w_gate is None else w_gate).T, out=planes[0])
+    u = torch.mm(x, w_up.T, out=planes[1]) if gated else z
+    h = torch.empty_like(z) if saving else z
+    grid = tiles(m, TOKENS), tiles(n, HIDDEN["COLUMNS"])
+    totals, fired = x.new_zeros(plan.TOTALS, dtype=torch.int64), x.new_zeros(n, dtype=torch.uint8)
+    sums = x.new_empty(grid, dtype=torch.float32)
+    dense.hidden[grid](z, u, h, fired, sums, totals, m, N=n, TOKENS=TOKENS, GATED=gated, **HIDDEN)
+    saved = planes.view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
+    return h @ w_down.T, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
+
+
+def _dense_backward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
+) -> list[Tensor]:
+    z, *u = cuda.planes_of(saved, 1 if w_gate is None else 2, len(x), len(w_up), x.dtype)
+    dz = dy @ w_down
+    h, du = torch.empty_like(z), torch.empty_like(z) if u else z
+    grid = (tiles(z.numel(), FLAT["BLOCK"]),)
+    dense.hidden_gradient[grid](z, u[0] if u else z, dz, dl1, dz, du, h, z.numel(), GATED=bool(u), **FLAT)
+    if w_gate is None:
+        return [dz @ w_up, dz.T @ x, dy.T @ h]
+    return [torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h]

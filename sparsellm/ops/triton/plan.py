@@ -1,0 +1,147 @@
+"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, orders.
+
+A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row where column c fires. Neurons by token, it
+takes N / 8 bytes a token, whatever fires, so nothing here can run out of room. A *tile* is TILE rows in a given order;
+the columns that fire for some row of a tile are its *union*, numbered as *slots* in ascending order:
+
+              c0  c1  c2  c3  c4  c5  c6  c7      union {1, 2, 5, 6}: slots 0 to 3
+    row 0      .   p   .   .   .   q   .   .      slots of the tile   [1, 2, 5, 6]          slot -> column
+    row 1      .   .   v   .   .   .   w   .      places of the tile  [., 0, 1, ., ., 2, 3, .]   column -> slot
+
+The forward pass plans tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
+whose columns are tokens. Both are `plan`, on the bit matrix and on its transpose.
+"""
+
+import triton
+import triton.language as tl
+
+# Of the int64 `totals` of a call. The first four are the operator's counts.
+NONZEROS, REST, UNION, LISTED, ITEMS = (
+    tl.constexpr(0),
+    tl.constexpr(2),
+    tl.constexpr(3),
+    tl.constexpr(4),
+    tl.constexpr(5),
+)
+TOTALS = 8
+
+
+@triton.jit
+def ones(words):
+    """How many bits of each uint32 are set."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """bits [rows, ceil(N / 32)]: where relu(z), z [rows, N], is not zero. NaN is not zero, -0.0 is.
+
+    Program (i, j): ROWS rows, WORDS words of each.
+    """
+    OF_ROW: tl.constexpr = (N + 31) // 32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WORDS * 32 + tl.arange(0, WORDS * 32)
+    inside = (row < rows)[:, None] & (column < N)[None, :]
+    values = tl.load(z + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside, other=0.0)
+    fires = tl.reshape(tl.where(values <= 0, 0, 1), (ROWS, WORDS, 32))
+    words = tl.sum(fires << tl.arange(0, 32)[None, None, :], 2)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    to = bits + row.to(tl.int64)[:, None] * OF_ROW + word[None, :]
+    tl.store(to, words, mask=(row < rows)[:, None] & (word < OF_ROW)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def turn(bits, turned, frequencies, rows, columns, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)]; and adds to frequencies,
+    int32 [columns], how many rows fire each column.
+
+    Program (i, j): GROUPS times 32 rows, WORDS words of each.
+    """
+    of_row, of_column = tl.cdiv(columns, 32), tl.cdiv(rows, 32)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row = tl.program_id(0) * GROUPS * 32 + tl.arange(0, GROUPS * 32)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = (row < rows)[:, None] & (word < of_row)[None, :]
+    words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=inside, other=0)
+    bit = tl.arange(0, 32)
+    fires = (tl.reshape(words, (GROUPS, 32, WORDS))[:, :, :, None] >> bit[None, None, None, :]) & 1
+    words = tl.sum(fires << bit[None, :, None, None], 1)
+    column = (word * 32)[:, None] + bit[None, :]
+    to = turned + column.to(tl.int64)[None, :, :] * of_column + group[:, None, None]
+    tl.store(to, words, mask=(group < of_column)[:, None, None] & (column < columns)[None, :, :])
+    tl.atomic_add(frequencies + column, tl.sum(tl.sum(fires, 1), 0), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "pitch"])
+def plan(
+    bits, order, slots, places, sizes, items, totals, fired, rows, columns, pitch,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    ORDERED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
+):  # fmt: skip
+    """The union of tile i, as program i: TILE rows of bits [rows, ceil(columns / 32)], of those that `order` names
+    (ORDERED), else consecutive ones.
+
+    LISTING: slots and places, int32 [tiles, pitch]; sizes, int32 [tiles]: how many slots. And `items` gets, for each
+    BLOCK slots of the tile, the number tile * (pitch / BLOCK) + block; totals[ITEMS] says how many, in any order.
+    COUNTING: adds to totals the nonzeros and the union, and marks the columns that fire in `fired`, uint8 [columns].
+    """
+    tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
+    bit = tl.arange(0, 32)
+    size = tl.zeros((), tl.int32)
+    nonzeros = tl.zeros((), tl.int32)
+    for start in range(0, of_row, WORDS):
+        word = start + tl.arange(0, WORDS)
+        union = tl.zeros((WORDS,), tl.uint32)
+        of_words = tl.zeros((WORDS,), tl.int32)
+        for i in range(0, tl.minimum(TILE, rows - tile * TILE)):
+            at = tile * TILE + i
+            row = at.to(tl.int64)
+            if ORDERED:
+                row = tl.load(order + at).to(tl.int64)
+            words = tl.load(bits + row * of_row + word, mask=word < of_row, other=0)
+            words = words.to(tl.uint32, bitcast=True)
+            union |= words
+            if COUNTING:
+                of_words += ones(words)
+        nonzeros += tl.sum(of_words, 0)
+        counts = ones(union)
+        before = size + tl.cumsum(counts, 0) - counts
+        column = (word * 32)[:, None] + bit[None, :]
+        fires = ((union[:, None] >> bit[None, :]) & 1) != 0
+        below = (tl.full((32,), 1, tl.uint32) << bit) - 1
+        slot = before[:, None] + ones(union[:, None] & below[None, :])
+        if LISTING:
+            tl.store(slots + tile.to(tl.int64) * pitch + slot, column, mask=fires)
+            tl.store(places + tile.to(tl.int64) * pitch + column, slot, mask=column < columns)
+        if COUNTING:
+            tl.store(fired + column, tl.full((WORDS, 32), 1, tl.uint8), mask=fires)
+        size += tl.sum(counts, 0)
+    if COUNTING:
+        tl.atomic_add(totals + NONZEROS, nonzeros.to(tl.int64))
+        tl.atomic_add(totals + UNION, size.to(tl.int64))
+    if LISTING:
+        tl.store(sizes + tile, size)
+        blocks = tl.cdiv(size, BLOCK)
+        first = tl.atomic_add(totals + ITEMS, blocks.to(tl.int64))
+        for block in range(0, blocks):
+            tl.store(items + first + block, tile * (pitch // BLOCK) + block)
+
+
+@triton.jit(do_not_specialize=["count"])
+def descending(keys, order, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """order [count]: the indices of keys, int32 [count], the largest key first, equal ones by index.
+
+    Program i finds the places of ROWS keys by comparing them with all: for a few thousand, faster than sorting.
+    """
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key = tl.load(keys + mine, mask=mine < count, other=0)
+    place = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, count, COLUMNS):
+        other = start + tl.arange(0, COLUMNS)
+        theirs = tl.load(keys + other, mask=other < count, other=-1)  # keys are not negative
+        earlier = (theirs[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
+        place += tl.sum(((theirs[None, :] > key[:, None]) | earlier).to(tl.int32), 1)
+    tl.store(order + place, mine, mask=mine < count)

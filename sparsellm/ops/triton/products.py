@@ -1,0 +1,119 @@
+"""The tile engine's products, by pointer loads and tl.dot: what a reader of kernels/sm90/tile should read first.
+
+Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); its union, slots and places, and items,
+are those of sparsellm.ops.triton.plan. A *tile matrix* has a row of `pitch` values for each row of each tile, of which
+the first ones, in whole blocks, are used: column s belongs to the tile's slot s, and is zero where the row does not
+fire the slot's column. So a product with gathered rows is a dense product within the tile:
+
+    sampled     a tile's tokens times the weight rows of its union, kept where a neuron fires: u = x W_u^T, dh = dy W_d
+    gathered    a tile matrix times the rows that its slots name: y, dx, dW
+
+Sums are float32 over K or over the tile's slots in ascending order, and are rounded once: the same bits in every run.
+"""
+
+import triton
+import triton.language as tl
+
+from sparsellm.ops.triton.nonzeros import entries, firing
+from sparsellm.ops.triton.plan import ITEMS, NONZEROS
+
+
+@triton.jit
+def product(x, w, rows, columns, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """x[rows] w[columns]^T, float32 [TILE, BLOCK]; x and w have rows of K values."""
+    k = tl.arange(0, DEPTH)
+    a = x + rows.to(tl.int64)[:, None] * K + k[None, :]
+    b = w + columns.to(tl.int64)[None, :] * K + k[:, None]
+    sums = tl.zeros((TILE, BLOCK), tl.float32)
+    for start in range(0, K, DEPTH):
+        if K % DEPTH == 0:
+            sums = tl.dot(tl.load(a), tl.load(b), sums, input_precision="ieee")
+        else:
+            inside = k < K - start
+            left = tl.load(a, mask=inside[None, :], other=0.0)
+            sums = tl.dot(left, tl.load(b, mask=inside[:, None], other=0.0), sums, input_precision="ieee")
+        a += DEPTH
+        b += DEPTH
+    return sums
+
+
+@triton.jit(do_not_specialize=["m", "capacity"])
+def sampled(
+    x, w, z, bits, slots, sizes, items, totals, out, sums, m, capacity,
+    K: tl.constexpr, N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots; x [M, K], w [N, K].
+
+    HIDDEN: out = h = g * u instead, where the product is u and g = relu(z), z [M, N]; and sums, float32 by item: the
+    sum of |h|. A call with up to `capacity` nonzeros is left alone: -1 where all calls are to be computed.
+    Programs take items in turn.
+    """
+    count = tl.load(totals + ITEMS).to(tl.int32)
+    if tl.load(totals + NONZEROS) <= capacity:
+        count = 0
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        item = tl.load(items + i)
+        position, token, slot, neuron, inside = entries(item, 0, slots, sizes, m, PITCH, TILE, TILE, BLOCK)
+        result = product(x, w, token, neuron, K, TILE, BLOCK, DEPTH).to(x.dtype.element_ty)
+        if HIDDEN:
+            active = inside & firing(bits, token, neuron, N)
+            g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=active, other=0.0)
+            result = tl.where(active, g.to(tl.float32) * result.to(tl.float32), 0.0).to(x.dtype.element_ty)
+            tl.store(sums + item, tl.sum(tl.reshape(tl.abs(result.to(tl.float32)), (TILE * BLOCK,)), 0))
+        tl.store(out + position.to(tl.int64)[:, None] * PITCH + slot[None, :], result)
+
+
+@triton.jit(do_not_specialize=["rows", "pitch"])
+def gathered(
+    a, b, more_a, more_b, slots, sizes, longest, order, out, more_out, rows, pitch,
+    K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STACKED: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum over the slots s of the row's tile of a[row, s] b[slots[s]], with rows of K values.
+
+    a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same of more_a and more_b. STACKED 2: each tile of `a` has
+    the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` names the
+    row of `out` of each position. longest: the tiles in the order in which programs take them. pitch is a multiple of
+    64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
+    Program i: COLUMNS columns of one tile's rows.
+    """
+    BLOCKS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    tile = tl.load(longest + tl.program_id(0) // BLOCKS)
+    size = tl.load(sizes + tile)
+    line = tl.arange(0, TILE * STACKED)
+    step = tl.arange(0, DEPTH)
+    column = (tl.program_id(0) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < K
+    pitch = (pitch // 64) * 64  # so that the compiler knows the alignment of a's rows
+    from_a = (tile * (TILE * STACKED) + line).to(tl.int64)[:, None] * pitch + step[None, :]
+    of_tile = slots + tile.to(tl.int64) * pitch + step
+    sums = tl.zeros((TILE * STACKED, COLUMNS), tl.float32)
+    for start in range(0, size, DEPTH):
+        there = step < size - start
+        row = tl.load(of_tile + start, mask=there, other=0).to(tl.int64)
+        from_b = row[:, None] * K + column[None, :]
+        if K % COLUMNS == 0:
+            right = tl.load(b + from_b, mask=there[:, None], other=0.0)
+        else:
+            right = tl.load(b + from_b, mask=there[:, None] & inside[None, :], other=0.0)
+        sums = tl.dot(tl.load(a + from_a + start), right, sums, input_precision="ieee")
+    if PAIRS == 2:
+        for start in range(0, size, DEPTH):
+            there = step < size - start
+            row = tl.load(of_tile + start, mask=there, other=0).to(tl.int64)
+            from_b = row[:, None] * K + column[None, :]
+            if K % COLUMNS == 0:
+                right = tl.load(more_b + from_b, mask=there[:, None], other=0.0)
+            else:
+                right = tl.load(more_b + from_b, mask=there[:, None] & inside[None, :], other=0.0)
+            sums = tl.dot(tl.load(more_a + from_a + start), right, sums, input_precision="ieee")
+    position = tile * TILE + line % TILE
+    row = position
+    if ORDERED:
+        row = tl.load(order + position, mask=position < rows, other=0)
+    to = out + row.to(tl.int64) * K
+    if STACKED == 2:
+        to = tl.where(line < TILE, to, more_out + row.to(tl.int64) * K)
+    there = (position < rows)[:, None] & inside[None, :]
+    tl.store(to[:, None] + column[None, :], sums.to(out.dtype.element_ty), mask=there)

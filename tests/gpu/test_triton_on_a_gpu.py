@@ -1,0 +1,193 @@
+"""What the Triton kernels compute on a GPU: the adversarial cases of the CUDA kernels, fewer and smaller.
+
+Their driver is called as the operator would, so that the CUDA kernels may be loaded in the same process.
+"""
+
+import kernel_cases as cases
+import pytest
+import torch
+from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, layer
+
+from sparsellm.ops import Plan, backend, feedforward, reference
+from sparsellm.ops.compiler import KernelsUnavailable
+from sparsellm.ops.feedforward import output_of
+
+pytestmark = pytest.mark.gpu
+DL1 = 0.5
+ENGINES = ("dense", "tile", "row")
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch):
+    """The process computes on the Triton kernels, and dense PyTorch is at its most accurate."""
+    try:
+        backend.check("triton")
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(backend, "_triton", True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+
+def forward(engine, x, ws, saving=False, room=320):
+    """(the operator's output, what is saved)"""
+    cases.poison()
+    *results, saved = backend.driver().forward(x, *layer(ws), Plan.of(engine, room), None, saving)
+    return output_of(*results), saved
+
+
+def check_forward(x, ws, what, engines=ENGINES):
+    g, h, y = cases.stepwise(x, ws)
+    l1 = h.abs().sum(dtype=torch.float64)
+    for engine in engines:
+        name = f"{what}, {engine}"
+        out, _ = forward(engine, x, ws)
+        assert_equal(out.y, y, f"{name}: y")
+        cases.assert_close(out.l1, l1, cases.LONGEST_CHAIN * 2**-24, f"{name}: l1")
+        active = g != 0
+        assert_equal(out.nnz, active.sum(), f"{name}: nnz")
+        assert_equal(out.fired, active.any(0), f"{name}: fired")
+        assert_equal(out.union, reference.union(active), f"{name}: union")
+        assert not out.wide_segments + out.rest_calls, name
+
+
+def stepwise_gradients(x, ws, dy):
+    """(dx, dw ...) with exact products, rounded wherever the operator rounds."""
+    first, *up, w_down = ws
+    g, h, _ = cases.stepwise(x, ws)
+    u = cases.product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
+    dh = cases.product(dy, w_down.T).float() + DL1 * (h.float().sign() if up else 1)
+    du = (dh * g.float()).bfloat16()
+    dz = torch.where(g != 0, dh * u, 0).bfloat16()
+    dx = dz.double() @ first.double() + (du.double() @ up[0].double() if up else 0)
+    turned = [cases.product(dz.T, x.T), *([cases.product(du.T, x.T)] if up else []), cases.product(dy.T, h.T)]
+    return dx.bfloat16(), *turned
+
+
+def check_gradients(x, ws, dy, what, engines=("dense", "tile"), room=320):
+    expected = stepwise_gradients(x, ws, dy)
+    for engine in engines:
+        _, saved = forward(engine, x, ws, saving=True, room=room)
+        cases.poison()
+        found = backend.driver().backward(x, *layer(ws), dy, torch.tensor(DL1, device=DEVICE), saved)
+        for i, (ours, right) in enumerate(zip(found, expected, strict=True)):
+            if engine == "dense" and i == 0 and len(ws) == 3:
+                continue  # the dense engine adds two rounded products
+            assert_equal(ours, right, f"{what}, {engine}: gradient {i}")
+
+
+def small(m, k, seed):
+    return torch.randint(-2, 3, (m, k), device=DEVICE, generator=cases.random(seed)).bfloat16()
+
+
+@GATED
+@pytest.mark.parametrize("pattern", cases.PATTERNS)
+def test_exact_whatever_fires(pattern, gated):
+    for m, n in ((300, 1000), (129, 264)):
+        gate = cases.small_integers(cases.firing(pattern, m, n), seed=n)
+        check_forward(*cases.layer_of(gate, gated), f"{pattern}, M {m}, N {n}")
+        x, ws = cases.layer_of(gate.sign(), gated)
+        check_gradients(x, ws, small(m, x.shape[1], seed=n), f"{pattern}, M {m}, N {n}")
+
+
+@GATED
+@pytest.mark.parametrize("m", [1, 16, 65, 128, 257])
+def test_exact_at_any_shape(m, gated):
+    for i, (k, n) in enumerate(((8, 8), (264, 264), (768, 1000), (2048, 5632))):
+        check_forward(*cases.integers(m, k, n, gated, seed=i), f"M {m}, K {k}, N {n}")
+
+
+@GATED
+@pytest.mark.parametrize("m", [8192, 20_001])
+def test_exact_for_many_tokens(m, gated):
+    fires = cases.firing("synthetic29", 256, 5632)
+    x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
+    drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
+    check_forward(x[drawn], ws, f"M {m}")
+    if gated:  # as small integers as sums over so many tokens allow
+        check_gradients(x[drawn], ws, small(m, x.shape[1], seed=3).sign(), f"M {m}", engines=("tile",))
+
+
+@GATED
+def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated):
+    m, n = 4352, 1000  # more entries than lists that hold all of a small call
+    fires = cases.firing("synthetic300", m, n)
+    x, ws = cases.normal(m, 264, n, gated, rate=0.1)
+    assert fires.any()
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(5)).bfloat16()
+    gradients = {}
+    for room, rest in ((320, 0), (1, 1)):
+        out, saved = forward("tile", x, ws, saving=True, room=room)
+        assert out.rest_calls == rest
+        gradients[rest] = backend.driver().backward(x, *layer(ws), dy, torch.tensor(DL1, device=DEVICE), saved)
+    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
+    dl1 = torch.tensor(DL1, device=DEVICE)
+    theirs, exact = backward(x, *ws, dy, dl1), backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    for rest, found in gradients.items():
+        for i, three in enumerate(zip(found, theirs, exact, strict=True)):
+            assert_as_accurate(*three, f"rest {rest}: gradient {i}")
+
+
+@GATED
+@pytest.mark.parametrize("pattern", ["synthetic29", "layer4"])
+def test_as_accurate_as_dense(pattern, gated):
+    """Through the operator and autograd, with float32 weights under autocast."""
+    block = cases.recorded(pattern, 4096)
+    x, ws = block.x, [block.w_gate, *([block.w_up] if gated else []), block.w_down]
+    dy, dl1 = (
+        torch.randn(x.shape, device=DEVICE, generator=cases.random(5)).bfloat16(),
+        torch.tensor(DL1, device=DEVICE),
+    )
+    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
+    theirs, exact = backward(x, *ws, dy, dl1), backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    y = cases.dense(x.double(), *(w.double() for w in ws))
+    for engine in ("dense", "tile"):
+        leaves = [t.detach().requires_grad_() for t in (x, *(w.float() for w in ws))]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = feedforward(leaves[0], *layer(leaves[1:]), Plan.of(engine))
+        assert_as_accurate(out.y, cases.dense(x, *ws), y, f"{pattern}, {engine}: y")
+        found = torch.autograd.grad((out.y, out.l1), leaves, (dy, dl1.float()))
+        assert all(gradient.dtype == torch.float32 for gradient in found[1:])
+        for i, three in enumerate(zip(found, theirs, exact, strict=True)):
+            assert_as_accurate(*three, f"{pattern}, {engine}: gradient {i}")
+
+
+@GATED
+def test_results_repeat_bit_for_bit_and_nothing_waits(gated):
+    x, ws = cases.normal(20_000, 264, 1000, gated, rate=0.02)
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
+    results = []
+    for _ in range(3):  # kernels are compiled and loaded in the first round, which may wait
+        torch.cuda.set_sync_debug_mode("error" if results else "default")
+        try:
+            *forward, saved = backend.driver().forward(x, *layer(ws), Plan.of("tile"), None, True)
+            backward = backend.driver().backward(x, *layer(ws), dy, forward[1], saved)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([*forward, *backward])
+    for i, (a, b) in enumerate(zip(*results[1:], strict=True)):
+        assert_equal(a, b, f"result {i}, twice")
+
+
+def test_a_cuda_graph_replays_and_nothing_is_compiled_for_another_number_of_tokens():
+    from sparsellm.ops.triton import nonzeros, plan, products
+
+    x, ws = cases.normal(3000, 264, 1000, rate=0.02)
+    for m in (3000, 2999, 2048):
+        forward("tile", x[:m], ws)
+
+    def kernels():
+        found = [vars(module).values() for module in (plan, products, nonzeros)]
+        caches = [kernel.device_caches for values in found for kernel in values if hasattr(kernel, "device_caches")]
+        return sum(len(cache[0]) for of_kernel in caches for cache in of_kernel.values())
+
+    before = kernels()
+    for m in (1, 77, 1024, 1531):
+        forward("tile", x[:m], ws)
+    assert kernels() == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, *_ = backend.driver().forward(x, *ws, Plan.of("tile"), None, False)
+    once = forward("tile", x, ws)[0].y
+    y.zero_()
+    graph.replay()
+    assert_equal(y, once, "y of the graph")

@@ -1,0 +1,100 @@
+"""Which kernels a machine takes, and what is said of one that cannot take them; no GPU is asked."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from sparsellm.ops import Engine, Plan, backend, build, choose_engine, choose_training_engine, saved_bytes
+from sparsellm.ops.compiler import KernelsUnavailable
+from sparsellm.ops.triton import device, tuning
+
+SHAPE = {"width": 2048, "neurons": 5632}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that makes this process believe to be on such a GPU."""
+    monkeypatch.setattr(backend, "_triton", False)
+    monkeypatch.setattr(build, "_loaded", False)
+
+    def make(capability=(8, 0), shared=163 << 10, driver=13_000, version="3.6.0", cuda="13.0"):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared, multi_processor_count=108)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(device, "driver_version", lambda: driver)
+        monkeypatch.setattr(triton, "__version__", version)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ({"capability": (7, 5)}, "the GPU is a A100 of compute capability 7.5: the Triton kernels need 8.0 or later"),
+        ({"shared": 48 << 10}, "with 49,152 bytes of shared memory for a block: the Triton kernels need 65,536"),
+        ({"driver": 11_080}, "the NVIDIA driver supports CUDA 11.8: Triton's programs need a driver for 12.0 or later"),
+        ({"version": "3.5.1"}, "triton is 3.5.1: the kernels need 3.6 or later"),
+        ({"cuda": None}, "is built without CUDA: install a CUDA build of torch"),
+    ],
+)
+def test_a_machine_that_cannot_is_told_what_it_lacks(machine, of, said):
+    machine(**of)
+    with pytest.raises(KernelsUnavailable, match=said):
+        backend.load("triton")
+    assert backend.loaded() is None
+
+
+def test_auto_takes_triton_where_there_is_another_gpu_than_a_hopper_one(machine, monkeypatch):
+    machine()
+    assert backend.available() == (True, "")
+    assert backend.loaded() == "triton"
+    assert backend.driver().__name__ == "sparsellm.ops.triton.engines"
+    with pytest.raises(ValueError, match="it should be 'triton', which this process computes on already"):
+        backend.load("cuda")
+    monkeypatch.setattr(backend, "_triton", False)
+    machine(capability=(9, 0))
+    monkeypatch.setattr(build, "load", lambda: monkeypatch.setattr(build, "_loaded", True))
+    backend.load("auto")
+    assert backend.loaded() == "cuda"
+    with pytest.raises(ValueError, match="it should be 'cuda'"):
+        backend.load("triton")
+
+
+def test_auto_says_once_why_there_are_no_kernels(machine, monkeypatch, capsys):
+    monkeypatch.setattr(backend, "_said", set())
+    machine(driver=11_080)
+    for _ in range(2):
+        assert not backend.available()[0]
+    assert (
+        capsys.readouterr().err.count("the Triton kernels are unavailable: the NVIDIA driver supports CUDA 11.8") == 1
+    )
+
+
+def test_policy_and_saved_bytes_are_those_of_the_kernels_that_are_loaded(machine):
+    few, many = {"tokens": 1, "nnz": 36, "union": 36}, {"tokens": 16_384, "nnz": 36 * 16_384, "union": 128 * 1565}
+    assert choose_engine(**few, **SHAPE) == Engine.row
+    machine()
+    backend.load("triton")
+    assert choose_engine(**few, **SHAPE) == Engine.dense
+    assert choose_engine(**many, **SHAPE) == Engine.tile
+    assert choose_training_engine(**many, **SHAPE) == Engine.tile
+    full = {"tokens": 16_384, "nnz": 2800 * 16_384, "union": 128 * 5632}
+    assert choose_engine(**full, **SHAPE) == choose_training_engine(**full, **SHAPE) == Engine.dense
+    per_token = saved_bytes(Plan.of("tile"), 16_384, 5632, True, torch.bfloat16) / 16_384
+    assert 320 * 4 < per_token < 3000  # dense: 22,528
+
+
+def test_a_gpu_gets_the_block_sizes_that_fit_it(machine):
+    tuning.of.cache_clear()
+    machine(shared=227 << 10)
+    assert tuning.of(torch.device("cuda:0")) == (tuning.LARGE, 108 * tuning.LARGE.resident)
+    tuning.of.cache_clear()
+    machine()
+    assert tuning.of(torch.device("cuda:0"))[0] is tuning.SMALL
+    tuning.of.cache_clear()

@@ -1,0 +1,61 @@
+"""The Triton kernels without a GPU: their logic in Triton's interpreter, and every kernel compiled for every GPU that
+is promised, with its resources held to that GPU's limits. On a GPU: tests/gpu/test_triton_on_a_gpu.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton_launches import compiled, of_layers
+
+from sparsellm.ops.triton import limits, tuning
+
+KB = 1 << 10
+# The shared memory of a block, and the block sizes that the GPU takes.
+GPUS = {
+    ("cuda", 80): (163 * KB, tuning.SMALL),
+    ("cuda", 86): (99 * KB, tuning.SMALL),
+    ("cuda", 89): (99 * KB, tuning.SMALL),
+    ("cuda", 90): (227 * KB, tuning.LARGE),
+    ("cuda", 100): (227 * KB, tuning.LARGE),
+    ("cuda", 120): (99 * KB, tuning.SMALL),
+    ("hip", "gfx942"): (64 * KB, tuning.SMALL),
+}
+REGISTERS = {"cuda": 255, "hip": 512}
+WARP = {"cuda": 32, "hip": 64}
+FILE_REGISTERS = {"cuda": 65_536, "hip": 131_072}
+
+
+def test_the_kernels_compute_the_operator_in_tritons_interpreter():
+    """One process, because the interpreter is chosen before kernels are imported, and for all of a process."""
+    path = Path(__file__).with_name("triton_interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    done = subprocess.run(command, env=environment, cwd=path.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(("gpu", "limit"), GPUS.items(), ids=[f"{backend}-{name}" for backend, name in GPUS])
+def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that what is tested is compiled
+    backend, architecture = gpu
+    shared, sizes = limit
+    launches = of_layers(sizes, k=2048, n=5632, gated=(True, False) if gpu == ("cuda", 90) else (True,))
+    assert len(launches) > 15
+    for launch in launches:
+        found = compiled(launch, backend, architecture)
+        what = f"{launch.kernel} {launch.options} on {architecture}: {found[:3]}"
+        warps = launch.options.get("num_warps", 4)
+        assert found.shared <= min(shared, limits.SHARED_BYTES if sizes is tuning.SMALL else shared), what
+        assert not found.spills, what
+        assert found.registers <= REGISTERS[backend], what
+        assert found.registers * warps * WARP[backend] <= FILE_REGISTERS[backend], what
+        if launch.kernel in ("sampled", "gathered") and backend == "cuda":
+            assert "cp.async" in found.assembly, f"{what}: nothing is pipelined"
+
+
+def test_shapes_that_16_does_not_divide_compile_too():
+    for launch in of_layers(tuning.SMALL, k=1000, n=264):
+        assert not compiled(launch, "cuda", 86).spills

@@ -1,0 +1,175 @@
+"""What the Triton kernels compute, in Triton's interpreter: run by test_triton.py in a process of its own.
+
+The layers and patterns are those of the tests on a GPU, small, in float32 and float16 (the interpreter's products in
+bfloat16 are wrong). Their entries are small integers, so there is one right answer.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
+# ruff: noqa: E402
+import kernel_cases as cases
+
+from sparsellm.ops import Plan, dispatch, reference
+from sparsellm.ops.feedforward import output_of
+from sparsellm.ops.triton import engines, plan, tuning
+
+cases.DEVICE = "cpu"
+DL1 = 0.5
+DTYPES = (torch.float32, torch.float16)
+# Those that are alike at 264 neurons are left out.
+PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
+assert plan.triton.knobs.runtime.interpret
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch):
+    """Large parts, for the interpreter's time is that of its steps."""
+    monkeypatch.setattr(engines, "PLAN_WORDS", 16)
+    monkeypatch.setattr(engines, "ROWS", 64)
+
+
+def layer(ws):
+    return ws if len(ws) == 3 else [None, *ws]
+
+
+def product(a, w):
+    """a w^T, computed in float64 and rounded to the dtype of a once."""
+    return (a.double() @ w.double().T).to(a.dtype)
+
+
+def expected(x, ws, dy):
+    """(g, h, y, [dx, dw ...]) with exact products, rounded wherever the operator rounds."""
+    first, *up, w_down = ws
+    g = torch.relu(product(x, first))
+    u = product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
+    h = (g.float() * u).to(x.dtype)
+    dh = product(dy, w_down.T).float() + DL1 * (h.float().sign() if up else 1)
+    du, dz = (dh * g.float()).to(x.dtype), torch.where(g != 0, dh * u, 0).to(x.dtype)
+    dx = dz.double() @ first.double() + (du.double() @ up[0].double() if up else 0)
+    weights = [product(dz.T, x.T), *([product(du.T, x.T)] if up else []), product(dy.T, h.T)]
+    return g, h, product(h, w_down), [dx.to(x.dtype), *weights]
+
+
+def check(x, ws, what, dtype=torch.float32, engine="tile", rest=0, room=320):
+    """The results of an engine on a layer, whose memory holds no zeros by chance."""
+    x, *ws = (t.to(dtype) for t in (x, *ws))
+    dy = torch.randint(-2, 3, x.shape, generator=cases.random(len(x))).to(dtype)
+    g, h, y, gradients = expected(x, ws, dy)
+    saving = engine != "row"
+    *results, saved = engines.forward(x, *layer(ws), Plan.of(engine, room), None, saving)
+    out, active = output_of(*results), g != 0
+    cases.assert_equal(out.y, y, f"{what}: y")
+    assert out.l1 == h.float().abs().sum(), f"{what}: l1"
+    cases.assert_equal(out.fired, active.any(0), f"{what}: fired")
+    counts = [int(count) for count in (out.nnz, out.wide_segments, out.rest_calls, out.union)]
+    assert counts == [int(active.sum()), 0, rest, int(reference.union(active))], what
+    if saving:
+        found = engines.backward(x, *layer(ws), dy, torch.tensor(DL1), saved)
+        for i, (ours, right) in enumerate(zip(found, gradients, strict=True)):
+            if engine == "tile" or i or len(ws) == 2:  # the dense engine's dx adds two rounded products
+                cases.assert_equal(ours.to(dtype), right, f"{what}: gradient {i}")
+    return saved
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """New memory is NaN as a float, and -1 as an integer."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self, *arguments, **named):
+        made = new_empty(self, *arguments, **named)
+        made.view(-1).view(torch.uint8).fill_(0xFF) if made.numel() else None
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_exact_whatever_fires(pattern):
+    i = PATTERNS.index(pattern)
+    gate = cases.small_integers(cases.firing(pattern, 130, 264)).sign()
+    check(*cases.layer_of(gate, gated=i % 2 == 0), pattern, DTYPES[i // 2 % 2])
+
+
+@pytest.mark.parametrize("engine", ["row", "dense"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_the_other_engines_are_exact(engine, gated):
+    for i, dtype in enumerate(DTYPES):
+        x, ws = cases.integers(70, 24, 72, gated, seed=i)
+        check(x, ws, engine, dtype, engine)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_exact_at_any_shape(gated, monkeypatch):
+    monkeypatch.setattr(engines, "PLAN_WORDS", 8)  # so that unions are made in several rounds
+    for i, (m, k, n) in enumerate(((1, 8, 8), (128, 136, 40), (129, 72, 264))):
+        check(*cases.integers(m, k, n, gated, seed=i), f"M {m}, K {k}, N {n}", DTYPES[i % 2])
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
+    x, ws = cases.integers(130, 24, 72, gated)
+    nonzeros = int((expected(x.float(), [w.float() for w in ws], x.float())[0] != 0).sum())
+    rounded = engines.ARRAY_ALIGNMENT
+    for capacity, rest in ((nonzeros, 0), (nonzeros // rounded * rounded, 1)):
+        monkeypatch.setattr(dispatch, "capacity", lambda *_, capacity=capacity: capacity)
+        assert nonzeros % rounded
+        check(x, ws, f"room for {capacity} of {nonzeros}", rest=rest)
+
+
+def test_float32_weights_get_float32_gradients():
+    x, ws = cases.integers(20, 16, 40)
+    x, *ws = (t.half() for t in (x, *ws))
+    *_, saved = engines.forward(x, *ws, Plan.of("tile"), None, True)
+    dx, *weights = engines.backward(x, *(w.float() for w in ws), x, torch.tensor(DL1), saved)
+    assert dx.dtype == torch.float16
+    assert [w.dtype for w in weights] == [torch.float32] * 3
+
+
+def test_what_is_not_a_number_fires_and_zero_times_infinity_does_not():
+    x, w = torch.zeros((3, 16)), torch.zeros((40, 16))
+    x[:, 0], w[:, 0] = -1, torch.inf
+    y, l1, fired, counts, _ = engines.forward(x, None, w, torch.ones((16, 40)), Plan.of("tile"), None, False)
+    assert not y.any()
+    assert not any(found.any() for found in (counts, fired, l1))
+    x[1] = torch.nan
+    y, l1, fired, counts, _ = engines.forward(x, None, w, torch.ones((16, 40)), Plan.of("tile"), None, False)
+    assert counts.tolist() == [40, 0, 0, 40]
+    assert all(found.all() for found in (fired, l1.isnan(), y[1].isnan()))
+
+
+def test_no_tokens():
+    x, ws = cases.integers(3, 16, 40)
+    for engine in ("dense", "tile", "row"):
+        y, l1, fired, counts, saved = engines.forward(x[:0], *ws, Plan.of(engine), None, engine != "row")
+        assert y.shape == (0, 16)
+        assert not any(found.any() for found in (l1, fired, counts))
+        if engine != "row":
+            found = engines.backward(x[:0], *ws, x[:0], torch.tensor(DL1), saved)
+            assert not any(gradient.any() for gradient in found)
+
+
+def test_the_length_of_what_is_saved_is_foretold_and_checked():
+    x, ws = cases.integers(20, 16, 40)
+    x, *ws = (t.half() for t in (x, *ws))  # of the size of bfloat16
+    *_, saved = engines.forward(x, *ws, Plan.of("tile"), None, True)
+    assert len(saved) == engines.saved_bytes(20, 40, 320, gated=True)
+    with pytest.raises(ValueError, match="saved has 18 bytes: the tile engine saves"):
+        engines.backward(x, *ws, x, torch.tensor(DL1), saved[:18])
+    with pytest.raises(ValueError, match="has no backward"):
+        engines.forward(x, *ws, Plan.of("row"), None, True)
+
+
+def test_block_sizes_fit_each_other():
+    for sizes in (tuning.SMALL, tuning.LARGE):
+        blocks = [sizes.sampled.columns, sizes.few_sampled.columns]
+        assert all(tuning.FEWEST_SLOTS <= block <= tuning.PITCH_MULTIPLE for block in blocks)
+        assert not any(tuning.PITCH_MULTIPLE % block for block in blocks)
+        assert sizes.gathered.depth <= sizes.sampled.columns
+        assert sizes.few_gathered.depth <= sizes.few_sampled.columns
+        assert max(sizes.weights.depth, sizes.down_weights.depth) <= tuning.PITCH_MULTIPLE

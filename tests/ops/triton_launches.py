@@ -1,0 +1,130 @@
+"""What the Triton driver launches, recorded without a GPU, and compiled ahead of time for any GPU."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsellm.ops import Plan
+from sparsellm.ops.triton import dense, engines, nonzeros, plan, products, tuning
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MODULES = (plan, products, nonzeros, dense)
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bool: "*i1",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Launch(NamedTuple):
+    """One launch: a kernel and all that its compilation depends on."""
+
+    kernel: str
+    arguments: dict[str, Any]  # by name: the type of a pointer or number, or a constant's value
+    divisible: tuple[str, ...]  # arguments that are multiples of 16
+    options: dict[str, int]
+
+    def key(self) -> str:
+        return f"{self.kernel} {sorted(self.arguments.items())} {self.divisible} {self.options}"
+
+
+class Resources(NamedTuple):
+    shared: int  # bytes
+    registers: int
+    spills: int  # bytes on NVIDIA GPUs, registers on AMD ones
+    assembly: str
+
+
+class Recorder:
+    """Takes the place of a kernel, and records its launches."""
+
+    def __init__(self, kernel: Any, found: dict[str, Launch]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, _grid: Any) -> Any:
+        def launch(*given: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in OPTIONS if name in named}
+            arguments, divisible = {}, []
+            for parameter, value in zip(self.kernel.params, given, strict=False):
+                named[parameter.name] = value
+            for parameter in self.kernel.params:
+                value = named.pop(parameter.name)
+                arguments[parameter.name] = value
+                if isinstance(value, torch.Tensor):
+                    assert not value.data_ptr() % 16, f"{parameter.name} of {self.kernel.__name__} is misaligned"
+                    arguments[parameter.name] = TYPES[value.dtype]
+                    divisible.append(parameter.name)
+                elif not parameter.is_constexpr:
+                    arguments[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                    if not value % 16 and not parameter.do_not_specialize:
+                        divisible.append(parameter.name)
+            assert not named, f"{self.kernel.__name__} has no {', '.join(named)}"
+            record = Launch(self.kernel.__name__, arguments, tuple(divisible), options)
+            self.found[record.key()] = record
+
+        return launch
+
+
+@contextlib.contextmanager
+def recording(sizes: tuning.Tuning) -> Iterator[dict[str, Launch]]:
+    """All kernels are recorded while the driver runs on the CPU, with the block sizes `sizes`."""
+    found: dict[str, Launch] = {}
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            for name, kernel in vars(module).items():
+                if isinstance(kernel, triton.runtime.JITFunction) and kernel.fn.__module__ == module.__name__:
+                    stack.enter_context(patch.object(module, name, Recorder(kernel, found)))
+        stack.enter_context(patch.object(tuning, "of", lambda _: (sizes, 3)))
+        yield found
+
+
+def of_layers(
+    sizes: tuning.Tuning, k: int, n: int, m: int = 130, gated: tuple[bool, ...] = (True, False)
+) -> list[Launch]:
+    """Every launch of the engines on a layer, forward and backward."""
+    with recording(sizes) as found:
+        x = torch.zeros((m, k), dtype=torch.bfloat16)
+        first, down = torch.zeros((n, k), dtype=torch.bfloat16), torch.zeros((k, n), dtype=torch.bfloat16)
+        for gate in (first if each else None for each in gated):
+            for engine in ("dense", "tile", "row"):
+                saving = engine != "row"
+                *_, saved = engines.forward(x, gate, first, down, Plan.of(engine), None, saving)
+                if saving:
+                    engines.forward(x, gate, first, down, Plan.of(engine), None, False)
+                    engines.backward(x, gate, first, down.float(), x, torch.zeros(()), saved)
+    return list(found.values())
+
+
+def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources:
+    """The resources of a launch's kernel on an NVIDIA GPU ("cuda", 90) or an AMD one ("hip", "gfx942")."""
+    kernel = next(getattr(module, launch.kernel) for module in MODULES if hasattr(module, launch.kernel))
+    names = [parameter.name for parameter in kernel.params]
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else launch.arguments[name] for name in names},
+        {(names.index(name),): launch.arguments[name] for name in constants},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible},
+    )
+    target = GPUTarget(backend, architecture, 64 if backend == "hip" else 32)
+    made = triton.compile(source, target=target, options=launch.options)
+    if backend == "hip":
+        text = made.asm["amdgcn"]
+        registers, spills = (int(re.search(rf"\.vgpr_{what}:\s+(\d+)", text)[1]) for what in ("count", "spill_count"))
+        return Resources(made.metadata.shared, registers, spills, text)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
+    registers, stack = (int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "STACK"))
+    return Resources(made.metadata.shared, registers, stack, made.asm["ptx"])
