@@ -106,7 +106,7 @@ def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) 
         return {name: lambda new, made=made: list(made.stream(lists, new, drawn)) for name, made in models.items()}
     if case.mode == "batched":
         return {name: _batched(model, prompts.tolist(), temperature) for name, model in models.items()}
-    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
     if case.mode == "static":
         settings["cache_implementation"] = "static"
     mask, follow = torch.ones_like(prompts), LogitsProcessorList([Follow(text)])

@@ -163,15 +163,31 @@ def test_padding_counts_nowhere(hollow):
     assert sum(block.choice.counts[0].item() for block in blocks(model)) == sum(counts)
 
 
-def test_calls_with_gradients_and_with_embeddings_are_left_alone(hollow):
+def test_padding_fires_nothing_where_attention_gives_a_mean_to_tokens_that_see_nothing(hollow, monkeypatch):
+    """As some of CUDA's kernels do."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def with_means(query, key, value, attn_mask=None, **settings):
+        nothing = ~attn_mask.any(-1, keepdim=True) if attn_mask is not None else torch.tensor(False)
+        means = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return torch.where(nothing, means, attention(query, key, value, attn_mask=attn_mask, **settings))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", with_means)
+    model, given = sparsellm.accelerate(make("llama"), "cuda", "dense"), padded(PROMPTS)
+    for cache in ({}, {"cache_implementation": "static"}):
+        assert all(not nonzeros[~given["attention_mask"].bool()].any() for nonzeros in fired(model, **given, **cache))
+
+
+def test_calls_with_gradients_are_left_alone_and_embeddings_may_be_given(hollow):
     model, given = make("llama"), padded(PROMPTS)
     embedded = {"inputs_embeds": model.model.embed_tokens(given["input_ids"]), **given}
     del embedded["input_ids"]
     expected = model(**given).logits
     sparsellm.accelerate(model, "cuda", "dense")
     torch.testing.assert_close(model(**given).logits, expected)
+    there = given["attention_mask"].bool()
     with torch.no_grad():
-        torch.testing.assert_close(model(**embedded).logits, expected)
+        torch.testing.assert_close(model(**embedded).logits[there], expected[there])
 
 
 # Models in several places, with the hooks that device_map gives to every module.
