@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "write text with a checkpoint",
     "benchmark": "time checkpoints, on the kernels, in PyTorch and beside a baseline",
     "import_model": "write a published sparse checkpoint as a stock Hugging Face model",
+    "push": "send a checkpoint's model to the Hugging Face hub",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

@@ -16,12 +16,12 @@ SECONDS = 5  # for the hub's answer
 def answers(what: str) -> bool:
     """Whether the hub answers. A line on stderr says before that `what` is looked for there; another one, if not."""
     warn(f"looking for {what} on the hub")
-    if (reason := _obstacle()) is not None:
+    if (reason := obstacle()) is not None:
         warn(f"{reason}: only copies of its files on this machine can be used")
     return reason is None
 
 
-def _obstacle() -> str | None:
+def obstacle() -> str | None:
     """Why the hub cannot be asked, as a sentence; None if it answers."""
     from huggingface_hub import constants, get_session
 

@@ -42,6 +42,8 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
     arguments = [] if command in ("train", "prepare_data", "sweep") else ["checkpoint=x"]
     if command == "import_model":
         arguments.append("output_dir=not-there")
+    if command == "push":
+        arguments.append("repo=owner/name")
     code = (
         "import sys, importlib; from sparsellm import cli\n"
         "importlib.import_module = lambda name: (_ for _ in ()).throw(SystemExit(9))\n"
@@ -63,6 +65,7 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
         ("prepare_data", ["data.validation_fraction=2"], "it must be above 0 and below 1"),
         ("evaluate", ["checkpiont=x", "limit=0"], "3 mistakes in the configuration"),
         ("analyze", [], "checkpoint has no value"),
+        ("push", ["checkpoint=x", "repo=name"], "repo=name is no name on the hub"),
         ("sweep", ["sparsity.l1_coeficient=0,1", "evaluate.limits=3"], "2 mistakes in the configuration"),
         ("sweep", ["sweep.mode=lsf"], "sweep.mode is lsf"),
     ],

@@ -15,6 +15,7 @@ from sparsellm.config import (
     EvaluateConfig,
     GenerateConfig,
     ImportConfig,
+    PushConfig,
     analyze_mistakes,
     benchmark_mistakes,
     evaluate_mistakes,
@@ -22,13 +23,14 @@ from sparsellm.config import (
     generate_mistakes,
     import_mistakes,
     mistakes,
+    push_mistakes,
     sweep_request,
 )
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
 HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
-COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "benchmark", "import_model"}
+COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "benchmark", "import_model", "push"}
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 
@@ -79,6 +81,8 @@ def composed(command: Command) -> list[str]:
         return benchmark_mistakes(from_overrides(overrides, BenchmarkConfig))
     if name == "import_model":
         return import_mistakes(from_overrides(overrides, ImportConfig))
+    if name == "push":
+        return push_mistakes(from_overrides(overrides, PushConfig))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)

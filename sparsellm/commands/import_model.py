@@ -16,12 +16,6 @@ from sparsellm.config import Dtype, ImportConfig, entry_point, import_mistakes
 from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate, not_found, unreadable
 
-# What is copied as it is: how text becomes tokens and how tokens are drawn, no code.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-
 
 @entry_point(
     lambda config, _typed: import_mistakes(config) + not_found(config.checkpoint), import_mistakes, ImportConfig
@@ -63,7 +57,7 @@ def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
     partial.mkdir(parents=True)
     try:
         model.save_pretrained(partial)
-        for name in COMPANIONS:
+        for name in pretrained.COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
         written = pretrained.read_tokenizer(partial, model.config.get_text_config().vocab_size)

@@ -5,6 +5,7 @@ A broken rule is a sentence with its remedy, as in rules.py.
 
 import math
 import os
+import re
 from pathlib import Path
 
 from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes, unavailable_kernels
@@ -17,7 +18,11 @@ from sparsellm.config.schema import (
     GenerateConfig,
     ImportConfig,
     Kernels,
+    PushConfig,
 )
+
+HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
+LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
@@ -99,6 +104,32 @@ def import_mistakes(config: ImportConfig) -> list[str]:
         found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append("an import is one process: start it without torchrun")
+    return found
+
+
+def push_mistakes(config: PushConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    found = _checkpoint_mistakes(config.checkpoint)
+    if config.repo is None:
+        found.append("repo has no value: repo=OWNER/NAME, on the hub")
+    elif not HUB_NAME.fullmatch(config.repo):
+        found.append(
+            f"repo={config.repo} is no name on the hub: OWNER/NAME, each of letters, digits, single dots and dashes"
+        )
+    if config.license is not None and not LICENCE.fullmatch(config.license):
+        found.append(
+            f"license={config.license} is not how the hub names a licence, as apache-2.0, mit or cc-by-4.0:"
+            " https://huggingface.co/docs/hub/repositories-licenses lists them"
+        )
+    if config.license == "other":
+        found.append(
+            "license=other needs a name and a link: write license, license_name and license_link into the README.md of"
+            " a copy of the hf/ folder, and push that one without license="
+        )
+    if not config.revision:
+        found.append("revision is empty: give a branch, or leave it out for main")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        found.append("a push is one process: start it without torchrun")
     return found
 
 

@@ -16,12 +16,21 @@ from sparsellm.config.checkpoint_rules import (
     evaluate_mistakes,
     generate_mistakes,
     import_mistakes,
+    push_mistakes,
 )
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import sweep_request
 from sparsellm.config.rules import prepare_mistakes, value_mistakes
-from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
+from sparsellm.config.schema import (
+    AnalyzeConfig,
+    BenchmarkConfig,
+    Config,
+    EvaluateConfig,
+    GenerateConfig,
+    ImportConfig,
+    PushConfig,
+)
 from sparsellm.console import is_main_rank, warn
 
 # Of each command but `sweep`: its schema, and the rules for values that need no torch.
@@ -33,6 +42,7 @@ RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "generate": (GenerateConfig, generate_mistakes),
     "benchmark": (BenchmarkConfig, benchmark_mistakes),
     "import_model": (ImportConfig, import_mistakes),
+    "push": (PushConfig, push_mistakes),
 }
 CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
 

@@ -19,11 +19,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
-from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, GenerateConfig, ImportConfig
+from sparsellm.config.schema import (
+    AnalyzeConfig,
+    BenchmarkConfig,
+    Config,
+    EvaluateConfig,
+    GenerateConfig,
+    ImportConfig,
+    PushConfig,
+)
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 from sparsellm.files import write_whole
 
-AnyConfig = TypeVar("AnyConfig", Config, EvaluateConfig, AnalyzeConfig, GenerateConfig, BenchmarkConfig, ImportConfig)
+AnyConfig = TypeVar(
+    "AnyConfig", Config, EvaluateConfig, AnalyzeConfig, GenerateConfig, BenchmarkConfig, ImportConfig, PushConfig
+)
 Flat = dict[str, Any]  # group.key -> plain value
 
 SEAL = "# checksum xxh3_64 "  # begins a config.yaml

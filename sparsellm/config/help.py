@@ -19,6 +19,7 @@ from sparsellm.config.schema import (
     EvaluateConfig,
     GenerateConfig,
     ImportConfig,
+    PushConfig,
     SweepConfig,
 )
 from sparsellm.config.values import to_dict
@@ -44,6 +45,7 @@ TAKEN = {
     "generate": (Keys(GenerateConfig),),
     "benchmark": (Keys(BenchmarkConfig),),
     "import_model": (Keys(ImportConfig),),
+    "push": (Keys(PushConfig),),
     "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
 }
 LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
@@ -55,6 +57,7 @@ USAGE = {
     "generate": "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]",
     "benchmark": "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]",
     "import_model": "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]",
+    "push": "checkpoint=PATH repo=OWNER/NAME [license=NAME] [KEY=VALUE ...]",
     "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
 }
 

@@ -402,6 +402,23 @@ class ImportConfig:
     dtype: Dtype = key(Dtype.auto, "of the weights; auto: the stored one")
 
 
+@dataclass
+class PushConfig:
+    """Which checkpoint goes to the hub, and where."""
+
+    checkpoint: str | None = key(None, "a run (its newest checkpoint), a checkpoint or an hf/ folder; must be given")
+    repo: str | None = key(None, "OWNER/NAME on the hub, made if it is not there; must be given")
+    license: str | None = key(
+        None, "of the weights, as the hub names it (apache-2.0), for a model card that has none; goes into what is sent"
+    )
+    private: bool = key(True, "whether only its owner sees the repository; of one that exists, what it must be")
+    revision: str = key("main", "the branch, made if it is not there")
+    overwrite: bool = key(
+        False, "replace what the branch holds by what is sent; its history keeps the old files. Else that is refused"
+    )
+    dry_run: bool = key(False, "check and list what would be sent, and send nothing: needs no network and no account")
+
+
 def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
     """The last step of a wsd schedule over so many `steps` that has the peak rate: its decay takes the others."""
     return steps - max(1, round(optimizer.decay_fraction * steps))

@@ -91,7 +91,7 @@ class Checkpoint:
         with ThreadPoolExecutor(DIGEST_THREADS) as pool:
             digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))
         if self.has_checksums:
-            remedy = "evaluate another one"
+            remedy = "give another one"
             committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
             try:
                 files = committed["files"].items()

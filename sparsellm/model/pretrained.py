@@ -36,6 +36,11 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # What a model's repository holds at its top for reading: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
+# What lies beside the weights and config.json: how text becomes tokens and how tokens are drawn, no code.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
@@ -90,7 +95,7 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
     # transformers looks at the kind of model too, to choose a tokenizer's class.
-    config = read_config(path) if _is_foreign(path) else None
+    config = read_config(path) if is_foreign(path) else None
     tokenizer = _reading(
         path,
         what,
@@ -119,14 +124,14 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     config, local = read_config(path), Path(path).is_dir()
     kind: Any = AutoModelForCausalLM
     source: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if _is_foreign(path):
+    if is_foreign(path):
         folder = data_folder(path)
-        tensors, wrong = foreign.stock_tensors(_tensors(folder, _verify_files(folder, config)), config)
+        tensors, wrong = foreign.stock_tensors(_tensors(folder, verify_files(folder, config)), config)
         _refuse(path, wrong)
         kind = LlamaForCausalLM if config.model_type == "llama" else ArceeForCausalLM
         source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
     elif local:
-        _verify_files(Path(path), config)
+        verify_files(Path(path), config)
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
     if local:
@@ -186,7 +191,8 @@ def _config_json(path: str | Path) -> dict[str, Any]:
     )
 
 
-def _is_foreign(path: str | Path) -> bool:
+def is_foreign(path: str | Path) -> bool:
+    """Whether transformers does not load it by itself: a published sparse checkpoint (foreign.py)."""
     return _config_json(path).get("model_type") == foreign.MODEL_TYPE
 
 
@@ -215,7 +221,7 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
         raise BrokenModel(text) from error
 
 
-def _verify_files(folder: Path, config: Any) -> list[str]:
+def verify_files(folder: Path, config: Any) -> list[str]:
     """Check that the safetensors of a folder are whole, as far as their headers say, and return their names.
 
     Raises BrokenModel.

@@ -4,6 +4,7 @@ Made of the configuration and of the rows of metrics.jsonl that the checkpoint c
 same text. Times, folders and names of machines are left out.
 """
 
+import re
 import shlex
 from enum import Enum
 from typing import Any
@@ -37,8 +38,9 @@ tags: [sparsellm, sparse-activations]
 
 ## Licence
 
-{licence}: of the weights, of the data, of the tokenizer. Edit a copy of this folder: the checkpoint that it comes from
-has checksums of its files.
+{licence}: of the weights, of the data, of the tokenizer. `sparsellm push license=NAME` writes that of the weights into
+the card that it sends. For the rest, edit a copy of this folder: the checkpoint that it comes from has checksums of its
+files.
 """
 
 
@@ -54,6 +56,33 @@ def text(config: Config, step: int, rows: list[dict[str, Any]]) -> str:
         architecture=huggingface.class_name(config.model),
         activation=config.sparsity.activation.name, commands=commands,
     )  # fmt: skip
+
+
+def licence(card: str) -> str | None:
+    """What the head of a model card says: the hub's name of a licence. Raises ValueError if the head cannot be read."""
+    return _parsed(card).data.license
+
+
+def licensed(card: str, name: str) -> str:
+    """The model card with the licence `name`, of the weights, in its head, and where its text leaves that open.
+
+    Raises ValueError if the head cannot be read.
+    """
+    parsed = _parsed(card)
+    if parsed.data.license is None:
+        parsed.data.license = name
+        card = parsed.content
+    said = f"{name}, of the weights. Data and tokenizer have licences of their own."
+    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", said, card, flags=re.DOTALL | re.MULTILINE)
+
+
+def _parsed(card: str) -> Any:
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard(card)
+    except Exception as error:  # of the YAML parser, or of the library for values that it does not know
+        raise ValueError(f"its head is not a model card's: {' '.join(str(error).split())}") from error
 
 
 def commands_of(config: Config) -> list[str]:

@@ -78,3 +78,22 @@ def test_its_commands_give_the_same_run(overrides):
     ]
     for _, _, *typed in commands:
         assert definition(from_overrides(typed)) == definition(config)
+
+
+def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():
+    text = card.text(small_config(), 6, [row(6)])
+    assert card.licence(text) is None
+    filled = card.licensed(text, "mit")
+    assert card.licence(filled) == "mit"
+    assert "FILL IN" not in filled
+    assert filled.endswith("## Licence\n\nmit, of the weights. Data and tokenizer have licences of their own.\n")
+    body, before = filled.split("---\n", 2)[2], text.split("---\n", 2)[2]
+    assert body.split("## Licence")[0] == before.split("## Licence")[0]
+    _, head, _ = text.split("---\n", 2)
+    assert yaml.safe_load(filled.split("---\n", 2)[1]) == {**yaml.safe_load(head), "license": "mit"}
+    more = filled.replace("mit, of", "FILL IN: one\nof") + "\n## More\n"
+    assert card.licensed(more, "mit") == filled + "\n## More\n"
+    own = "---\nlicense: other  # ours\n---\n# Mine\n"
+    assert card.licensed(own, "other") == own
+    with pytest.raises(ValueError, match="its head is not a model card's"):
+        card.licence("---\n- a\n---\n")

@@ -1,0 +1,230 @@
+"""python -m sparsellm.push checkpoint=PATH repo=OWNER/NAME [key=value] : a checkpoint's model, sent to the hub.
+
+What is sent: the weights, config.json, the files of the tokenizer, generation_config.json and the model card README.md
+of an hf/ folder; no optimizer state, and nothing else that lies there. The files are held to the checkpoint's
+checksums, transformers loads model and tokenizer from them, and then they are listed, one by one; dry_run=true ends
+there. The model card must name a licence: license=NAME writes it into the card that is sent, and leaves the checkpoint
+as it is. Exit codes: 0 sent, or listed; 1 for a checkpoint that cannot be sent, or a hub that does not take it; 2 for a
+refused configuration.
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sparsellm import hub
+from sparsellm.config import PushConfig, entry_point, push_mistakes
+from sparsellm.console import warn
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, not_found
+from sparsellm.model import pretrained
+from sparsellm.run_layout import HF
+from sparsellm.training import card
+
+CARD = "README.md"
+CARD_LINES = 14  # of the model card, that are shown
+NAMED = 6  # files at most that a message names
+HUBS_OWN = ".gitattributes"  # which the hub puts into every repository
+
+
+class NotSent(Exception):
+    """Nothing was sent, or not all of it. The message says why, and what to do."""
+
+
+def _mistakes(config: PushConfig, _typed: list[str]) -> list[str]:
+    found = push_mistakes(config) + (missing := not_found(config.checkpoint))
+    if config.checkpoint and not missing and locate(config.checkpoint).folder is None:
+        found.append(f"checkpoint={config.checkpoint} is no folder here: give a run, a checkpoint or an {HF}/ folder")
+    return found
+
+
+@entry_point(_mistakes, push_mistakes, PushConfig)
+def main(config: PushConfig) -> int:
+    assert config.checkpoint is not None
+    checkpoint = locate(config.checkpoint)
+    try:
+        if not config.dry_run:
+            _need_hub()
+        # A folder of links to what is sent, and of nothing else, is what the hub's library gets to see.
+        with tempfile.TemporaryDirectory(prefix="sparsellm-push-") as name:
+            folder = Path(name)
+            (folder / CARD).write_text(_card(Path(checkpoint.model), config.license), encoding="utf-8")
+            for path in _files(checkpoint):
+                (folder / path.name).symlink_to(path.resolve())
+            print(_listing(config, checkpoint, folder))
+            if config.dry_run:
+                print("dry_run=true: nothing was sent")
+            else:
+                print(f"sent: {_send(config, folder, _title(checkpoint))}")
+    except (CheckpointNotFound, pretrained.BrokenModel, NotSent, OSError) as error:
+        warn(f"checkpoint={checkpoint} was not sent: {' '.join(str(error).split())}")
+        return 1
+    return 0
+
+
+def _need_hub() -> None:
+    """Raises NotSent without a token or an answer of the hub: before gigabytes are read."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise NotSent(
+            "there is no token for the hub on this machine: make one that may write (https://huggingface.co/settings/"
+            "tokens), then `hf auth login`, or set HF_TOKEN; dry_run=true needs none"
+        )
+    if (reason := hub.obstacle()) is not None:
+        raise NotSent(
+            f"{reason}: push where there is a network, from a copy of the checkpoint's folder; dry_run=true needs none"
+        )
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    """What is sent beside the model card: all checked, none a symbolic link.
+
+    Raises NotSent, CheckpointNotFound (checksums), BrokenModel (transformers cannot use it).
+    """
+    folder = Path(checkpoint.model)
+    if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+        raise NotSent(
+            f"{_named(links)} in {folder}: symbolic links, which are not followed; push a copy without them, as"
+            " `cp -rL` makes one"
+        )
+    if checkpoint.has_checksums:
+        checkpoint.identity()
+    else:
+        warn(str(checkpoint.unchecked))
+    with hub.offline(True):
+        if pretrained.is_foreign(folder):
+            raise NotSent(
+                "transformers does not load it by itself: `sparsellm import_model` makes a stock model of it, to which"
+                f" a {CARD} can be added"
+            )
+        config = pretrained.read_config(folder)
+        weights = pretrained.verify_files(folder, config)
+        pretrained.read_model(folder)
+        pretrained.read_tokenizer(folder, config.get_text_config().vocab_size)
+    index = [] if weights == [pretrained.WEIGHTS] else [pretrained.INDEX]
+    names = ["config.json", *index, *weights, *pretrained.COMPANIONS]
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _card(folder: Path, licence: str | None) -> str:
+    """The model card as it is sent, with a licence. Raises NotSent."""
+    path = folder / CARD
+    if not path.is_file():
+        raise NotSent(f"{path} is not there: write a model card, in a copy of the folder, and push that one")
+    try:
+        text = path.read_text(encoding="utf-8")
+        own = card.licence(text)
+        if licence is not None and own not in (None, licence):
+            raise NotSent(f"license={licence}, and {path} says {own}: leave license out, or change a copy of the card")
+        name = own or licence
+        if name is None:
+            raise NotSent(
+                f"{path} names no licence: give one with license=NAME, as apache-2.0"
+                " (https://huggingface.co/docs/hub/repositories-licenses), which data and tokenizer allow"
+            )
+        return card.licensed(text, name)
+    except ValueError as error:
+        raise NotSent(f"{path} cannot be read as a model card: {error}") from error
+
+
+def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
+    """Everything that is sent, which is what `folder` holds, and where to, for people."""
+    from huggingface_hub import constants
+
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    names = max(map(len, sizes))
+    private = "private" if config.private else "public"
+    lines = [
+        f"{checkpoint.model} -> {constants.ENDPOINT}/{config.repo}, branch {config.revision}, {private}",
+        *(f"  {name:<{names}}  {size:>15,} bytes" for name, size in sizes.items()),
+        f"  {f'{len(sizes)} files':<{names}}  {sum(sizes.values()):>15,} bytes",
+    ]
+    if stay := sorted(path.name for path in Path(checkpoint.model).iterdir() if path.name not in sizes):
+        lines.append(f"not sent: {', '.join(stay)}")
+    shown = (folder / CARD).read_text(encoding="utf-8").splitlines()[:CARD_LINES]
+    return "\n".join([*lines, f"{CARD} begins:", *(f"  {line}".rstrip() for line in shown)])
+
+
+def _send(config: PushConfig, folder: Path, title: str) -> str:
+    """Send all of `folder`: the address of the commit. Raises NotSent."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    api = HfApi()
+    try:
+        head, replace = _branch(api, config, folder)
+        sent = api.upload_folder(
+            repo_id=str(config.repo), folder_path=folder, revision=config.revision, parent_commit=head,
+            delete_patterns="*" if replace else None, commit_message=title,
+        )  # fmt: skip
+        return sent.commit_url
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # of the hub, the library, or its uploader
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        remedy = "the same command tries again"
+        if status in (401, 403):
+            remedy = (
+                f"the token may not write to {config.repo}: make one that may, then `hf auth login` or set HF_TOKEN"
+            )
+        elif status == 412:
+            remedy = "the branch has changed meanwhile: the same command looks at it again"
+        raise NotSent(f"{type(error).__name__} of the hub ({error}); {remedy}") from error
+
+
+def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, bool]:
+    """Have the repository and its branch: the commit that the branch must still be at when it is written to, where it
+    was there before; and whether its files are to be removed. Raises NotSent."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    repo = str(config.repo)
+    try:
+        anywhere = api.model_info(repo)
+    except RepositoryNotFoundError:
+        api.create_repo(repo, private=config.private)
+        if config.revision != "main":
+            api.create_branch(repo, branch=config.revision)
+        return None, False
+    if anywhere.private != config.private:
+        is_, asked = ("private", "true") if anywhere.private else ("public", "false")
+        raise NotSent(
+            f"repo={repo} exists and is {is_}: give private={asked} if it should stay so, or change it in its settings"
+        )
+    try:
+        found = api.model_info(repo, revision=config.revision, files_metadata=True)
+    except RevisionNotFoundError:
+        api.create_branch(repo, branch=config.revision)
+        return None, True  # it begins with the files of main, which are main's
+    others = [
+        each.rfilename
+        for each in found.siblings
+        if each.rfilename != HUBS_OWN and not _same(each, folder / each.rfilename)
+    ]
+    if others and not config.overwrite:
+        raise NotSent(
+            f"repo={repo} holds other files in its branch {config.revision}: {_named(others)}. Give another repo, a new"
+            " branch (revision=NAME), or overwrite=true, which replaces all that the branch holds by what is listed"
+            " above; its history keeps the old files"
+        )
+    return found.sha, bool(others)
+
+
+def _same(theirs: Any, ours: Path) -> bool:
+    """Whether a file of the hub is there, and holds the same: by SHA-256 of large files, by git's SHA-1 of others."""
+    if not ours.is_file() or theirs.size != ours.stat().st_size:
+        return False
+    if theirs.lfs is None:
+        content = ours.read_bytes()
+        return theirs.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    with ours.open("rb") as file:
+        return theirs.lfs.sha256 == hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    """Of the commit: the run's name and step; nothing of the folders of this machine."""
+    run = "" if checkpoint.run is None else f" {checkpoint.run.resolve().name}, step {checkpoint.step:,}"
+    return f"sparsellm push{run}"
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
