@@ -1,16 +1,19 @@
 """What `sparsellm push` sends, to a stand-in for the hub, and what it refuses to send."""
 
+import base64
 import hashlib
+import http.server
 import inspect
 import json
 import shutil
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from attack.small_export import content, cut, damaged, keys, tensors
+from attack.small_export import content, cut, damaged, keys, sharded, tensors
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import BlobLfsInfo, HfApi, RepoSibling
 from small_run import small_trainer
@@ -78,14 +81,85 @@ class Hub:
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1 {commit_message}")
 
 
+class Served(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's HTTP as the real library asks of it for files that it stores in git; `hub` is a Hub."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer({})
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        repo, _, revision = path.removeprefix("/api/models/").partition("/revision/")
+        if "/tree/" in path:
+            repo, revision = path.removeprefix("/api/models/").split("/tree/")
+            held = self.hub.repos[repo].branches[revision]
+            self.answer([{"type": "file", "path": p, "size": len(d), "oid": "0"} for p, d in held.items()])
+        elif repo not in self.hub.repos:
+            self.answer({}, 404, "RepoNotFound")
+        elif (revision or "main") not in self.hub.repos[repo].branches:
+            self.answer({}, 404, "RevisionNotFound")
+        else:
+            found = self.hub.repos[repo]
+            each = [sibling(name, data, False) for name, data in found.branches[revision or "main"].items()]
+            files = [{"rfilename": s.rfilename, "size": s.size, "blobId": s.blob_id} for s in each]
+            held = {"siblings": files} if "blobs=True" in query or "blobs=true" in query else {}
+            self.answer({"id": repo, "private": found.private, "sha": "a" * 40, **held})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.headers["Authorization"] == "Bearer hf_token"
+        what, _, revision = self.path.removeprefix("/api/models/somebody/tiny/").partition("/")
+        if what == "commit":
+            header, *operations = [json.loads(line) for line in body.splitlines()]
+            held = self.hub.repos["somebody/tiny"].branches[revision]
+            self.hub.calls.append((header["value"]["summary"], header["value"].get("parentCommit")))
+            for each in operations:
+                if each["key"] == "deletedFile":
+                    del held[each["value"]["path"]]
+                else:
+                    held[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
+            url = f"{huggingface_hub.constants.ENDPOINT}/somebody/tiny/commit/b"
+            self.answer({"success": True, "commitOid": "b" * 40, "commitUrl": url, "hookOutput": ""})
+        elif what == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
+            self.answer({"files": files, "commitOid": "a" * 40})
+        elif what == "branch":
+            self.hub.create_branch("somebody/tiny", branch=revision)
+            self.answer({})
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            private = asked.get("private", asked.get("visibility") == "private")  # by the version of the library
+            self.hub.create_repo(f"{asked['organization']}/{asked['name']}", private=private)
+            self.answer({"url": f"{huggingface_hub.constants.ENDPOINT}/somebody/tiny"})
+        else:
+            assert self.path == "/api/validate-yaml"
+            self.answer({"errors": [], "warnings": []})
+
+    def answer(self, value, status=200, error=None):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        if error is not None:
+            self.send_header("X-Error-Code", error)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
 def response(status):
     return SimpleNamespace(headers={}, request=None, status_code=status)
 
 
-def sibling(name, data):
+def sibling(name, data, weights_are_large=True):
     if data is None:
         return RepoSibling(name)
-    large = name.endswith(".safetensors")
+    large = weights_are_large and name.endswith(".safetensors")
     sha = hashlib.sha256(data).hexdigest()
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     lfs = BlobLfsInfo(size=len(data), sha256=sha, pointer_size=1) if large else None
@@ -192,6 +266,14 @@ def test_only_files_of_the_model_are_sent_and_what_stays_is_named(bare, online, 
     assert online.repos["somebody/tiny"].branches["main"] == {".gitattributes": b""} | expected
 
 
+def test_weights_in_several_files_are_sent_with_their_index(bare, online):
+    sharded()(bare)
+    expected = sent_of(bare)
+    assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= expected.keys()
+    assert push(f"checkpoint={bare}", REPO, LICENCE) == 0
+    assert online.repos["somebody/tiny"].branches["main"] == {".gitattributes": b""} | expected
+
+
 @pytest.mark.parametrize(
     ("files", "private", "arguments", "words"),
     [
@@ -218,6 +300,35 @@ def test_overwrite_and_a_new_branch_hold_exactly_what_is_sent(run, online):
     assert push(f"checkpoint={run}", "repo=somebody/other", LICENCE, "revision=v2", "private=false") == 0
     assert online.repos["somebody/other"].branches == {"main": {".gitattributes": b""}, "v2": expected}
     assert not online.repos["somebody/other"].private
+
+
+def test_the_real_library_sends_the_same_over_http(run, monkeypatch, capsys):
+    """To a server in this process: a new repository, the rest of an upload, a new branch, another step."""
+    Served.hub = Hub()
+    expected = {".gitattributes": b""} | sent_of(locate(str(run)).model)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        assert push(f"checkpoint={run}", REPO, LICENCE) == 0
+        branches = Served.hub.repos["somebody/tiny"].branches
+        assert branches == {"main": expected}
+        del branches["main"]["config.json"]
+        assert push(f"checkpoint={run}", REPO, LICENCE) == 0
+        assert branches == {"main": expected}
+        theirs = {"notes.md": b"mine", "config.json": expected["config.json"].swapcase()}  # of the same size
+        branches["main"] |= theirs
+        assert push(f"checkpoint={run}", REPO, LICENCE) == 1
+        assert push(f"checkpoint={run}", REPO, LICENCE, "revision=v2") == 0
+        assert branches == {"main": expected | theirs, "v2": expected}
+        assert push(f"checkpoint={run}", REPO, LICENCE, "overwrite=true") == 0
+        assert branches == {"main": expected, "v2": expected}
+        server.shutdown()
+    shown = capsys.readouterr()
+    assert shown.out.count("/somebody/tiny/commit/b\n") == 4, shown.err
+    assert "holds other files in its branch main: config.json, notes.md." in shown.err
+    commits = [call for call in Served.hub.calls if isinstance(call, tuple)]
+    assert commits == [("sparsellm push tiny, step 12", parent) for parent in (None, "a" * 40, None, "a" * 40)]
 
 
 @pytest.mark.parametrize(

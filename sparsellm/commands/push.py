@@ -194,11 +194,11 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
     except RevisionNotFoundError:
         api.create_branch(repo, branch=config.revision)
         return None, True  # it begins with the files of main, which are main's
-    others = [
+    others = sorted(
         each.rfilename
         for each in found.siblings
         if each.rfilename != HUBS_OWN and not _same(each, folder / each.rfilename)
-    ]
+    )
     if others and not config.overwrite:
         raise NotSent(
             f"repo={repo} holds other files in its branch {config.revision}: {_named(others)}. Give another repo, a new"
