@@ -61,7 +61,7 @@ _LATER = {
         "import_mistakes",
     ),
     "command": ("entry_point",),
-    "compose": ("composition", "from_overrides", "load", "save"),
+    "compose": ("composition", "from_overrides", "load", "save", "typed_values"),
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
     "rules": (
         "memory_mistakes",
@@ -138,6 +138,7 @@ __all__ = [
     "sweep_request",
     "takes_kernels",
     "to_dict",
+    "typed_values",
 ]
 
 

@@ -39,8 +39,9 @@ from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import build
 from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES
-from sparsellm.training import card, report, run_folder, sharding
+from sparsellm.training import card, initial, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.training.gradual import GradualRelu
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
     IN_EVERY_ROW,
@@ -126,6 +127,9 @@ class Trainer:
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, config, ranks)
+        self.gradual = None
+        if config.sparsity.relu_tokens:
+            self.gradual = GradualRelu(config.sparsity, self.decoder, self.plans, device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
@@ -244,6 +248,8 @@ class Trainer:
 
         Adds to the gradients, and reduces them over the ranks with the last micro-batch, unless not to `reduce`.
         """
+        if self.gradual is not None:
+            self.gradual.at(self.tokens)
         sums = StepSums()
         l1_weight = l1_coefficient(self.tokens, self.config.sparsity) / self.l1_denominator
         scale = self.ranks.world_size / self.tokens_per_step
@@ -271,6 +277,7 @@ class Trainer:
             "tokens": self.tokens,
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
             "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
+            "relu_share": None if self.gradual is None else self.gradual.share,
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
             "micro_batch_size": self.micro_batch.size,
             "ffn_saved_bytes": ffn_saved_bytes(
@@ -373,6 +380,8 @@ class Trainer:
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
         if step is None:
+            if self.config.init_from is not None:
+                initial.write_weights(self.decoder, self.config, self.ranks)
             return
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]
@@ -414,6 +423,8 @@ class Trainer:
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else "on the CUDA kernels"
+        if self.plans is not None and config.sparsity.relu_tokens:
+            engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         print(report.aligned("micro-batch", str(self.micro_batch)))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)

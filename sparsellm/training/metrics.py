@@ -232,6 +232,7 @@ class Rows:
             "reinitialized_per_layer": values.reinitialized and [int(count) for count in values.reinitialized],
             "lr": values.known["lr"],
             "l1_coefficient": values.known["l1_coefficient"],
+            **({"relu_share": values.known["relu_share"]} if config.sparsity.relu_tokens else {}),
             "grad_norm": values.grad_norm,
             "skipped_steps": values.skipped,
             "tokens_per_s": tokens_per_s,
@@ -300,7 +301,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
     ),
-    **dict.fromkeys(("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s"), _number),
+    **dict.fromkeys(
+        ("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s", "relu_share"), _number
+    ),
     **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
     "evaluation": _scores,
 }
