@@ -114,6 +114,12 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("optimizer.eps", optimizer.eps), ("optimizer.grad_clip", optimizer.grad_clip),
     ):  # fmt: skip
         require(0 < value < math.inf, f"{key} is {value}: it must be a positive number")
+    for key, value in (("weight", config.distill.weight), ("temperature", config.distill.temperature)):
+        require(0 < value < math.inf, f"distill.{key} is {value}: it must be a positive number")
+        require(
+            config.distill.teacher is not None or value == 1,
+            f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out",
+        )
     for key, value in (
         ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
     ):  # fmt: skip

@@ -170,6 +170,15 @@ class SparsityConfig:
 
 
 @dataclass
+class DistillConfig:
+    """A dense teacher: beside the tokens themselves, the run learns what the teacher expects of each."""
+
+    teacher: str | None = key(None, "a run, a checkpoint, an hf/ folder or a hub name, of the same tokenizer")
+    weight: float = key(1.0, "of temperature^2 x KL(teacher || student), which is added to the cross entropy")
+    temperature: float = key(1.0, "by which both models' logits are divided in the KL")
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW with decay on matrices only; linear warm-up, then a schedule that ends at a fraction of the peak."""
 
@@ -284,6 +293,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     init_from: str | None = key(
         None,
         "a model to start from: a run, a checkpoint, an hf/ folder, a hub name; gives model.*; null: random weights",

@@ -21,7 +21,7 @@ FREE_KEYS = ("data.path",)
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "model.num_key_value_heads", "model.head_dim",
     "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
-    "init_from", "sparsity.relu_tokens",
+    "init_from", "sparsity.relu_tokens", "distill",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
         else:
-            with _source(config.init_from) as checkpoint:
+            with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = huggingface.architecture(checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
@@ -56,15 +56,12 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
     ]
 
 
-def require_its_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
-    """Raise DataError, on the main rank, if `data` has another tokenizer than `init_from`; the other ranks get
-    MainRankFailed. Nothing is read for a run that has a checkpoint. Collective."""
+def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
+    """Raise DataError, on the main rank, if `data` has another tokenizer than `init_from` or the teacher; the other
+    ranks get MainRankFailed. `init_from` is not looked at where the run has a checkpoint. Collective."""
 
-    def compare() -> None:
-        name = config.init_from
-        if name is None or (run_folder.saved_steps(config.run.folder) and not config.run.restart):
-            return
-        with _source(name) as checkpoint:
+    def compare(key: str, name: str) -> None:
+        with source(key, name) as checkpoint:
             own = tokenizer.load(checkpoint.model)
         if tokenizer.digest(own) == tokenizer.digest(tokenizer.load(str(data.tokenizer_folder))):
             return
@@ -72,11 +69,18 @@ def require_its_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
         raise DataError(
             f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
-            f" and init_from={name} has another tokenizer, to which they mean other text: prepare them once more, in"
+            f" and {key}={name} has another tokenizer, to which they mean other text: prepare them once more, in"
             f" another data.path, with data.tokenizer={name}"
         )
 
-    on_main(ranks, compare)
+    def compare_all() -> None:
+        begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
+        if config.init_from is not None and begins:
+            compare("init_from", config.init_from)
+        if config.distill.teacher is not None:
+            compare("distill.teacher", config.distill.teacher)
+
+    on_main(ranks, compare_all)
 
 
 def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
@@ -89,7 +93,7 @@ def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
 
     def read() -> None:
         name = str(config.init_from)
-        with _source(name) as checkpoint:
+        with source("init_from", name) as checkpoint:
             checkpoint.identity()  # a checkpoint of ours is held to its checksums
             found, _, read = huggingface.load(checkpoint.model)
         if found != config.model:
@@ -104,29 +108,36 @@ def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
         weights.update(read)
 
     on_main(ranks, read)
+    send(weights, model, ranks)
+    ranks.say(f"{config.run.name}: starting from the weights of {config.init_from}")
+
+
+def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
+    """Give `model` of each rank, whole or in shards, the main rank's `weights`, which are used up. Collective."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=ranks.device)
         if ranks.is_main:
             whole.copy_(weights.pop(name))
         dist.broadcast(whole, src=0)
         sharding.write(parameter, whole)
-    ranks.say(f"{config.run.name}: starting from the weights of {config.init_from}")
 
 
 @contextmanager
-def _source(name: str) -> Iterator[Checkpoint]:
-    """What `name` means, while it is read. Raises ConfigError if that fails, or if it means nothing."""
+def source(key: str, name: str) -> Iterator[Checkpoint]:
+    """What `name`, the value of `key`, means, while it is read. Raises ConfigError if that fails, or if it means
+    nothing."""
+
+    def refusal(said: str) -> ConfigError:
+        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # as commands say it of their `checkpoint`
+
     try:
         checkpoint = locate(name)
     except CheckpointNotFound as error:
-        raise ConfigError([_of_this_key(str(error))]) from error
+        raise refusal(str(error)) from error
     try:
-        with hub.offline(checkpoint.folder is not None or not hub.answers(f"init_from={name}")):
+        with hub.offline(checkpoint.folder is not None or not hub.answers(f"{key}={name}")):
             yield checkpoint
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:  # a damaged or foreign model; a hub that does not answer
-        raise ConfigError([_of_this_key(unreadable(checkpoint, error))]) from error
-
-
-def _of_this_key(said: str) -> str:
-    """What is said of the commands' `checkpoint`, of `init_from`."""
-    return said.replace("checkpoint=", "init_from=", 1)
+        raise refusal(unreadable(checkpoint, error)) from error

@@ -4,9 +4,10 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
 
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
-Each micro-batch contributes its sums over M, however many sequences it has, so gradients add up to those of one big
-batch. Gradients are averaged over W ranks, so every loss is multiplied by W. They are reduced while backward goes on:
-with DDP once per step, in buckets; of a model in shards layer by layer (training/sharding.py).
+and with a teacher also its KL (training/distillation.py). Each micro-batch contributes its sums over M, however many
+sequences it has, so gradients add up to those of one big batch. Gradients are averaged over W ranks, so every loss is
+multiplied by W. They are reduced while backward goes on: with DDP once per step, in buckets; of a model in shards layer
+by layer (training/sharding.py).
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
 (`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
@@ -41,6 +42,7 @@ from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES
 from sparsellm.training import card, initial, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.training.distillation import Teacher
 from sparsellm.training.gradual import GradualRelu
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
@@ -130,6 +132,7 @@ class Trainer:
         self.gradual = None
         if config.sparsity.relu_tokens:
             self.gradual = GradualRelu(config.sparsity, self.decoder, self.plans, device)
+        self.teacher: Teacher | None = None  # read in `fit`
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
@@ -177,6 +180,9 @@ class Trainer:
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
+        if self.config.distill.teacher is not None:
+            self.teacher = Teacher(self.config, self.ranks, self.autocast)
+            self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
         with StopRequest() as stop:
@@ -257,9 +263,12 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
             with sharding.micro_batch(self.model, self.config.runtime, last):
+                lesson = None if self.teacher is None else self.teacher.lesson(micro_batch[:, :-1])
                 with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
-                loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], lesson)
+                loss = out.ce if out.loss is None else out.loss
+                if out.l1 is not None:
+                    loss = loss + l1_weight * out.l1.sum()
                 (loss * scale).backward()
             sums.add(out, micro_batch[:, 1:].numel())
         return sums

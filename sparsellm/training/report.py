@@ -52,6 +52,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
             aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
             aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
                              f" neurons, {activation}"),
+            *([] if config.distill.teacher is None else [aligned("teacher", config.distill.teacher)]),
             *([] if config.init_from is None else [aligned("initial weights", config.init_from)]),
             aligned("data", f"{where}: {tokens}"),
             aligned("folder", str(folder)),

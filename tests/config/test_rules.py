@@ -33,6 +33,8 @@ from sparsellm.ops import build
         (["sparsity.activation=silu"], "sparsity.l1_coefficient is 0.001 with sparsity.activation=silu"),
         (["sparsity.l1_warmup_tokens=5"], "l1_warmup_tokens is 5 with sparsity.l1_schedule=constant"),
         (["sparsity.l1_schedule=linear"], "l1_warmup_tokens is 0 with sparsity.l1_schedule=linear"),
+        (["distill.temperature=2"], "distill.temperature is 2.0 without a teacher: add distill.teacher=NAME"),
+        (["distill.teacher=a", "distill.weight=0"], "distill.weight is 0.0: it must be a positive number"),
         (["sparsity.l1_schedule=cosine"], "l1_warmup_tokens is 0 with sparsity.l1_schedule=cosine"),
         (["sparsity.relu_tokens=-1"], "sparsity.relu_tokens is -1: it must be at least 0"),
         (["sparsity.relu_tokens=819201"], "sparsity.relu_tokens 819201 exceeds the run's 819200 tokens"),

@@ -118,6 +118,8 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert run(prepare_data, *other) == 0
     said = refusal(*other, code=1)
     assert f"data.path=tokens has tokens of the tokenizer {folder / 'other'}, and init_from=source has another" in said
+    said = refusal("distill.teacher=source", f"data.tokenizer={folder / 'other'}", "model.vocab_size=320", code=1)
+    assert "and distill.teacher=source has another tokenizer" in said
     assert not (tmp_path / "runs").exists()
 
     relu = json.loads((tmp_path / "source/config.json").read_text()) | {"hidden_act": "relu"}
