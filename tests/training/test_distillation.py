@@ -63,18 +63,20 @@ def test_sums_and_gradients_equal_those_on_whole_logits_of_which_a_chunk_exists_
     assert largest == 7
 
 
-def expected_gradients(trainer):
-    """Of the first step, from whole logits: the student's own and those of transformers' teacher."""
+def expected_step(trainer):
+    """(the sum of KL, the gradients) of the first step, from whole logits: the student's and those of transformers'
+    teacher."""
     tokens = next(trainer.data.batches(None))[0]
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
     logits = trainer.decoder.logits(inputs).flatten(0, 1)
     with torch.no_grad():
         theirs = stock_model("llama3")(inputs).logits.flatten(0, 1)
     l1 = sum(layer[0] for layer in trainer.decoder.hidden(inputs)[1])
-    loss = F.cross_entropy(logits, targets, reduction="sum") + WEIGHT * TEMPERATURE**2 * whole_kl(logits, theirs)
+    kl = whole_kl(logits, theirs)
+    loss = F.cross_entropy(logits, targets, reduction="sum") + WEIGHT * TEMPERATURE**2 * kl
     loss = (loss + 1e-2 * l1) / targets.numel()
     parameters = dict(trainer.decoder.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    return kl, dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def assert_close(ours, expected):
@@ -91,8 +93,11 @@ def with_teacher(trainer):
 @pytest.mark.parametrize("size", [8, 3])
 def test_the_gradient_is_that_of_one_big_batch(teacher, size, tmp_path):
     with small_trainer(tmp_path / "run", *overrides(teacher, f"runtime.micro_batch_size={size}")) as trainer:
-        expected = expected_gradients(trainer)
-        assert_close(first_gradients(with_teacher(trainer)), expected)
+        kl, expected = expected_step(trainer)
+        sums = with_teacher(trainer).accumulate(next(trainer.data.batches(None))[0], size)
+        torch.testing.assert_close(sums.kl.float(), kl)
+        trainer.drop_gradients()
+        assert_close(first_gradients(trainer), expected)
 
 
 def of_rank(rank, world_size, folder, teacher):
@@ -110,7 +115,7 @@ def of_rank(rank, world_size, folder, teacher):
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one_big_batch(teacher, tmp_path):
     with small_trainer(tmp_path / "one", *overrides(teacher)) as trainer:
-        expected = expected_gradients(trainer)
+        _, expected = expected_step(trainer)
     for ways in on_ranks([2], of_rank, tmp_path, teacher)[2]:
         for gradients in ways:
             assert_close(gradients, expected)
