@@ -263,9 +263,9 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
             with sharding.micro_batch(self.model, self.config.runtime, last):
-                lesson = None if self.teacher is None else self.teacher.lesson(micro_batch[:, :-1])
+                lesson = () if self.teacher is None else (self.teacher.lesson(micro_batch[:, :-1]),)
                 with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], lesson)
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *lesson)
                 loss = out.ce if out.loss is None else out.loss
                 if out.l1 is not None:
                     loss = loss + l1_weight * out.l1.sum()
