@@ -9,14 +9,15 @@ from sparsellm.data import DataError, Manifest, mistakes, prepare
 from sparsellm.data.manifest import blocks
 from sparsellm.data.preparation import preparation_mistakes
 from sparsellm.data.request import Request
+from sparsellm.training import initial
 
 
-def check(config: Config, _typed: list[str]) -> list[str]:
-    """What keeps `config` from being prepared."""
-    return prepare_mistakes(config) or preparation_mistakes(config)
+def check(config: Config, typed: list[str]) -> list[str]:
+    """What keeps `config`, which is given the model of init_from, from being prepared."""
+    return initial.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
 
 
-@entry_point(check, prepare_mistakes, Config)
+@entry_point(check, prepare_mistakes, Config, initial.adopt)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:

@@ -23,7 +23,7 @@ from sparsellm.distributed import (
 )
 from sparsellm.evaluation import live
 from sparsellm.ops.build import KernelsUnavailable
-from sparsellm.training import report, run_folder
+from sparsellm.training import distillation, initial, report, run_folder
 from sparsellm.training.checkpoint import CheckpointError
 from sparsellm.training.metrics import MetricsError
 
@@ -46,19 +46,24 @@ def values(config: Config) -> list[str]:
 
 
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Everything that keeps `config` from being trained: its values, its data, its tasks, the run of the same name.
+    """Everything that keeps `config` from being trained: the model of init_from, which it is given, its values, its
+    data, its tasks, its teacher, the run of the same name.
 
     `typed`: the overrides that `config` was composed from.
     """
+    if found := initial.adopt(config, typed):
+        return found
     found, finished = values(config), run_folder.is_finished(config)
     if not (found or finished):
         found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size_from_environment())
         found += run_folder.room_mistakes(config)
     found += run_folder.mistakes(config, typed)
-    return found if finished else found + data.mistakes(config, typed) + live.mistakes(config)
+    if finished:
+        return found
+    return found + data.mistakes(config, typed) + live.mistakes(config) + distillation.mistakes(config)
 
 
-@entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config)
+@entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config, initial.adopt)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         leave()
@@ -77,6 +82,7 @@ def main(config: Config) -> int:
             try:
                 evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
                 opened = data.open_data(config, ranks)
+                initial.require_one_tokenizer(config, opened, ranks)
                 with run_folder.open_folder(config, ranks) as (config, folder):
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:

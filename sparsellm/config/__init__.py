@@ -63,7 +63,7 @@ _LATER = {
         "push_mistakes",
     ),
     "command": ("entry_point",),
-    "compose": ("composition", "from_overrides", "load", "save"),
+    "compose": ("composition", "from_overrides", "load", "save", "typed_values"),
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
     "rules": (
         "memory_mistakes",
@@ -142,6 +142,7 @@ __all__ = [
     "sweep_request",
     "takes_kernels",
     "to_dict",
+    "typed_values",
 ]
 
 

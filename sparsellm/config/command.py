@@ -51,12 +51,15 @@ def entry_point(
     check: Callable[[AnyConfig, list[str]], list[str]],
     values: Callable[[AnyConfig], list[str]],
     schema: type[AnyConfig],
+    adopt: Callable[[AnyConfig, list[str]], list[str]] = lambda _config, _typed: [],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` a command line: compose a `schema`, check, call.
 
     `check` lists everything wrong with a configuration, whose overrides it is given, too; `values` only what is wrong
     with its values, which is said of the rest where something typed was refused: what that would have changed elsewhere
-    is not known. The exit code: what `main` returns, or 2 for a refused configuration, with every mistake listed.
+    is not known. `adopt` gives a configuration, in place, the values that come from files which it names; it is called
+    before `values`, and `check` calls it by itself. The exit code: what `main` returns, or 2 for a refused
+    configuration, with every mistake listed.
     """
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
@@ -66,7 +69,7 @@ def entry_point(
                 typed = _without_cfg(arguments) if show else arguments
                 composed = composition(typed, schema)
                 if show or composed.mistakes:
-                    found = composed.mistakes + values(composed.config)
+                    found = composed.mistakes + (adopt(composed.config, typed) or values(composed.config))
                 else:
                     found = check(composed.config, typed)
                 if found:
@@ -98,7 +101,9 @@ def refused(command: str, arguments: list[str]) -> bool:
         else:
             schema, rules = RULES[command]
             composed = composition(arguments, schema)
-            found = composed.mistakes + rules(composed.config)
+            # The model of init_from is not read yet: rules that look at its values would look at others.
+            whole = getattr(composed.config, "init_from", None) is None
+            found = composed.mistakes + (rules(composed.config) if whole else [])
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
     except ConfigError as error:

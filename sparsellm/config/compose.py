@@ -27,6 +27,7 @@ from sparsellm.config.schema import (
     GenerateConfig,
     ImportConfig,
     PushConfig,
+    Source,
 )
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 from sparsellm.files import write_whole
@@ -77,6 +78,9 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     config = build(Config, nested(values))
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
+    data = config.data
+    if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
+        data.tokenizer = config.init_from  # tokens for a model are those of its tokenizer
     if config.run.name is None:
         config.run.name = _run_name(config, typed, chosen.get(EXPERIMENT), capped=bool(notes))
     return Composition(config, typed.mistakes, notes, chosen)
@@ -101,11 +105,20 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
     """The values of every layer, and the choice of every group."""
     values, chosen = _composed(tuple(typed.groups.items()))
-    values = dict(values)
+    return values | _typed_values(typed), chosen
+
+
+def typed_values(overrides: list[str]) -> Flat:
+    """What a command line of these overrides sets itself, by choices of groups, the experiment aside, and by keys."""
+    return _typed_values(parse(overrides))
+
+
+def _typed_values(typed: Typed) -> Flat:
+    values: Flat = {}
     for group, choice in typed.groups.items():
-        if group != EXPERIMENT:
+        if group != EXPERIMENT and choice is not None:
             values |= _choice(group, choice)
-    return values | typed.keys, chosen
+    return values | typed.keys
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +171,7 @@ def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool
             continue
         spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
         if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
-            keys.append(f"{last}_{spelled}")
+            keys.append(f"{last or group}_{spelled}")
     shown: list[str] = []
     for part in dict.fromkeys(groups + keys):
         if len("-".join([*shown, part])) <= NAME_PARTS:

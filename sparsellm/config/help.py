@@ -105,6 +105,9 @@ def _keys(taken: Keys) -> list[str]:
     defaults = to_dict(taken.schema())
     lines: list[str] = []
     nested = [f for f in fields(taken.schema) if is_dataclass(f.type)]
+    if nested and (alone := {name: value for name, value in defaults.items() if not isinstance(value, dict)}):
+        rows = [row for row in _rows(taken.schema, defaults, taken.prefix) if row[0] in alone]
+        lines += [_paragraph(taken.schema.__doc__), *_table(rows), ""]
     for group in nested:
         if taken.groups is None or group.name in taken.groups:
             lines += [f"{group.name}: {_paragraph(group.type.__doc__)}"]

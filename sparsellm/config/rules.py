@@ -99,7 +99,8 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
         ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
         ("runtime", "max_skipped_steps", 1),
-        ("optimizer", "warmup_steps", 0), ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
+        ("optimizer", "warmup_steps", 0), ("sparsity", "relu_tokens", 0),
+        ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
         ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
         ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
         ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
@@ -113,6 +114,12 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         ("optimizer.eps", optimizer.eps), ("optimizer.grad_clip", optimizer.grad_clip),
     ):  # fmt: skip
         require(0 < value < math.inf, f"{key} is {value}: it must be a positive number")
+    for key, value in (("weight", config.distill.weight), ("temperature", config.distill.temperature)):
+        require(0 < value < math.inf, f"distill.{key} is {value}: it must be a positive number")
+        require(
+            config.distill.teacher is not None or value == 1,
+            f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out",
+        )
     for key, value in (
         ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
     ):  # fmt: skip
@@ -158,10 +165,22 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f" {training.sequence_length} are {run_tokens} tokens: they must be below 2^63, so lower one of them",
     )
     require(
-        (sparsity.l1_schedule == L1Schedule.linear) == (sparsity.l1_warmup_tokens != 0),
+        (sparsity.l1_schedule != L1Schedule.constant) == (sparsity.l1_warmup_tokens != 0),
         f"sparsity.l1_warmup_tokens is {sparsity.l1_warmup_tokens} with"
-        f" sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear schedule needs its tokens, a constant one has 0",
+        f" sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear or cosine schedule needs its tokens, a constant"
+        " one has 0",
     )
+    if sparsity.relu_tokens:
+        require(
+            sparsity.activation == Activation.relu and model.gated,
+            f"sparsity.relu_tokens is {sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU, with"
+            f" sparsity.activation={sparsity.activation.name} and model.gated={str(model.gated).lower()}: set it to 0",
+        )
+        require(
+            run_tokens < 1 or sparsity.relu_tokens <= run_tokens,
+            f"sparsity.relu_tokens {sparsity.relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never"
+            " be a ReLU, so lower it",
+        )
     require(
         run_tokens < 1 or sparsity.l1_start_tokens + max(1, sparsity.l1_warmup_tokens) <= run_tokens,
         f"sparsity.l1_start_tokens {sparsity.l1_start_tokens} and l1_warmup_tokens {sparsity.l1_warmup_tokens} exceed"

@@ -27,10 +27,12 @@ class L1Normalization(Enum):
 
 
 class L1Schedule(Enum):
-    """The coefficient once `l1_start_tokens` are over: all of it at once, or `linear`, from 0 to all of it."""
+    """The coefficient once `l1_start_tokens` are over: all of it at once, or from 0 to all of it, in a straight line or
+    by half a `cosine`, slow at both ends."""
 
     constant = "constant"
     linear = "linear"
+    cosine = "cosine"
 
 
 class Schedule(Enum):
@@ -159,13 +161,14 @@ class SparsityConfig:
     """
 
     activation: Activation = key(Activation.relu, "of the gate; without one, of the up projection")
+    relu_tokens: int = key(0, "tokens in which the gate of a SiLU model (init_from) becomes a ReLU; 0: at once")
     l1_coefficient: float = key(2e-5, "of the L1 loss on the feedforward activations; 0: none")
     l1_normalization: L1Normalization = key(
         L1Normalization.sum, "what the coefficient multiplies, per token: |h| over neurons and layers"
     )
-    l1_schedule: L1Schedule = key(L1Schedule.constant, "after l1_start_tokens all of it at once, or linear from 0")
+    l1_schedule: L1Schedule = key(L1Schedule.constant, "after l1_start_tokens all of it at once, or rising from 0")
     l1_start_tokens: int = key(0, "tokens for which the coefficient is 0")
-    l1_warmup_tokens: int = key(0, "tokens from 0 to the full coefficient, for l1_schedule=linear")
+    l1_warmup_tokens: int = key(0, "tokens from 0 to the full coefficient, for l1_schedule=linear or cosine")
     dead_after_tokens: int = key(10_000_000, "tokens of silence after which a neuron counts as dead")
     reinit_dead_after_tokens: int | None = key(
         None, "tokens of silence after which a neuron's gate row is drawn anew, none in as many at the end; null: never"
@@ -174,6 +177,15 @@ class SparsityConfig:
     reinit_blend: float = key(
         1.0, "share of the new row in what a drawn one becomes; below 1 it is drawn at every draw until it fires"
     )
+
+
+@dataclass
+class DistillConfig:
+    """A dense teacher: beside the tokens themselves, the run learns what the teacher expects of each."""
+
+    teacher: str | None = key(None, "a run, a checkpoint, an hf/ folder or a hub name, of the same tokenizer")
+    weight: float = key(1.0, "of temperature^2 x KL(teacher || student), which is added to the cross entropy")
+    temperature: float = key(1.0, "by which both models' logits are divided in the KL")
 
 
 @dataclass
@@ -281,6 +293,8 @@ class RunConfig:
 
 @dataclass
 class Config:
+    """Beside the groups of keys:"""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
@@ -290,6 +304,11 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    init_from: str | None = key(
+        None,
+        "a model to start from: a run, a checkpoint, an hf/ folder, a hub name; gives model.*; null: random weights",
+    )
 
 
 @dataclass

@@ -21,6 +21,7 @@ FREE_KEYS = ("data.path",)
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
     "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
+    "init_from", "sparsity.relu_tokens", "distill",
 )  # fmt: skip
 
 
@@ -45,9 +46,12 @@ def definition(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(config: Config) -> str:
-    """8 hex digits of `definition`: of the resolved configuration without the free groups and keys."""
+    """8 hex digits of `definition`: of the resolved configuration without the free groups and keys. With init_from also
+    without the model, which comes from there: a run has its name before that is read."""
     defaults = definition(Config())
     counted = {k: v for k, v in definition(config).items() if not k.startswith(ADDED_KEYS) or v != defaults[k]}
+    if config.init_from is not None:
+        counted = {key: value for key, value in counted.items() if not key.startswith("model.")}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -6,10 +6,12 @@ only scales the gradients that forward has kept: dx [M, K] and dw [V, K].
 
 Numerics: logits are the compute dtype's (bfloat16 under autocast) with float32 accumulation; softmax, loss and its sum
 are float32; dw accumulates over the chunks in float32.
+
+With a teacher (`distilled_cross_entropy`) its logits come and go with the chunk's own.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +22,43 @@ CHUNK = 8_192  # tokens: 0.8 GB of bfloat16 logits at a vocabulary of 49,152
 SoftmaxCrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class Lesson(NamedTuple):
+    """What a teacher says of M tokens, and what it counts for: the loss is CE + weight x temperature^2 x KL."""
+
+    hidden: Tensor  # [M, K'], in the compute dtype
+    head: Tensor  # [V, K'], likewise: its logits are hidden head^T
+    weight: float
+    temperature: float
+
+
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits [M, V], targets [M] int64 -> (the sum of losses, 0-d float32 or wider; its gradient [M, V], as logits)."""
+    loss, gradient = _wide_cross_entropy(logits, targets)
+    return loss, gradient.to(logits.dtype)
+
+
+def distilled_softmax_cross_entropy(
+    logits: Tensor, targets: Tensor, teacher: Tensor, weight: float, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits, teacher [M, V], targets [M] int64 -> (loss, ce, kl, the gradient [M, V] of loss, as logits).
+
+    Sums over tokens, 0-d float32 or wider: ce, kl = KL(teacher || student) with both logits divided by the temperature,
+    and loss = ce + weight temperature^2 kl, whose factor keeps the gradient of kl of the same size at any temperature.
+    """
+    ce, gradient = _wide_cross_entropy(logits, targets)
+    ours, theirs = ((each.to(gradient.dtype) / temperature).log_softmax(-1) for each in (logits, teacher))
+    p = theirs.exp()
+    kl = (p * (theirs - ours)).sum()
+    gradient = gradient + weight * temperature * (ours.exp() - p)
+    return ce + weight * temperature**2 * kl, ce, kl, gradient.to(logits.dtype)
+
+
+def _wide_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_normalizer = wide.logsumexp(-1, keepdim=True)
     loss = (log_normalizer - wide.gather(-1, targets[:, None])).sum()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return loss, ((wide - log_normalizer).exp() - is_target.to(wide.dtype)).to(logits.dtype)
+    return loss, (wide - log_normalizer).exp() - is_target.to(wide.dtype)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: SoftmaxCrossEntropy) -> Tensor:
@@ -34,36 +66,59 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: Sof
 
     x [M, K], weight [V, K], targets [M] int64 in [0, V). `kernel` is `softmax_cross_entropy` or a compiled form of it.
     """
-    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    compute = _compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(x, weight, targets, compute, kernel)
+        return _LinearLoss.apply(x, weight, compute, kernel, targets)[0]
     weight, wide = weight.to(compute), torch.promote_types(compute, torch.float32)
     chunks = zip(x.to(compute).split(CHUNK), targets.split(CHUNK), strict=True)
     return torch.stack([F.cross_entropy((c @ weight.T).to(wide), t, reduction="sum") for c, t in chunks]).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def distilled_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, lesson: Lesson, kernel: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, ce, kl) of `distilled_softmax_cross_entropy`, or of a compiled form of it, `kernel`, for the logits
+    x weight^T; only loss has a gradient. x [M, K], weight [V, K], targets [M] int64 in [0, V)."""
+
+    def with_teacher(logits: Tensor, targets: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        return kernel(logits, targets, hidden @ lesson.head.T, lesson.weight, lesson.temperature)
+
+    return _LinearLoss.apply(x, weight, _compute_dtype(x), with_teacher, targets, lesson.hidden)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+class _LinearLoss(torch.autograd.Function):
+    """`kernel(logits, *per_token)` of each chunk gives sums, and the gradient of the first one by the logits. The sums
+    over all chunks are returned; the first one has a gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, kernel: SoftmaxCrossEntropy
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, compute: torch.dtype, kernel: Callable[..., tuple[Tensor, ...]],
+        *per_token: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         # x and weight are cast in here, not by the caller: else autograd would round dw to the compute dtype.
         x, weight = x.to(compute), weight.to(compute)
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=torch.promote_types(compute, torch.float32))
-        losses = []
-        for c, t, dc in zip(x.split(CHUNK), targets.split(CHUNK), dx.split(CHUNK), strict=True):
-            loss, dlogits = kernel(c @ weight.T, t)
+        sums = []
+        for c, dc, *of_chunk in zip(*(each.split(CHUNK) for each in (x, dx, *per_token)), strict=True):
+            *of_this, dlogits = kernel(c @ weight.T, *of_chunk)
             torch.mm(dlogits, weight, out=dc)
             dw += dlogits.T @ c
-            losses.append(loss)
+            sums.append(of_this)
             del dlogits  # or it would still be there beside the next chunk's logits and their gradient
         ctx.save_for_backward(dx, dw)
-        return torch.stack(losses).sum()
+        loss, *others = (torch.stack(of_chunks).sum() for of_chunks in zip(*sums, strict=True))
+        ctx.mark_non_differentiable(*others)
+        ctx.others = len(per_token)
+        return loss, *others
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         # dx is widened before it is multiplied: a product in bfloat16 would round the scale itself, alike for every
         # token.
-        return dx.to(dw.dtype) * dloss, dw * dloss, None, None, None
+        return dx.to(dw.dtype) * dloss, dw * dloss, None, None, *[None] * ctx.others

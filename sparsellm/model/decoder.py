@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsellm import ops
 from sparsellm.config import Activation, ModelConfig
-from sparsellm.model.cross_entropy import linear_cross_entropy, softmax_cross_entropy
+from sparsellm.model.cross_entropy import (
+    Lesson,
+    distilled_cross_entropy,
+    distilled_softmax_cross_entropy,
+    linear_cross_entropy,
+    softmax_cross_entropy,
+)
 from sparsellm.model.rotary import rotary_tables, rotate
 from sparsellm.ops import FeedForwardOutput
 
@@ -32,6 +38,8 @@ class DecoderOutput(NamedTuple):
     wide_segments: Tensor | None  # [L] int64: wide_segments and rest_calls are those of FeedForwardOutput
     rest_calls: Tensor | None  # [L] int64
     union: Tensor | None  # [L] int64: the neurons active in each 128-token tile, summed; -1: not measured
+    kl: Tensor | None = None  # 0-d float32: the sum of KL(teacher || student); None without a teacher
+    loss: Tensor | None = None  # 0-d float32: ce and kl as the teacher's Lesson weighs them, which has their gradient
 
 
 class RMSNorm(nn.Module):
@@ -153,6 +161,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.recompute = config, recompute
         self.softmax_cross_entropy = softmax_cross_entropy
+        self.distilled_softmax_cross_entropy = distilled_softmax_cross_entropy
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, activation) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -172,6 +181,9 @@ class Decoder(nn.Module):
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)
+        self.distilled_softmax_cross_entropy = torch.compile(
+            distilled_softmax_cross_entropy, fullgraph=True, dynamic=False
+        )
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """tokens [B, T] int64 -> the normalised last hidden state [B, T, K] float32, and each layer's statistics.
@@ -196,9 +208,13 @@ class Decoder(nn.Module):
         """tokens [B, T] int64 -> logits [B, T, V]."""
         return F.linear(self.hidden(tokens)[0], self.head)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> DecoderOutput:
-        """tokens, targets [B, T] int64 -> sums over all M = B x T tokens."""
+    def forward(self, tokens: Tensor, targets: Tensor, lesson: Lesson | None = None) -> DecoderOutput:
+        """tokens, targets [B, T] int64 -> sums over all M = B x T tokens. `lesson`: what a teacher says of them."""
         x, statistics = self.hidden(tokens)
-        ce = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten(), self.softmax_cross_entropy)
+        inputs, kl, loss = (x.flatten(0, 1), self.head, targets.flatten()), None, None
+        if lesson is None:
+            ce = linear_cross_entropy(*inputs, self.softmax_cross_entropy)
+        else:
+            loss, ce, kl = distilled_cross_entropy(*inputs, lesson, self.distilled_softmax_cross_entropy)
         stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
-        return DecoderOutput(ce, *stacked)
+        return DecoderOutput(ce, *stacked)._replace(kl=kl, loss=loss)

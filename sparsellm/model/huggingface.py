@@ -87,25 +87,18 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     return model.requires_grad_(False).eval()
 
 
-def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
-    """The inverse of `export`, from an hf/ folder or a hub name: (config, activation, float32 weights by our names).
+def architecture(path: str | Path) -> tuple[ModelConfig, Activation]:
+    """What the model of an hf/ folder or a hub name is, by its config.json alone.
 
     Raises BrokenModel for damaged files, and ValueError for a model that the decoder cannot hold, naming every property
     in which it differs.
     """
     hub = pretrained.read_config(path)
-    config = config_of(hub, path)
-    model = pretrained.read_model(path, torch.float32)
-    weights = {
-        name.removeprefix(PREFIX): weight
-        for name, weight in model.state_dict().items()
-        if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
-    }
-    return config, Activation[hub.hidden_act], weights
+    return config_of(hub, path), Activation[hub.hidden_act]
 
 
 def config_of(hub: Any, path: str | Path) -> ModelConfig:
-    """Our configuration of a model of transformers, from its own. Raises ValueError as `load` does, naming `path`."""
+    """Our configuration of a model of transformers, from its own. Raises ValueError as `architecture` does."""
     if problems := _differences(hub):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
@@ -123,6 +116,21 @@ def config_of(hub: Any, path: str | Path) -> ModelConfig:
     if problems := architecture_mistakes(config):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     return config
+
+
+def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
+    """The inverse of `export`, from an hf/ folder or a hub name: (config, activation, float32 weights by our names).
+
+    Raises BrokenModel and ValueError as `architecture` does.
+    """
+    config, activation = architecture(path)
+    model = pretrained.read_model(path, torch.float32)
+    weights = {
+        name.removeprefix(PREFIX): weight
+        for name, weight in model.state_dict().items()
+        if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
+    }
+    return config, activation, weights
 
 
 def stock_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:

@@ -37,7 +37,7 @@ from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
 from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.run_layout import BENCHMARK, BENCHMARK_JSON
-from sparsellm.training import run_folder
+from sparsellm.training import distillation, initial, run_folder
 
 COEFFICIENT = "sparsity.l1_coefficient"
 # What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said once more for
@@ -156,8 +156,9 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
         for texts in product(*axes.values()):
             values = {key: text.partition("=")[2] for key, text in zip(axes, texts, strict=True) if key in swept}
             composed = composition(list(texts))
-            found.extend(composed.mistakes)
-            if not composed.mistakes:
+            wrong = composed.mistakes or initial.adopt(composed.config, list(texts))
+            found.extend(wrong)
+            if not wrong:
                 points.append(Point(values, list(texts), composed.config, composed.experiment, baseline))
 
     add(axes, baseline=False)
@@ -201,5 +202,6 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
         if not point.is_finished():
             wrong += data.mistakes(point.config, point.overrides) + live.mistakes(point.config)
+            wrong += distillation.mistakes(point.config)
         found += [mistake + hint for mistake in wrong]
     return found

@@ -89,6 +89,8 @@ def commands_of(config: Config) -> list[str]:
     """The command lines that prepare the data, where it is prepared from one source, and train the same model."""
     default, typed = definition(from_overrides([])), []
     for key, value in definition(config).items():
+        if config.init_from is not None and key.startswith("model."):
+            continue  # they come from there
         if value != default[key] or key == WARMUP:
             typed.append(shlex.quote(f"{key}={_spelled(value)}"))
     prepares = not (config.data.streaming or config.data.mix)

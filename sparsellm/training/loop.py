@@ -4,9 +4,10 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
 
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
-Each micro-batch contributes its sums over M, however many sequences it has, so gradients add up to those of one big
-batch. Gradients are averaged over W ranks, so every loss is multiplied by W. They are reduced while backward goes on:
-with DDP once per step, in buckets; of a model in shards layer by layer (training/sharding.py).
+and with a teacher also its KL (training/distillation.py). Each micro-batch contributes its sums over M, however many
+sequences it has, so gradients add up to those of one big batch. Gradients are averaged over W ranks, so every loss is
+multiplied by W. They are reduced while backward goes on: with DDP once per step, in buckets; of a model in shards layer
+by layer (training/sharding.py).
 
 Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
 (`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
@@ -39,8 +40,10 @@ from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import backend
 from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES
-from sparsellm.training import card, report, run_folder, sharding
+from sparsellm.training import card, initial, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.training.distillation import Teacher
+from sparsellm.training.gradual import GradualRelu
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
     IN_EVERY_ROW,
@@ -126,6 +129,10 @@ class Trainer:
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, config, ranks)
+        self.gradual = None
+        if config.sparsity.relu_tokens:
+            self.gradual = GradualRelu(config.sparsity, self.decoder, self.plans, device)
+        self.teacher: Teacher | None = None  # read in `fit`
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
@@ -173,6 +180,9 @@ class Trainer:
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
+        if self.config.distill.teacher is not None:
+            self.teacher = Teacher(self.config, self.ranks, self.autocast)
+            self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
         with StopRequest() as stop:
@@ -244,6 +254,8 @@ class Trainer:
 
         Adds to the gradients, and reduces them over the ranks with the last micro-batch, unless not to `reduce`.
         """
+        if self.gradual is not None:
+            self.gradual.at(self.tokens)
         sums = StepSums()
         l1_weight = l1_coefficient(self.tokens, self.config.sparsity) / self.l1_denominator
         scale = self.ranks.world_size / self.tokens_per_step
@@ -251,9 +263,12 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
             with sharding.micro_batch(self.model, self.config.runtime, last):
+                lesson = () if self.teacher is None else (self.teacher.lesson(micro_batch[:, :-1]),)
                 with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:])
-                loss = out.ce if out.l1 is None else out.ce + l1_weight * out.l1.sum()
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *lesson)
+                loss = out.ce if out.loss is None else out.loss
+                if out.l1 is not None:
+                    loss = loss + l1_weight * out.l1.sum()
                 (loss * scale).backward()
             sums.add(out, micro_batch[:, 1:].numel())
         return sums
@@ -271,6 +286,7 @@ class Trainer:
             "tokens": self.tokens,
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
             "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
+            "relu_share": None if self.gradual is None else self.gradual.share,
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
             "micro_batch_size": self.micro_batch.size,
             "ffn_saved_bytes": ffn_saved_bytes(
@@ -373,6 +389,8 @@ class Trainer:
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
         if step is None:
+            if self.config.init_from is not None:
+                initial.write_weights(self.decoder, self.config, self.ranks)
             return
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]
@@ -414,6 +432,8 @@ class Trainer:
         self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
+        if self.plans is not None and config.sparsity.relu_tokens:
+            engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         print(report.aligned("micro-batch", str(self.micro_batch)))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)

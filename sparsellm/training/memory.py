@@ -102,7 +102,10 @@ def _activations(config: Config, sequences: int, plans: Sequence[Plan | None]) -
     element = DTYPES[config.runtime.precision].itemsize
     # The compiler's backward has one plane beside those that forward saved; the kernels' have dh, dz and du.
     planes = 1 if plans[-1] is None else 3
-    return kept + max(_head(model, tokens, element), at_work + _last_layer(model, tokens, planes * element))
+    head = _head(model, tokens, element)
+    if config.distill.teacher is not None:  # its last hidden state, and a chunk of its logits
+        head += element * (tokens * model.hidden_size + min(tokens, CHUNK) * model.vocab_size)
+    return kept + max(head, at_work + _last_layer(model, tokens, planes * element))
 
 
 def _layer(config: Config, tokens: int, plan: Plan | None) -> int:

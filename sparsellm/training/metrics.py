@@ -51,6 +51,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self.ce: Any = None
+        self.kl: Any = None  # None without a teacher, too
         self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
         self.fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
@@ -59,6 +60,7 @@ class StepSums:
         fullest: Any = None if out.nnz is None else out.nnz.double() / tokens
         if self.ce is None:
             self.ce = out.ce.detach().double()
+            self.kl = None if out.kl is None else out.kl.detach().double()
             if out.l1 is not None:
                 self.l1, self.nnz = out.l1.detach().double(), out.nnz
                 self.fired, self.union = out.fired, out.union
@@ -66,6 +68,8 @@ class StepSums:
                 self.fullest = fullest
             return
         self.ce += out.ce.detach()
+        if out.kl is not None:
+            self.kl += out.kl.detach()
         if out.l1 is not None:
             self.l1 += out.l1.detach()
             self.nnz += out.nnz
@@ -112,7 +116,7 @@ class StepReport:
 
     known: dict[str, Any]  # what the host knows already, by the name that it has in the row
     layers: int
-    # float64 on the host: ce, stop, grad_norm, skipped, skipped_in_row, then of each layer l1, nnz, wide_segments,
+    # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then of each layer l1, nnz, wide_segments,
     # rest_calls, dead, reinitialized
     sums: Tensor
     copied: torch.cuda.Event | None
@@ -121,11 +125,12 @@ class StepReport:
     def read(self) -> "StepValues":
         if self.copied is not None:
             self.copied.synchronize()
-        ce, stop, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
+        ce, stop, kl, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
         per_layer: list[Any] = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
         return StepValues(  # type: ignore[misc]  # a list has any length to mypy
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
+            kl=kl,
         )  # fmt: skip
 
 
@@ -148,6 +153,7 @@ class StepValues:
     seconds: float
     peak_memory: int | None
     data_wait: float
+    kl: float  # sum over tokens, in nats; 0 without a teacher
 
 
 def reduce_step(
@@ -166,7 +172,8 @@ def reduce_step(
     int64 [L, N], or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None where it is off.
     """
     ce = sums.ce
-    summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1)]
+    kl = torch.zeros_like(ce) if sums.kl is None else sums.kl
+    summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1), kl.reshape(1)]
     if sums.l1 is not None:
         summed += [sums.l1, *(each.double() for each in (sums.nnz, sums.wide_segments, sums.rest_calls))]
     total = torch.cat(summed)
@@ -174,7 +181,7 @@ def reduce_step(
     same = torch.stack([value.double() for value in optimizer_state])
     dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
     drawn = [] if reinitialized is None else [reinitialized.double()]
-    packed = torch.cat([total[:2], same, total[2:], *dead, *drawn])
+    packed = torch.cat([total[:3], same, total[3:], *dead, *drawn])
     return StepReport(known, 0 if sums.l1 is None else len(sums.l1), *to_host(packed), clock)
 
 
@@ -211,6 +218,8 @@ class Rows:
         step_tokens = config.training.tokens_per_step
         ce = values.ce / step_tokens
         l1 = None if values.l1 is None else sum(values.l1) / step_tokens / l1_denominator
+        distill, kl = config.distill, values.kl / step_tokens
+        loss = ce if distill.teacher is None else ce + distill.weight * distill.temperature**2 * kl
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
         tokens_per_s = step_tokens / values.seconds
         utilisation = self.peak_flops and mfu(
@@ -219,8 +228,9 @@ class Rows:
         row = {
             "step": values.known["step"],
             "tokens": values.known["tokens"],
-            "loss": ce if l1 is None else ce + values.known["l1_coefficient"] * l1,
+            "loss": loss if l1 is None else loss + values.known["l1_coefficient"] * l1,
             "ce": ce,
+            **({} if distill.teacher is None else {"distill_kl": kl}),
             "val_ce": held_out and held_out.ce,
             "val_tokens": held_out and held_out.tokens,
             **{f"{NAMED}{name}": held_out and held_out.named[name] for name in config.data.mix_names},
@@ -232,6 +242,7 @@ class Rows:
             "reinitialized_per_layer": values.reinitialized and [int(count) for count in values.reinitialized],
             "lr": values.known["lr"],
             "l1_coefficient": values.known["l1_coefficient"],
+            **({"relu_share": values.known["relu_share"]} if config.sparsity.relu_tokens else {}),
             "grad_norm": values.grad_norm,
             "skipped_steps": values.skipped,
             "tokens_per_s": tokens_per_s,
@@ -300,7 +311,10 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
     ),
-    **dict.fromkeys(("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s"), _number),
+    **dict.fromkeys(
+        ("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s", "relu_share", "distill_kl"),
+        _number,
+    ),
     **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
     "evaluation": _scores,
 }

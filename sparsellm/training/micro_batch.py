@@ -103,6 +103,7 @@ class MicroBatch:
         self.peak: int | None = None  # bytes, measured at the start
         self.tried: set[int] = set()  # sizes that were compiled
         self.restored = False
+        self.beside = 0  # bytes that the process holds beside the model that it trains: a teacher's
 
     # The start.
 
@@ -179,7 +180,7 @@ class MicroBatch:
         return usage(self.config, self.ranks.world_size, size, self._plans(), self.sharing)
 
     def _needed(self, size: int) -> int:
-        return self.usage(size).total
+        return self.usage(size).total + self.beside
 
     def _largest(self, available: int, sizes: list[int]) -> int:
         """The largest of `sizes` that fits by arithmetic; the smallest if none does."""

@@ -56,16 +56,17 @@ class Plans:
             block: Any = layer.mlp
             block.training_plan = tensor
         self.counts: Counts | None = None  # not decided yet
+        self.idle = False  # whether the layers are PyTorch's for the time being (training/gradual.py)
 
     @property
-    def plans(self) -> list[Plan]:
-        """In effect, by layer."""
-        return [Plan.read(tensor) for tensor in self.tensors]
+    def plans(self) -> list[Plan | None]:
+        """In effect, by layer; None: PyTorch's."""
+        return [None if self.idle else Plan.read(tensor) for tensor in self.tensors]
 
     @property
     def engines(self) -> list[str]:
         """The names of the engines in effect, by layer."""
-        return [plan.engine.name for plan in self.plans]
+        return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
     def resize(self, size: int) -> None:
         """Decide from here on for micro-batches of `size` sequences."""
@@ -78,7 +79,8 @@ class Plans:
             return False
         counts, self.counts = self.counts.read(), None
         share = self.tokens / self.tokens_per_step
-        for tensor, plan, nnz, union, fullest in zip(self.tensors, self.plans, *counts, strict=True):
+        for tensor, nnz, union, fullest in zip(self.tensors, *counts, strict=True):
+            plan = Plan.read(tensor)
             engine = choose_training_engine(
                 self.tokens, self.width, self.neurons, nnz * share, union * share, current=plan.engine
             )
@@ -89,7 +91,7 @@ class Plans:
 
     def after(self, step: int, sums: StepSums) -> None:
         """Send what `step` counted, if it is one to decide from. Collective."""
-        if step % DECIDE_EVERY != 1:
+        if self.idle or step % DECIDE_EVERY != 1:
             return
         summed, fullest = torch.stack([sums.nnz, sums.union]).double(), sums.fullest.clone()
         dist.all_reduce(summed)

@@ -31,6 +31,8 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
     per_step = training.tokens_per_step
     planned = training.steps * per_step
     activation = sparsity.activation.name
+    if sparsity.relu_tokens:
+        activation += f" from silu over {sparsity.relu_tokens:,} tokens"
     if sparsity.activation == Activation.relu:
         activation += f", L1 {sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"
     if available is None:
@@ -50,6 +52,8 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
             aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
             aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
                              f" neurons, {activation}"),
+            *([] if config.distill.teacher is None else [aligned("teacher", config.distill.teacher)]),
+            *([] if config.init_from is None else [aligned("initial weights", config.init_from)]),
             aligned("data", f"{where}: {tokens}"),
             aligned("folder", str(folder)),
         ]

@@ -22,8 +22,8 @@ from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, s
 from sparsellm.training.retention import Retention
 
 __all__ = [
-    "CHECKPOINTS", "CONFIG", "RunFolderError", "checkpoint", "claim", "is_finished", "mistakes", "open_folder",
-    "room_mistakes", "tidy",
+    "CHECKPOINTS", "CONFIG", "RunFolderError", "begun_as", "checkpoint", "claim", "is_finished", "mistakes",
+    "open_folder", "room_mistakes", "saved_steps", "tidy",
 ]  # fmt: skip
 
 LOCK = "lock"
@@ -44,7 +44,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     A run with optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
     """
     try:
-        begun = _begun(config)
+        begun = begun_as(config)
     except ConfigError as error:
         return [f"{'; '.join(error.mistakes)}; or choose another run.name"]
     if begun is None:
@@ -56,7 +56,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     if (start := _return_to(begun, config)) is not None:
         for key in ("training.steps", "data.max_tokens"):  # the latter decides only how much is prepared
             now[key] = before[key]
-        if (steps := _steps(config.run.folder)) and min(steps) > start:
+        if (steps := saved_steps(config.run.folder)) and min(steps) > start:
             return [
                 f"run {config.run.name} cannot be made longer, for it has no checkpoint from before its decay, which"
                 f" began after step {start}: {remedy}"
@@ -74,7 +74,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def _begun(config: Config) -> Config | None:
+def begun_as(config: Config) -> Config | None:
     """The configuration that the run of this name was begun with; None: it begins. Raises ConfigError."""
     path = config.run.folder / CONFIG
     return None if config.run.restart or not path.is_file() else load(path)
@@ -96,7 +96,7 @@ def _return_to(begun: Config, config: Config) -> int | None:
 
 def _set_decay_aside(folder: Path, begun: Config, start: int) -> None:
     """Leave no checkpoint after step `start` to resume from: they are from the decay of the run as it was `begun`."""
-    for step in _steps(folder):
+    for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
             aside = unused(path.with_name(f"{path.name}.decayed"))
@@ -127,9 +127,9 @@ def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
     run, folder = config.run, config.run.folder
     size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
-    steps = [] if run.restart else sorted(_steps(folder))
+    steps = [] if run.restart else sorted(saved_steps(folder))
     with suppress(ConfigError):  # `mistakes` names it
-        if (begun := _begun(config)) is not None and (start := _return_to(begun, config)) is not None:
+        if (begun := begun_as(config)) is not None and (start := _return_to(begun, config)) is not None:
             steps = [step for step in steps if step <= start]
     new = Retention(config).most_at_once(steps) - len(steps)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -145,7 +145,7 @@ def room_mistakes(config: Config) -> list[str]:
     ]
 
 
-def _steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     """Of the checkpoints in the run's `folder`, by their names."""
     names = (re.fullmatch(STEP, path.name) for path in (folder / CHECKPOINTS).glob("step_*"))
     return [int(name[1]) for name in names if name]
@@ -176,13 +176,13 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
             lock = held.enter_context(claim(folder))
-            if _steps(folder) and not (folder / CONFIG).is_file():
+            if saved_steps(folder) and not (folder / CONFIG).is_file():
                 warn(
                     f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
                     " cannot be checked"
                 )
             warmup = config.optimizer.warmup_steps
-            if config.optimizer.schedule == Schedule.wsd and (begun := _begun(config)) is not None:
+            if config.optimizer.schedule == Schedule.wsd and (begun := begun_as(config)) is not None:
                 warmup = begun.optimizer.warmup_steps
                 if (start := _return_to(begun, config)) is not None:
                     _set_decay_aside(folder, begun, start)

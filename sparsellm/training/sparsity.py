@@ -4,6 +4,7 @@ The coefficient of `sparsity.l1_coefficient` multiplies, per token, the SUM of |
 divided by N x L or by L (`sparsity.l1_normalization`, DESIGN §2).
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,11 @@ def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
     since_start = tokens - config.l1_start_tokens
     if since_start <= 0:
         return 0.0
-    if config.l1_schedule == L1Schedule.linear and since_start < config.l1_warmup_tokens:
-        return config.l1_coefficient * since_start / config.l1_warmup_tokens
+    if config.l1_schedule != L1Schedule.constant and since_start < config.l1_warmup_tokens:
+        progress = since_start / config.l1_warmup_tokens
+        if config.l1_schedule == L1Schedule.cosine:
+            progress = 0.5 * (1 - math.cos(math.pi * progress))
+        return config.l1_coefficient * progress
     return config.l1_coefficient
 
 

@@ -15,7 +15,7 @@ WARMUP = ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=64", "sparsit
 REINIT = ["sparsity.reinit_dead_after_tokens=256", "sparsity.reinit_every=2"]  # 2 steps of 128 tokens
 
 
-def test_the_coefficient_is_constant_or_grows_linearly_after_the_start():
+def test_the_coefficient_is_constant_or_grows_after_the_start():
     constant = SparsityConfig(l1_coefficient=2e-5)
     assert [l1_coefficient(tokens, constant) for tokens in (1, 100)] == [2e-5, 2e-5]
     late = SparsityConfig(l1_coefficient=2e-5, l1_start_tokens=100)
@@ -23,6 +23,10 @@ def test_the_coefficient_is_constant_or_grows_linearly_after_the_start():
     linear = SparsityConfig(l1_coefficient=2e-5, l1_schedule=L1Schedule.linear, l1_warmup_tokens=400)
     assert [l1_coefficient(t, linear) for t in (100, 200, 399)] == pytest.approx([5e-6, 1e-5, 1.995e-5])
     assert [l1_coefficient(tokens, linear) for tokens in (400, 401, 10**12)] == [2e-5] * 3
+    cosine = SparsityConfig(l1_coefficient=2e-5, l1_schedule=L1Schedule.cosine, l1_warmup_tokens=300)
+    assert [l1_coefficient(t, cosine) for t in (100, 150, 200, 300, 301)] == pytest.approx(
+        [5e-6, 1e-5, 1.5e-5, 2e-5, 2e-5]
+    )
     linear.l1_start_tokens = 100
     assert [l1_coefficient(t, linear) for t in (99, 100, 200, 500)] == pytest.approx([0, 0, 5e-6, 2e-5])
 

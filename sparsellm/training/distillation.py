@@ -1,0 +1,83 @@
+"""Learning from a dense teacher beside the tokens themselves: distill.teacher (docs/TRAINING.md).
+
+The loss of a token is CE + weight x temperature^2 x KL(teacher || student), summed over the global batch and divided by
+its tokens like every other term, so accumulation and ranks change rounding only. Each rank holds the teacher, whole,
+its matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before the student does;
+its logits exist for one chunk of tokens at a time (model/cross_entropy.py).
+"""
+
+import torch
+from torch import Tensor
+
+from sparsellm.config import Activation, Config, ConfigError, ModelConfig
+from sparsellm.distributed import Ranks, on_main
+from sparsellm.model import Decoder, huggingface
+from sparsellm.model.cross_entropy import Lesson
+from sparsellm.training.initial import send, source
+from sparsellm.training.memory import DTYPES
+
+KEY = "distill.teacher"
+
+
+def mistakes(config: Config) -> list[str]:
+    """Why the teacher of `config`, if it has one, cannot teach it, as far as its config.json says."""
+    name, length = config.distill.teacher, config.training.sequence_length
+    if name is None:
+        return []
+    try:
+        with source(KEY, name) as checkpoint:
+            teacher, _ = huggingface.architecture(checkpoint.model)
+    except ConfigError as error:
+        return error.mistakes
+    found = []
+    if teacher.vocab_size != config.model.vocab_size:
+        found.append(
+            f"{KEY}={name} has a vocabulary of {teacher.vocab_size:,}, and the model of {config.model.vocab_size:,}:"
+            " they must agree, so give a teacher of the same vocabulary"
+        )
+    if teacher.context_length < length:
+        found.append(
+            f"{KEY}={name} has a context of {teacher.context_length:,} tokens, and training.sequence_length is"
+            f" {length:,}: shorten that, or give another teacher"
+        )
+    return found
+
+
+class Teacher:
+    """The teacher of a run, on this rank's device, which never changes."""
+
+    def __init__(self, config: Config, ranks: Ranks, autocast: torch.autocast) -> None:
+        """Reads it on the main rank. Collective. Raises ConfigError there, and MainRankFailed on the others, if its
+        files cannot be read."""
+        self.config, self.autocast = config.distill, autocast
+        dtype, weights = DTYPES[config.runtime.precision], dict[str, Tensor]()
+
+        def read() -> tuple[ModelConfig, Activation]:
+            with source(KEY, str(config.distill.teacher)) as checkpoint:
+                checkpoint.identity()  # a checkpoint of ours is held to its checksums
+                model, activation, found = huggingface.load(checkpoint.model)
+            weights.update(found)
+            return model, activation
+
+        model, activation = on_main(ranks, read)
+        with torch.device(ranks.device), torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
+            self.decoder = Decoder(model, activation).requires_grad_(False)
+        send(weights, self.decoder, ranks)
+        for layer in self.decoder.layers:  # what autocast would cast in every pass
+            for parameter in layer.parameters():
+                if parameter.dim() == 2:
+                    parameter.data = parameter.data.to(dtype)
+        self.head = self.decoder.head.to(dtype)
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.decoder.parameters(), self.head)}
+        self.bytes = sum(held.values())
+        if config.runtime.compile:
+            # The layers of student and teacher share their code, and dynamo counts both models' graphs together.
+            torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)
+            self.decoder.compile_parts()
+
+    @torch.no_grad()
+    def lesson(self, tokens: Tensor) -> Lesson:
+        """What the teacher says of tokens [B, T] int64; M = B x T."""
+        with self.autocast:
+            hidden, _ = self.decoder.hidden(tokens)
+        return Lesson(hidden.flatten(0, 1).to(self.head.dtype), self.head, self.config.weight, self.config.temperature)

@@ -1,0 +1,143 @@
+"""A run that starts from an existing model instead of random weights: init_from (docs/TRAINING.md).
+
+The architecture and the weights come from there, and its tokenizer must be that of the data. A run that has begun keeps
+what it took: its config.yaml holds the architecture and its checkpoints hold the weights, so a resume does not look at
+the source any more.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsellm import hub
+from sparsellm.config import Activation, Config, ConfigError, ModelConfig, to_dict, typed_values
+from sparsellm.config.values import flat
+from sparsellm.data import Data, DataError, tokenizer
+from sparsellm.distributed import Ranks, on_main
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
+from sparsellm.model import Decoder, huggingface
+from sparsellm.training import run_folder, sharding
+
+
+def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that.
+
+    `typed`: the overrides that `config` was composed from; the keys of the model among them must agree.
+    """
+    if config.init_from is None:
+        return []
+    try:
+        begun = run_folder.begun_as(config)
+        if begun is not None and begun.init_from == config.init_from:
+            config.model = begun.model
+        else:
+            with source("init_from", config.init_from) as checkpoint:
+                config.model, activation = huggingface.architecture(checkpoint.model)
+            if config.sparsity.relu_tokens and activation == Activation.relu:
+                return [
+                    f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU,"
+                    f" and init_from={config.init_from} has ReLU already: leave it out"
+                ]
+    except ConfigError as error:
+        return error.mistakes
+    return _disagreements(config.init_from, config.model, list(typed))
+
+
+def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
+    held = flat({"model": to_dict(model)})
+    meant = held | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # where null
+    return [
+        f"{key} is {value!r}, and init_from={name} has {held[key]!r}: leave it out, for the model comes from there"
+        for key, value in typed_values(typed).items()
+        if key in held and value not in (held[key], meant[key])
+    ]
+
+
+def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
+    """Raise DataError, on the main rank, if `data` has another tokenizer than `init_from` or the teacher; the other
+    ranks get MainRankFailed. `init_from` is not looked at where the run has a checkpoint. Collective."""
+
+    def compare(key: str, name: str) -> None:
+        with source(key, name) as checkpoint:
+            own = tokenizer.load(checkpoint.model)
+        if tokenizer.digest(own) == tokenizer.digest(tokenizer.load(str(data.tokenizer_folder))):
+            return
+        corpus, used = config.data, config.data.tokenizer
+        where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
+        raise DataError(
+            f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
+            f" and {key}={name} has another tokenizer, to which they mean other text: prepare them once more, in"
+            f" another data.path, with data.tokenizer={name}"
+        )
+
+    def compare_all() -> None:
+        begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
+        if config.init_from is not None and begins:
+            compare("init_from", config.init_from)
+        if config.distill.teacher is not None:
+            compare("distill.teacher", config.distill.teacher)
+
+    on_main(ranks, compare_all)
+
+
+def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
+    """Give `model`, whole or in shards, the weights of `init_from`; the main rank reads them. Collective.
+
+    Raises ConfigError on the main rank, and MainRankFailed on the others, if they cannot be read or are of another
+    architecture than the run's.
+    """
+    weights: dict[str, Tensor] = {}
+
+    def read() -> None:
+        name = str(config.init_from)
+        with source("init_from", name) as checkpoint:
+            checkpoint.identity()  # a checkpoint of ours is held to its checksums
+            found, _, read = huggingface.load(checkpoint.model)
+        if found != config.model:
+            theirs, ours = (flat({"model": to_dict(each)}) for each in (found, config.model))
+            differs = "; ".join(
+                f"{key} is {theirs[key]!r} instead of {ours[key]!r}" for key in ours if theirs[key] != ours[key]
+            )
+            raise ConfigError([
+                f"init_from={name} is not the model any more that run {config.run.name} was begun with ({differs}):"
+                " bring that back, or choose another run.name"
+            ])  # fmt: skip
+        weights.update(read)
+
+    on_main(ranks, read)
+    send(weights, model, ranks)
+    ranks.say(f"{config.run.name}: starting from the weights of {config.init_from}")
+
+
+def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
+    """Give `model` of each rank, whole or in shards, the main rank's `weights`, which are used up. Collective."""
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, device=ranks.device)
+        if ranks.is_main:
+            whole.copy_(weights.pop(name))
+        dist.broadcast(whole, src=0)
+        sharding.write(parameter, whole)
+
+
+@contextmanager
+def source(key: str, name: str) -> Iterator[Checkpoint]:
+    """What `name`, the value of `key`, means, while it is read. Raises ConfigError if that fails, or if it means
+    nothing."""
+
+    def refusal(said: str) -> ConfigError:
+        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # as commands say it of their `checkpoint`
+
+    try:
+        checkpoint = locate(name)
+    except CheckpointNotFound as error:
+        raise refusal(str(error)) from error
+    try:
+        with hub.offline(checkpoint.folder is not None or not hub.answers(f"{key}={name}")):
+            yield checkpoint
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:  # a damaged or foreign model; a hub that does not answer
+        raise refusal(unreadable(checkpoint, error)) from error
