@@ -36,7 +36,7 @@ from sparsellm.training.metrics import METRICS
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
 PATIENCE = 60  # seconds without growth of a record that was given rows
-FINISHING = 5  # seconds for which the end of a record is waited for
+FINISHING = 30  # seconds for which the end of a record is waited for
 TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
 
 

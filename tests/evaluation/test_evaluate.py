@@ -449,6 +449,7 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
         return accelerate.accelerate(model, "torch")
 
     monkeypatch.setattr(checkpoint, "accelerate", reference)
+    monkeypatch.setattr(checkpoint.backend, "loaded", lambda: computed[-1])
     config = EvaluateConfig(
         checkpoint=str(run), data_dir=str(rows), tasks=["piqa", "hellaswag"], dtype=Dtype.bfloat16, compare_kernels=True
     )
