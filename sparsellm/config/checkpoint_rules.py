@@ -47,8 +47,7 @@ def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
     for key in ("sequences", "batch_size", "min_count"):
         if (value := getattr(config, key)) < 1:
             found.append(f"{key} is {value}: it must be at least 1")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("an analysis is one process: start it without torchrun")
+    found += _one_process("an analysis is one process")
     return found + device_mistakes("device", config.device)
 
 
@@ -63,8 +62,7 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
         found.append(f"top_p is {config.top_p}: it must be above 0 and at most 1, where 1 draws from all tokens")
     if config.prompt == "":
         found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("text is written by one process: start it without torchrun")
+    found += _one_process("text is written by one process")
     obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
     if config.dtype not in (Dtype.auto, Dtype.bfloat16):
         obstacles.append(f"dtype={config.dtype.name} is not bfloat16")
@@ -87,8 +85,7 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
             found.append(f"{key} is {value}: it must be at least {least}")
     if not 0 < config.seconds < math.inf:
         found.append(f"seconds is {config.seconds}: it must be a positive number")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("a benchmark is one process: start it without torchrun")
+    found += _one_process("a benchmark is one process")
     found += kernel_mistakes(
         "kernels", config.kernels, ["device=cpu has no GPU"] if config.device == Device.cpu else []
     )
@@ -102,8 +99,7 @@ def import_mistakes(config: ImportConfig) -> list[str]:
         found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
     elif Path(config.output_dir).expanduser().exists():
         found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("an import is one process: start it without torchrun")
+    found += _one_process("an import is one process")
     return found
 
 
@@ -128,8 +124,7 @@ def push_mistakes(config: PushConfig) -> list[str]:
         )
     if not config.revision:
         found.append("revision is empty: give a branch, or leave it out for main")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.append("a push is one process: start it without torchrun")
+    found += _one_process("a push is one process")
     return found
 
 
@@ -137,3 +132,7 @@ def _checkpoint_mistakes(checkpoint: str | list[str] | None) -> list[str]:
     if not checkpoint:
         return ["checkpoint has no value: checkpoint=PATH, of a run, a checkpoint or an hf/ folder, or a hub name"]
     return []
+
+
+def _one_process(said: str) -> list[str]:
+    return [f"{said}: start it without torchrun"] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else []
