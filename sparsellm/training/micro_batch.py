@@ -338,11 +338,13 @@ class MicroBatch:
         if self.gpu is None:
             return said
         found, peak, available = self.usage(self.size), self.peak, self.gpu.available()
-        total = found.total if peak is None else peak
+        total = found.total + self.beside if peak is None else peak
         parts = {
             "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
-            "buckets": found.buckets, "activations": found.activations + total - found.total,
+            "buckets": found.buckets, "activations": found.activations + total - found.total - self.beside,
         }  # fmt: skip
+        if self.beside:
+            parts["teacher"] = self.beside
         said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
         left = (available - total) / GIB
         said += f" GiB; at the peak {total / GIB:,.1f} of {available / GIB:,.1f}" + " by arithmetic" * (peak is None)

@@ -73,6 +73,8 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
         assert str(chosen) == by_arithmetic
         chosen.peak = found.total + GIB
         assert "activations 1.0 GiB; at the peak 1.0 of 5.0, 4.0 left" in str(chosen)
+        chosen.beside, chosen.peak = 2 * GIB, found.total + 3 * GIB
+        assert "activations 1.0, teacher 2.0 GiB; at the peak 3.0 of 5.0, 2.0 left" in str(chosen)
         gpu.bytes = 0
         assert "at the peak 1.0 of 0.0, 1.0 too much" in str(chosen)
 

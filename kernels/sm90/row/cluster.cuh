@@ -23,7 +23,7 @@
 // 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100.
 #pragma once
 
-#include "row/common.cuh"
+#include "row/counts.cuh"
 
 namespace sparsellm::row {
 
@@ -48,106 +48,6 @@ struct ClusterArguments : RowArguments {
   float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others; in runs
                     // [clusters, 2, k], of a run's first row, if it began before, and of its last, if it goes on
 };
-
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp
-// does that alone, this takes less time: each lane has a column tile of its own, and one scan serves 32 of them.
-__device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, uint32_t first,
-                                             uint32_t last, uint32_t lane, uint32_t* list) {
-  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  const uint32_t size = last - first;
-  uint32_t seen = 0;  // nonzeros in the column tiles before
-  for (int start = 0; start < tiles && seen < last; start += 32) {
-    const uint32_t* words = segment_of(packed, row, start + lane, tiles);
-    uint4 v[4];  // the first 16 words of a segment
-    v[0].x = 0;
-    if (start + static_cast<int>(lane) < tiles) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const uint4*>(words + word_offset(4 * i, tiles));
-    }
-    const uint32_t count = v[0].x;
-    const uint32_t base = seen + exclusive_scan(count, lane);  // rank of the column tile's first nonzero
-    seen = __shfl_sync(~0u, base + count, 31);
-    const bool wanted = count != 0 && base < last && base + count > first;
-    const bool fits = count < kTileWords;
-    if (wanted && fits) {
-      const auto put = [&](uint32_t index, const uint4& four) {  // word 0 is the count: its `at` wraps around
-        const uint32_t of_four[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t at = index + i - 1;
-          if (at < count && base + at - first < size) list[base + at - first] = of_four[i];
-        }
-      };
-      put(0, v[0]), put(4, v[1]);
-      if (count >= 8) put(8, v[2]), put(12, v[3]);
-#pragma unroll 1  // such segments are rare
-      for (uint32_t index = 16; index <= count; index += 4) {
-        put(index, *reinterpret_cast<const uint4*>(words + word_offset(index, tiles)));
-      }
-    }
-    for (uint32_t rest = __ballot_sync(~0u, wanted && !fits); rest != 0; rest &= rest - 1) {
-      const int source = __ffs(rest) - 1;
-      list_wide(packed, row, n, start + source, __shfl_sync(~0u, base, source), first, size, lane, list);
-    }
-  }
-}
-
-// How many nonzeros rows 2 lane and 2 lane + 1 have, from the column tiles' counts; none from row m on.
-__device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t n, uint32_t lane,
-                                           uint32_t (&count)[2]) {
-  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., two rows to a word. A sum never carries over
-  // to the other row: of at most 256 column tiles a lane has 64, so up to 16,384 nonzeros, and with those of lane
-  // 8 (t ^ 1) + s, 32,768. All 65,536 would not fit 16 bits, so the last addition is of separated halves.
-  uint32_t pairs[4] = {};
-  const uint4* eight = reinterpret_cast<const uint4*>(tile_counts(packed)) + lane;
-  for (int first = 0; first < tiles; first += 32) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4 v = first + 4 * i + static_cast<int>(lane / 8) < tiles ? eight[32 * (first / 4 + i)] : uint4{};
-      pairs[0] += v.x, pairs[1] += v.y, pairs[2] += v.z, pairs[3] += v.w;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] += __shfl_xor_sync(~0u, pairs[i], 8);
-    const uint32_t p = __shfl_sync(~0u, pairs[i], lane / 4), q = __shfl_sync(~0u, pairs[i], lane / 4 + 16);
-    if (static_cast<int>(lane % 4) == i) {
-      count[0] = (p & 0xffff) + (q & 0xffff);
-      count[1] = (p >> 16) + (q >> 16);
-    }
-  }
-  const int rows = m - 2 * static_cast<int>(lane);
-  if (rows < 1) count[0] = 0;
-  if (rows < 2) count[1] = 0;
-}
-
-// Sets the counters, from the column tiles' counts and masks, by all lanes of a warp.
-__device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t lane) {
-  const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  uint32_t nonzeros = 0, wide_segments = 0, in_union = 0;
-  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane, 2 lane + 1
-  const int rows = m - 2 * static_cast<int>(lane);
-#pragma unroll 8
-  for (int tile = 0; tile < tiles; ++tile) {
-    const uint32_t pair = rows > 0 ? pairs[tile * (kCountedTokens / 2)] : 0;
-    const uint32_t even = pair & 0xffff, odd = rows > 1 ? pair >> 16 : 0;
-    nonzeros += even + odd;
-    wide_segments += (even >= kTileWords) + (odd >= kTileWords);
-  }
-  for (int i = lane; i < 2 * tiles; i += 32) {
-    const uint4 mask = reinterpret_cast<const uint4*>(packed.mask)[i];
-    in_union += __popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w);
-  }
-  nonzeros = __reduce_add_sync(~0u, nonzeros);
-  wide_segments = __reduce_add_sync(~0u, wide_segments);
-  in_union = __reduce_add_sync(~0u, in_union);
-  if (lane == 0) {
-    packed.counters[kNonzeros] = nonzeros;
-    packed.counters[kWideSegments] = wide_segments;
-    packed.counters[kUnion] = in_union;
-  }
-}
 
 // One CTA of a cluster of kCluster; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the most there is room for.
 // All methods are called by all threads of the CTA, unless they say which. Arrays in registers are locals, passed by
