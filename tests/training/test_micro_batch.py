@@ -76,7 +76,7 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
         chosen.beside, chosen.peak = 2 * GIB, found.total + 3 * GIB
         assert "activations 1.0, teacher 2.0 GiB; at the peak 3.0 of 5.0, 2.0 left" in str(chosen)
         gpu.bytes = 0
-        assert "at the peak 1.0 of 0.0, 1.0 too much" in str(chosen)
+        assert "at the peak 3.0 of 0.0, 3.0 too much" in str(chosen)
 
 
 def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsys):

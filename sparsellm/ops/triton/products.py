@@ -64,6 +64,25 @@ def sampled(
         tl.store(out + position.to(tl.int64)[:, None] * PITCH + slot[None, :], result)
 
 
+@triton.jit
+def gathered_product(
+    a, b, of_tile, size, column, sums, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """sums + a b[slots], over the first `size` slots of a tile: a [rows, DEPTH] points to the tile's first slots, and
+    of_tile [DEPTH] to their numbers."""
+    step = tl.arange(0, DEPTH)
+    for start in range(0, size, DEPTH):
+        there = step < size - start
+        row = tl.load(of_tile + start, mask=there, other=0).to(tl.int64)
+        from_b = row[:, None] * K + column[None, :]
+        if K % COLUMNS == 0:
+            right = tl.load(b + from_b, mask=there[:, None], other=0.0)
+        else:
+            right = tl.load(b + from_b, mask=there[:, None] & (column < K)[None, :], other=0.0)
+        sums = tl.dot(tl.load(a + start), right, sums, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows", "pitch"])
 def gathered(
     a, b, more_a, more_b, slots, sizes, longest, order, out, more_out, rows, pitch,
@@ -89,25 +108,9 @@ def gathered(
     from_a = (tile * (TILE * STACKED) + line).to(tl.int64)[:, None] * pitch + step[None, :]
     of_tile = slots + tile.to(tl.int64) * pitch + step
     sums = tl.zeros((TILE * STACKED, COLUMNS), tl.float32)
-    for start in range(0, size, DEPTH):
-        there = step < size - start
-        row = tl.load(of_tile + start, mask=there, other=0).to(tl.int64)
-        from_b = row[:, None] * K + column[None, :]
-        if K % COLUMNS == 0:
-            right = tl.load(b + from_b, mask=there[:, None], other=0.0)
-        else:
-            right = tl.load(b + from_b, mask=there[:, None] & inside[None, :], other=0.0)
-        sums = tl.dot(tl.load(a + from_a + start), right, sums, input_precision="ieee")
+    sums = gathered_product(a + from_a, b, of_tile, size, column, sums, K, COLUMNS, DEPTH)
     if PAIRS == 2:
-        for start in range(0, size, DEPTH):
-            there = step < size - start
-            row = tl.load(of_tile + start, mask=there, other=0).to(tl.int64)
-            from_b = row[:, None] * K + column[None, :]
-            if K % COLUMNS == 0:
-                right = tl.load(more_b + from_b, mask=there[:, None], other=0.0)
-            else:
-                right = tl.load(more_b + from_b, mask=there[:, None] & inside[None, :], other=0.0)
-            sums = tl.dot(tl.load(more_a + from_a + start), right, sums, input_precision="ieee")
+        sums = gathered_product(more_a + from_a, more_b, of_tile, size, column, sums, K, COLUMNS, DEPTH)
     position = tile * TILE + line % TILE
     row = position
     if ORDERED:
