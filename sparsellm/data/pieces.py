@@ -11,8 +11,8 @@ A piece ends in front of a space that stands between a word and a letter. That c
 Llama 2's normalizer puts a "▁" in front of every text, and turns every space into one. There a piece begins with the
 letter and leaves the space out, in whose place it gets the "▁".
 
-Where this does not hold, or is not known to, a document is not cut: its encoding then takes 100 bytes a character, and
-one core.
+Where this does not hold, or is not known to, a document is not cut: its encoding then takes 60 to 100 bytes a
+character, and one core.
 """
 
 import json
