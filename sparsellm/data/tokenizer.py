@@ -18,6 +18,7 @@ from sparsellm import hub
 from sparsellm.data import pieces
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, write_whole
+from sparsellm.run_layout import CHECKPOINTS, HF
 
 END_OF_TEXT = "<|endoftext|>"  # follows every document, where a tokenizer has it
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -31,14 +32,15 @@ class Vocabulary:
 
 
 def load(name: str) -> Vocabulary:
-    """The tokenizer of a local folder, of the tokenizer.json in it, or of a hub repository. Raises DataError."""
+    """The tokenizer of a local folder, of the tokenizer.json in it, of a run or its checkpoint, or of a hub repository.
+    Raises DataError."""
     path = Path(name).expanduser()
     here = path.exists()
     try:
         if here:
-            folder = path if path.is_dir() else path.parent
-            tokenizer = Tokenizer.from_file(str(path / _FILE if path.is_dir() else path))
-            end_of_text = _end_of_text(tokenizer, name, folder.joinpath)
+            file = _file_in(path) if path.is_dir() else path
+            tokenizer = Tokenizer.from_file(str(file))
+            end_of_text = _end_of_text(tokenizer, name, file.parent.joinpath)
         else:
             with hub.offline(not hub.answers(f"data.tokenizer={name}")):
                 tokenizer = Tokenizer.from_pretrained(name)
@@ -55,6 +57,12 @@ def load(name: str) -> Vocabulary:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Vocabulary(tokenizer, end_of_text)
+
+
+def _file_in(folder: Path) -> Path:
+    """The tokenizer.json of a folder, of a checkpoint, or of a run, whose checkpoints all have the same."""
+    found = (folder / _FILE, folder / HF / _FILE, *sorted((folder / CHECKPOINTS).glob(f"step_*/{HF}/{_FILE}")))
+    return next(filter(Path.is_file, found), folder / _FILE)
 
 
 def _end_of_text(tokenizer: Tokenizer, name: str, find: Callable[[str], Path]) -> str:
