@@ -7,6 +7,6 @@ report.py        measured, predicted and chosen, as a table
 store.py         where it is kept, and how the policy comes to go by it
 """
 
-from sparsellm.calibration.store import forget, is_shipped, take
+from sparsellm.calibration.store import is_shipped, take
 
-__all__ = ["forget", "is_shipped", "take"]
+__all__ = ["is_shipped", "take"]

@@ -2,7 +2,6 @@
 
     keep(...)          write what was measured of a layer, beside what is there of others
     take(layers)       let the policy go by what is there of these layers
-    forget()           let it go by the package's constants
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
 A file is of one GPU model, one kind of kernels, their version and torch's, since each of these changes what calls cost.
@@ -64,12 +63,6 @@ def take(layers: Iterable[tuple[int, int]]) -> None:
     backend.measured.update({layer: Costs.of_json(costs) for layer, costs in found.items()})
     if values["block_sizes"] is not None:
         tuning.use(block_sizes(values["block_sizes"]))
-
-
-def forget() -> None:
-    """Go by the package's constants and block sizes from here on."""
-    backend.measured.clear()
-    tuning.use(None)
 
 
 def block_sizes(values: list[Any]) -> Tuning:

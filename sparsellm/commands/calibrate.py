@@ -4,9 +4,9 @@ Each engine of a model's feedforward layers is timed at 1 to 65,536 tokens, forw
 that fire as trained ones do; of the Triton kernels, the fastest block sizes are found first. What is fitted to the
 times goes into the cache beside the kernels, for this GPU model, these kernels and this version of torch. From then on
 it chooses the engines of such layers, in training, evaluate, generate, benchmark and sparsellm.accelerate; without it,
-constants that were measured on an H200 do. A run keeps what it began with, in its checkpoints. With
-runtime.deterministic=true it takes the H200's constants, so that machines agree. One process, on an idle GPU. Exit
-codes: 0 complete, 1 for a GPU that cannot do it or a cache that cannot be written, 2 for a refused configuration.
+constants that were measured on an H200 do. A run keeps what it began with, in its checkpoints. One process, on an idle
+GPU. Exit codes: 0 complete, 1 for a GPU that cannot do it or a cache that cannot be written, 2 for a refused
+configuration.
 """
 
 import torch

@@ -5,9 +5,8 @@ host without blocking, and right before step s + DELAY it decides. The host then
 step s + 1 to do. So all ranks decide alike, always before the same steps, and a run that was stopped in between decides
 as if it had not been: `state` holds what is under way.
 
-Engines are chosen by what `sparsellm calibrate` measured on rank 0's GPU, or else by the package's constants, and so by
-these alone in a deterministic run, since machines should agree there. `state` has what the run began with, and a resume
-goes by it, whatever was measured since.
+Engines are chosen by what `sparsellm calibrate` measured on rank 0's GPU, or else by the package's constants. `state`
+has what the run began with, and a resume goes by it, whatever was measured since.
 
 A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
 result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
@@ -57,8 +56,6 @@ class Plans:
         training, model = config.training, config.model
         self.layer = model.hidden_size, model.intermediate_size  # K, N
         self.sequences, self.sequence_length = training.batch_size // ranks.world_size, training.sequence_length
-        if config.runtime.deterministic:
-            calibration.forget()
         self._choose_by(on_main(ranks, self._costs))
         given = config.runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)

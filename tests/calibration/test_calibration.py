@@ -180,8 +180,9 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200 (test)")
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    yield tmp_path
-    calibration.forget()
+    monkeypatch.setattr(backend, "measured", {})
+    monkeypatch.setattr(tuning, "_measured", None)
+    return tmp_path
 
 
 def test_what_is_kept_is_taken_for_its_layer_on_its_gpu_and_kernels(machine, monkeypatch):
@@ -195,7 +196,7 @@ def test_what_is_kept_is_taken_for_its_layer_on_its_gpu_and_kernels(machine, mon
     assert backend.measured == {}
     calibration.take([(K, 2 * N), (K, N)])
     assert backend.measured == {(K, N): costs}
-    calibration.forget()
+    backend.measured.clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     calibration.take([(K, N)])
     assert backend.measured == {}
@@ -210,9 +211,9 @@ def test_layers_are_kept_side_by_side_with_the_block_sizes_of_the_last(machine, 
     store.keep(other, sizes)
     calibration.take([(K, N), (64, 128)])
     assert backend.measured == {(K, N): costs, (64, 128): other}
+    assert tuning.of(CPU)[0] is SMALL  # where only the interpreter runs
     assert tuning._measured == sizes
-    calibration.forget()
-    assert tuning._measured is None
+    tuning.use(None)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-40], lambda b: b.replace(b"dense", b"dance", 1), lambda b: b""])

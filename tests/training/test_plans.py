@@ -15,7 +15,6 @@ from sparsellm.distributed import process_group
 from sparsellm.ops import Engine, Plan, backend, dispatch, saved_bytes
 from sparsellm.ops.costs import Cost, Costs
 from sparsellm.ops.plan import ROOM
-from sparsellm.ops.triton import tuning
 from sparsellm.training import plans as module
 from sparsellm.training.metrics import METRICS, StepSums, read
 from sparsellm.training.plans import Plans
@@ -23,7 +22,6 @@ from sparsellm.training.plans import Plans
 # Large enough for the tile engine to pay: 4 + 4 + 2 sequences to a micro-batch, 20,480 tokens to a step.
 LARGE = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.context_length=2048", "model.num_heads=32",
          "training.sequence_length=2048", "training.batch_size=10", "runtime.micro_batch_size=4"]  # fmt: skip
-NOT_DETERMINISTIC = "runtime.deterministic=false"
 STEP_TOKENS, STEP_TILES = 20_480, 160
 START = list(Plan())
 
@@ -149,21 +147,16 @@ def measured(monkeypatch):
 
 
 def test_a_run_decides_by_what_was_measured(measured):
-    with fake(NOT_DETERMINISTIC, layers=1) as plans:
+    with fake(layers=1) as plans:
         assert "measured on this GPU model" in plans.policy()
         plans.after(1, counted([300], [5632]))  # for which the package's constants say dense
         plans.before(3)
         assert plans.engines == ["tile"]
 
 
-def test_a_deterministic_run_decides_by_the_packages_constants(measured, monkeypatch):
-    monkeypatch.setattr(tuning, "_measured", tuning.SMALL)
+def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, monkeypatch):
+    measured.clear()
     with fake(layers=1) as plans:
-        assert measured == {}
-        assert tuning._measured is None
-        plans.after(1, counted([300], [5632]))
-        plans.before(3)
-        assert plans.engines == ["dense"]
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
         assert plans.policy() == (
             "chosen by an H200's constants; `sparsellm calibrate model=2048x5632` measures this GPU"
@@ -174,11 +167,11 @@ def test_a_deterministic_run_decides_by_the_packages_constants(measured, monkeyp
 
 @pytest.mark.parametrize("began_with", [None, costs_of(dense=3.0)])
 def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
-    with fake(NOT_DETERMINISTIC, layers=1) as plans:
+    with fake(layers=1) as plans:
         plans._choose_by(None if began_with is None else began_with.as_json())
         state = json.loads(json.dumps(plans.state()))
         measured[2048, 5632] = costs_of(dense=0.5)
-        resumed = plans_of(NOT_DETERMINISTIC, layers=1)
+        resumed = plans_of(layers=1)
         resumed.restore(state)
         assert measured.get((2048, 5632)) == began_with
         del state["costs"]  # as an older checkpoint
@@ -188,7 +181,7 @@ def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
 
 
 def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
-    with fake(NOT_DETERMINISTIC, layers=1) as plans:
+    with fake(layers=1) as plans:
         state = plans.state()
         state["costs"] = costs_of("triton").as_json()
         plans.restore(state)
