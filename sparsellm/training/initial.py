@@ -7,6 +7,7 @@ the source any more.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,17 +26,23 @@ from sparsellm.training import run_folder, sharding
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that.
 
+    Where data.tokenizer is `init_from` and that is a run or a checkpoint, it becomes the folder of the model in there.
     `typed`: the overrides that `config` was composed from; the keys of the model among them must agree.
     """
     if config.init_from is None:
         return []
+    one_name = config.data.tokenizer == config.init_from
     try:
         begun = run_folder.begun_as(config)
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
+            if one_name:
+                config.data.tokenizer = begun.data.tokenizer
         else:
             with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = huggingface.architecture(checkpoint.model)
+            if one_name and Path(checkpoint.model) != Path(config.init_from).expanduser():
+                config.data.tokenizer = checkpoint.model
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
                     f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU,"

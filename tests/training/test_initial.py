@@ -95,6 +95,21 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     assert "init_from=./source does not exist" in capsys.readouterr().err
 
 
+def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_path):
+    assert run(prepare_data, "init_from=source") == 0
+    assert run(train, "init_from=source", "run.name=first") == 0
+    hf = "runs/first/checkpoints/step_00000004/hf"
+    for name, given in (("second", "runs/first"), ("third", "runs/first/checkpoints/step_00000004")):
+        again = [f"init_from={given}", f"data.path={name}", f"run.name={name}"]
+        assert run(prepare_data, *again) == 0
+        assert run(train, *again) == 0
+        config = load(tmp_path / "runs" / name / "config.yaml")
+        assert (config.init_from, config.data.tokenizer) == (given, hf)
+    shutil.rmtree(tmp_path / "runs/third/checkpoints/step_00000004")
+    shutil.rmtree(tmp_path / "runs/first")
+    assert run(train, *again) == 0  # the resume does not look at the source
+
+
 def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp_path, capsys):
     def refusal(*overrides, command=train, code=2):
         capsys.readouterr()
