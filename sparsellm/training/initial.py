@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm import hub
-from sparsellm.config import Activation, Config, ConfigError, ModelConfig, to_dict, typed_values
+from sparsellm.config import Activation, Config, ConfigError, ModelConfig, Source, to_dict, typed_values
 from sparsellm.config.values import flat
 from sparsellm.data import Data, DataError, tokenizer
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.training import run_folder, sharding
 
 
@@ -74,20 +74,41 @@ def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
             return
         corpus, used = config.data, config.data.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
+        # The embedded corpus trains its own tokenizer, whatever it is told.
+        text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
         raise DataError(
             f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
-            f" and {key}={name} has another tokenizer, to which they mean other text: prepare them once more, in"
-            f" another data.path, with data.tokenizer={name}"
+            f" and {key}={name} has another tokenizer, to which they mean other text: prepare"
+            f" {'a text of yours' if text else 'them once more'}, in another data.path, with"
+            f" {text}data.tokenizer={checkpoint.model}"
         )
 
     def compare_all() -> None:
-        begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
-        if config.init_from is not None and begins:
-            compare("init_from", config.init_from)
-        if config.distill.teacher is not None:
-            compare("distill.teacher", config.distill.teacher)
+        for key, name in read_at_start(config).items():
+            compare(key, name)
 
     on_main(ranks, compare_all)
+
+
+def read_at_start(config: Config) -> dict[str, str]:
+    """The models whose files this start of the run reads, {key: name}: init_from while there is no checkpoint, and the
+    teacher."""
+    begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
+    named = {"init_from": config.init_from if begins else None, "distill.teacher": config.distill.teacher}
+    return {key: name for key, name in named.items() if name is not None}
+
+
+def weight_mistakes(config: Config) -> list[str]:
+    """What is wrong with the weights in the folders that this start reads, as far as the headers of their files say."""
+    found = []
+    for key, name in read_at_start(config).items():
+        if Path(name).expanduser().exists():
+            try:
+                with source(key, name) as checkpoint:
+                    pretrained.verify_files(Path(checkpoint.model), pretrained.read_config(checkpoint.model))
+            except ConfigError as error:
+                found += error.mistakes
+    return found
 
 
 def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
