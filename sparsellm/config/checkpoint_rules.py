@@ -95,7 +95,7 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
 def import_mistakes(config: ImportConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy."""
     found = _checkpoint_mistakes(config.checkpoint)
-    if config.output_dir is None:
+    if not config.output_dir:
         found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
     elif Path(config.output_dir).expanduser().exists():
         found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
