@@ -79,8 +79,9 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
     """The prompt, and its continuation as it comes."""
     ids: list[int] = []
     shown, start = "", time.perf_counter()
+    stream = generator.stream([generator.tokenizer(prompts[0]).input_ids], new_tokens, sampling, seed)
     print(prompts[0], end="", flush=True)
-    for (token,) in generator.stream([generator.tokenizer(prompts[0]).input_ids], new_tokens, sampling, seed):
+    for (token,) in stream:
         if token is None or token in generator.stop:
             break
         ids.append(token)
