@@ -73,7 +73,7 @@ def licensed(card: str, name: str) -> str:
         parsed.data.license = name
         card = parsed.content
     said = f"{name}, of the weights. Data and tokenizer have licences of their own."
-    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", said, card, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
 def _parsed(card: str) -> Any:

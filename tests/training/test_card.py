@@ -93,6 +93,7 @@ def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open(
     assert yaml.safe_load(filled.split("---\n", 2)[1]) == {**yaml.safe_load(head), "license": "mit"}
     more = filled.replace("mit, of", "FILL IN: one\nof") + "\n## More\n"
     assert card.licensed(more, "mit") == filled + "\n## More\n"
+    assert r"a\1, of the weights." in card.licensed(text, r"a\1")
     own = "---\nlicense: other  # ours\n---\n# Mine\n"
     assert card.licensed(own, "other") == own
     with pytest.raises(ValueError, match="its head is not a model card's"):
