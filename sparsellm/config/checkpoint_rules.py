@@ -22,6 +22,7 @@ from sparsellm.config.schema import (
 )
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
+BRANCH = re.compile(r"(?!.*(\.\.|//|\.lock$))\w([\w./+-]*\w)?", re.ASCII)  # fewer than git allows
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -124,6 +125,10 @@ def push_mistakes(config: PushConfig) -> list[str]:
         )
     if not config.revision:
         found.append("revision is empty: give a branch, or leave it out for main")
+    elif not BRANCH.fullmatch(config.revision):
+        found.append(
+            f"revision={config.revision} is no name of a branch: letters, digits, '.', '_', '+', '-' and '/', as v2"
+        )
     found += _one_process("a push is one process")
     return found
 
