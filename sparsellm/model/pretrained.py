@@ -186,6 +186,8 @@ def _config_json(path: str | Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     local = Path(path).is_dir()
+    if local and not Path(path, "config.json").is_file():
+        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     return _reading(
         path, "config.json", lambda: dict(PreTrainedConfig.get_config_dict(path, local_files_only=local)[0])
     )
