@@ -113,7 +113,7 @@ def test_what_cannot_be_generated_is_refused(prompts, new, message):
 
 
 def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match="holds no config.json: give a Hugging Face folder, as the hf/ of a check"):
+    with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, as the hf/ of a"):
         Generator.load(tmp_path)
 
 
