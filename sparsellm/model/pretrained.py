@@ -62,6 +62,8 @@ def read_config(path: str | Path) -> Any:
                 raise BrokenModel(
                     f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
                 )
+    if local and not Path(path, "config.json").is_file():
+        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     given = _config_json(path)
 
     def described() -> Any:
@@ -186,8 +188,6 @@ def _config_json(path: str | Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     local = Path(path).is_dir()
-    if local and not Path(path, "config.json").is_file():
-        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     return _reading(
         path, "config.json", lambda: dict(PreTrainedConfig.get_config_dict(path, local_files_only=local)[0])
     )
