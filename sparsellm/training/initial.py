@@ -90,6 +90,25 @@ def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
     on_main(ranks, compare_all)
 
 
+def tokenizer_mistakes(config: Config) -> list[str]:
+    """Whether data.tokenizer, before tokens are prepared with it, is another one than that of init_from or the teacher."""
+    given, found = config.data.tokenizer, []
+    for key, name in (("init_from", config.init_from), ("distill.teacher", config.distill.teacher)):
+        if given is None or name in (None, given):
+            continue
+        try:
+            with source(key, str(name)) as checkpoint:
+                own = tokenizer.load(checkpoint.model)
+            if tokenizer.digest(own) != tokenizer.digest(tokenizer.load(given)):
+                found.append(
+                    f"data.tokenizer={given} is another tokenizer than that of {key}={name}, to which its tokens mean"
+                    f" other text: give data.tokenizer={checkpoint.model}"
+                )
+        except (ConfigError, DataError) as error:
+            found += error.mistakes if isinstance(error, ConfigError) else [str(error)]
+    return found
+
+
 def read_at_start(config: Config) -> dict[str, str]:
     """The models whose files this start of the run reads, {key: name}: init_from while there is no checkpoint, and the
     teacher."""

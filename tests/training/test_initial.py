@@ -132,7 +132,12 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
 
     # Data of another tokenizer: nothing is left behind.
     other = [source, f"data.tokenizer={folder / 'other'}"]
-    assert run(prepare_data, *other) == 0
+    for key in ("init_from", "distill.teacher"):
+        said = refusal(f"{key}=source", other[1], command=prepare_data)
+        assert f"is another tokenizer than that of {key}=source" in said
+        assert said.endswith("give data.tokenizer=source")
+    assert not (tmp_path / "tokens").exists()
+    assert run(prepare_data, other[1]) == 0
     said = refusal(*other, code=1)
     assert f"data.path=tokens has tokens of the tokenizer {folder / 'other'}, and init_from=source has another" in said
     said = refusal("distill.teacher=source", f"data.tokenizer={folder / 'other'}", "model.vocab_size=320", code=1)
