@@ -91,7 +91,7 @@ def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
 
 
 def tokenizer_mistakes(config: Config) -> list[str]:
-    """Whether data.tokenizer, before tokens are prepared with it, is another one than that of init_from or the teacher."""
+    """Whether data.tokenizer, before it makes tokens, is another one than that of init_from or of the teacher."""
     given, found = config.data.tokenizer, []
     for key, name in (("init_from", config.init_from), ("distill.teacher", config.distill.teacher)):
         if given is None or name in (None, given):
