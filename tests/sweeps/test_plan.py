@@ -150,6 +150,13 @@ def test_all_mistakes_of_all_points_at_once_each_once():
     ]  # fmt: skip
 
 
+def test_mistakes_in_what_was_typed_for_the_sweep_its_runs_and_its_evaluations_are_listed_together():
+    found = refused("sweep.mod=print", "sparsity.l1_coeficient=1,2", "evaluate.limt=3")
+    assert [mistake.split(" is not a key")[0] for mistake in found] == [
+        "sweep.mod", "sparsity.l1_coeficient", "evaluate: limt",
+    ]  # fmt: skip
+
+
 def test_a_model_that_no_point_can_read_is_named_once(tmp_path):
     source = f"init_from={tmp_path}/none"
     (mistake,) = refused("experiment=smoke", COEFFICIENTS, source)
