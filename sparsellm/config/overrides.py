@@ -106,7 +106,8 @@ def _choose(typed: Typed, group: str, raw: str) -> None:
 def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     kinds = flat_types(schema)
     if name not in kinds:
-        group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if schema is Config else []
+        grouped = schema is Config and "." not in name
+        group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if grouped else []
         meant = f"{name} is not a key: did you mean {group[0]}={raw}?" if group else unknown_key(name, schema)
         typed.mistakes.append(meant)
         return
