@@ -129,7 +129,8 @@ def test_what_attention_returns_is_what_its_output_projection_keeps(architecture
     for layer in model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
     model(*batch(model.config))
-    assert [x.data_ptr() for x in taken] == [y.data_ptr() for y in returned] and len(taken) == 3
+    assert [x.data_ptr() for x in taken] == [y.data_ptr() for y in returned]
+    assert len(taken) == 3
 
 
 def test_silu_has_no_statistics():
