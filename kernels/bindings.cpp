@@ -21,7 +21,7 @@
 namespace {
 
 using sparsellm::kColumnTile, sparsellm::kSectorWords, sparsellm::kTileWords, sparsellm::kTokenTile;
-using sparsellm::Layer;
+using sparsellm::Layer, sparsellm::with_statistics_in;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -30,7 +30,6 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
   throw std::runtime_error(std::string("sparsellm_cuda::") + op + ": " + why);
 }
 
-// The tensor that `make(&handle)` makes.
 template <typename Make>
 Tensor made_by(const char* what, Make make) {
   AtenTensorHandle made = nullptr;
@@ -108,9 +107,9 @@ Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
 
 Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, const Tensor& w_up,
                const OptionalTensor& w_down_t) {
-  const void* gate = w_gate ? call.data(*w_gate) : nullptr;
-  return {call.data(x), gate,      call.data(w_up), w_down_t ? call.data(*w_down_t) : nullptr,
-          x.size(0),    x.size(1), w_up.size(0)};
+  const auto data = [&](const OptionalTensor& w) { return w ? call.data(*w) : nullptr; };
+  const int64_t k = w_up.size(1);
+  return {data(x), data(w_gate), data(w_up), data(w_down_t), x.numel() / k, k, w_up.size(0)};
 }
 
 // The statistics that an operator returns, all [0] if not wanted: l1 float32 [], fired bool [N], counts int64 [4].
@@ -143,15 +142,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, T
   return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t) {
+// y, and if `counting` the statistics. If not, these go into the workspace: each result takes some 5 us of the host.
+std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
   const Call call("row_forward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
-  const Tensor y = call.bf16({a.m, a.k});
-  const Statistics counted(call, a.n);
-  const Tensor workspace = call.bytes(sparsellm::row_workspace_bytes(a.m, a.k, a.n));
-  call.check(
-      sparsellm::row_forward(a, call.multiply(), workspace.data_ptr(), counted.result(y.data_ptr()), call.stream()));
-  return {y, counted.l1, counted.fired, counted.counts()};
+  const Tensor y = call.bf16({x.sizes().begin(), x.sizes().end()});
+  const int64_t own = sparsellm::row_workspace_bytes(a.m, a.k, a.n);
+  const Tensor workspace = call.bytes(own + (counting ? 0 : sparsellm::statistics_bytes(a.n)));
+  const auto counted = counting ? std::optional<Statistics>(std::in_place, call, a.n) : std::nullopt;
+  void* behind = static_cast<char*>(workspace.data_ptr()) + own;
+  const auto result = counting ? counted->result(y.data_ptr()) : with_statistics_in(behind, a.n, y.data_ptr());
+  call.check(sparsellm::row_forward(a, call.multiply(), workspace.data_ptr(), result, call.stream()));
+  return counting ? std::vector{y, counted->l1, counted->fired, counted->counts()} : std::vector{y};
 }
 
 Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, int64_t capacity,
@@ -261,9 +263,7 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
       "gate_pack(Tensor x, Tensor w) -> (Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
       "Tensor counts)");
-  library.def(
-      "row_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t) -> (Tensor y, Tensor l1, Tensor fired, "
-      "Tensor counts)");
+  library.def("row_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, bool counting) -> Tensor[]");
   library.def(
       "tile_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, int capacity, int? long_capacity, "
       "bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");

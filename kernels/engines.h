@@ -48,6 +48,9 @@ struct Result {
   int64_t* counts;
 };
 int64_t counts_length();
+// A result whose statistics nobody reads: they lie in `memory`, 256-byte aligned, of statistics_bytes(N).
+int64_t statistics_bytes(int64_t n);
+Result with_statistics_in(void* memory, int64_t n, void* y);
 
 // A plain matrix product, which the caller's library computes.
 //

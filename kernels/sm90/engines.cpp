@@ -193,6 +193,23 @@ struct DenseBackwardWorkspace {
 
 int64_t counts_length() { return kCountsLength; }
 
+namespace {
+Result lay_out_statistics(Arena& arena, int64_t n, void* y) {
+  return {y, arena.take<float>(1), arena.take<uint8_t>(n), arena.take<int64_t>(kCountsLength)};
+}
+}  // namespace
+
+int64_t statistics_bytes(int64_t n) {
+  Arena arena(nullptr);
+  lay_out_statistics(arena, n, nullptr);
+  return arena.bytes();
+}
+
+Result with_statistics_in(void* memory, int64_t n, void* y) {
+  Arena arena(memory);
+  return lay_out_statistics(arena, n, y);
+}
+
 int64_t row_counts_length(int64_t m, int64_t n) {
   return std::max<int64_t>(m, kCountedTokens * (2 + column_tiles_of(n)) / 2);
 }

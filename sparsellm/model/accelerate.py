@@ -107,15 +107,19 @@ class SparseFeedForward(nn.Module):
             self.choice.neuron_major(weight)  # here, because the first call may be captured in a CUDA graph
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
-        rows = x.reshape(-1, x.shape[-1])
         weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")
-        if torch.is_grad_enabled() or self.traced:
+        compiling, gradients = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if not (compiling or gradients or self.traced or self.returns_statistics):
+            y = self.choice.output_as_before(x, *weights)
+            if y is not None:
+                return y
+        rows = x.reshape(-1, x.shape[-1])
+        if gradients or self.traced:
             out = feedforward(rows, *weights, self._plan())
             y = out.y.view(x.shape)
             return out._replace(y=y) if self.returns_statistics else y
         rows, cast = in_autocast(rows)
         check(rows, *weights, cast)
-        compiling = torch.compiler.is_compiling()
         if not self.returns_statistics:
             if compiling:
                 return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle).view(x.shape)
@@ -144,9 +148,11 @@ class SparseFeedForward(nn.Module):
         return linear._parameters["weight"]  # type: ignore[return-value]  # cast() would take time in every call
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the block, as nn.Module does for `to` or `cuda`, and registers the handle at its new address."""
+        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at its new address, and lets the
+        weights be checked again."""
         super()._apply(fn, recurse)
         register(self.handle, self.choice)
+        self.choice.checked = None
         return self
 
     def __setstate__(self, state: dict) -> None:

@@ -58,9 +58,17 @@ def forward(
         return _called("dense_forward", x, w_gate, w_up, w_down, dispatch.fuses(m), counting, saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
-        return *_called("row_forward", x, w_gate, w_up, w_down_t), x.new_empty(0, dtype=torch.uint8)
+        return *_called("row_forward", x, w_gate, w_up, w_down_t, True), x.new_empty(0, dtype=torch.uint8)
     capacity, ordered = capacity_of(m, n, plan.room), dispatch.orders(m)
     return _called("tile_forward", x, w_gate, w_up, w_down_t, capacity, None, ordered, saving)
+
+
+def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor) -> Tensor:
+    """y [..., K] of x [..., K] by the row engine, without its statistics, for callers to whom the host's time matters.
+
+    Nothing is checked or copied: there are tokens, and all tensors are bfloat16, contiguous (`readable`), and fit.
+    """
+    return _called("row_forward", x, w_gate, w_up, w_down_t, False)[0]
 
 
 def backward(

@@ -354,7 +354,7 @@ def test_rows_of_any_length_in_runs_or_clusters(counts, k, gated):
     check_exact(x, ws, "the operator", ("row",))
     _, h, expected = cases.stepwise(x, ws)
     cases.poison()
-    y, l1, *_ = torch.ops.sparsellm_cuda.row_forward(x, *cases.layer(ws)[:2], ws[-1].T.contiguous())
+    y, l1, *_ = torch.ops.sparsellm_cuda.row_forward(x, *cases.layer(ws)[:2], ws[-1].T.contiguous(), True)
     assert_equal(y, expected, "y")
     assert_equal(l1, h.abs().sum(dtype=torch.float32), "l1")
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from model.small_models import MODELS, assert_same, blocks, layers, logits, make, tokens
+from ops import kernel_stand_ins
 from torch import nn
 
 import sparsellm
 from sparsellm.model import Decoder
+from sparsellm.model import accelerate as accelerated
 from sparsellm.model import engine_choice as module
-from sparsellm.ops import Plan
+from sparsellm.ops import Plan, backend, build, cuda
 
 # Which engine runs.
 
@@ -30,6 +32,75 @@ def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollo
     hollow.nnz, hollow.union = 5 * 6, 5
     hollow.of(model, few)
     assert hollow.of(model, few) == ["row"] * 2
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """An accelerated bfloat16 model on stand-ins of the kernels' operators; .slow: how often blocks checked a call."""
+    slow, checked = [], accelerated.check
+    monkeypatch.setattr(build, "load", lambda: None)
+    monkeypatch.setattr(module, "forward", cuda.forward)
+    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    for each in (module, accelerated):
+        monkeypatch.setattr(each, "sparse_engines_take", lambda tensor: tensor.dtype == torch.bfloat16)
+    monkeypatch.setattr(accelerated, "check", lambda *arguments: slow.append(1) or checked(*arguments))
+    with kernel_stand_ins.registered():
+        model = sparsellm.accelerate(make("llama").bfloat16(), "cuda")
+        monkeypatch.setattr(backend, "loaded", lambda: "cuda")
+        model.slow = slow
+        yield model
+
+
+def slow_calls_and_logits(model, ids):
+    model.slow.clear()
+    with torch.no_grad():
+        found = logits(model, ids)
+    return len(model.slow), found
+
+
+@pytest.mark.parametrize("engine", ["row", "dense"])
+def test_calls_like_one_before_are_not_checked_again_and_compute_the_same(engine, quick):
+    for block in blocks(quick):
+        block.choice.plans[module.FEW] = Plan.of(engine)
+    few = tokens(5)
+    slow, expected = slow_calls_and_logits(quick, few)
+    assert slow == 2  # of two blocks
+    slow_calls_and_logits(quick, few)  # reads what was counted
+    for block in blocks(quick):
+        block.choice.plans[module.FEW] = Plan.of(engine)
+    for _ in range(62):
+        slow, found = slow_calls_and_logits(quick, few)
+        assert slow == 0
+        assert torch.equal(found, expected)
+    assert slow_calls_and_logits(quick, few)[0] == 2  # one call in 64 is counted
+
+
+def test_calls_unlike_the_one_before_are_checked(quick):
+    few = tokens(5)
+    for _ in range(3):
+        slow, expected = slow_calls_and_logits(quick, few)
+    assert slow == 0
+    assert slow_calls_and_logits(quick, tokens(65))[0] == 2
+    block = blocks(quick)[0]
+    for change in (
+        lambda: block.down_proj.weight.mul_(2),
+        lambda: setattr(block.up_proj.weight, "data", block.up_proj.weight.data * 2),
+        lambda: setattr(block.gate_proj, "weight", nn.Parameter(block.gate_proj.weight.detach() * 2)),
+    ):
+        with torch.no_grad():
+            change()
+        slow, found = slow_calls_and_logits(quick, few)
+        assert slow >= 1
+        assert not torch.equal(found, expected)
+        expected = found
+        assert torch.equal(slow_calls_and_logits(quick, few)[1], expected)
+        assert slow_calls_and_logits(quick, few)[0] == 0
+    quick.to(torch.bfloat16)
+    assert slow_calls_and_logits(quick, few)[0] == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert slow_calls_and_logits(quick, few)[0] == 2
+    with pytest.raises(ValueError, match=r"x.dtype|w_down.dtype|x has|w_down is"):
+        block(torch.zeros(1, 5, 16, dtype=torch.bfloat16))
 
 
 def test_between_few_and_many_tokens_each_call_is_chosen_for_its_own_number_of_tokens(hollow, monkeypatch):

@@ -57,9 +57,12 @@ def gate_pack(x, w):
     return *fields, torch.stack([nnz, wide_segments, nnz * 0, union])
 
 
-def row_forward(x, w_gate, w_up, w_down_t):
-    expect_layer(x, w_gate, w_up, w_down_t)
-    return computed(x, w_gate, w_up, w_down_t)[:4]
+def row_forward(x, w_gate, w_up, w_down_t, counting):
+    rows = x if counting else x.flatten(0, -2)
+    assert x.is_contiguous()
+    expect_layer(rows, w_gate, w_up, w_down_t)
+    y, *statistics, _ = computed(rows, w_gate, w_up, w_down_t)
+    return [y.view(x.shape), *(statistics if counting else [])]
 
 
 def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, saving):
