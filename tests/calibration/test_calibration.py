@@ -12,11 +12,20 @@ import torch
 from sparsellm import calibration
 from sparsellm.calibration import block_sizes, measure, report, store
 from sparsellm.calibration.layer import Call, Firing, Layer, frequencies
-from sparsellm.calibration.measure import SIZES, TRAINING_SIZES, Timed, calls_of, fit
+from sparsellm.calibration.measure import (
+    DENSE_SIZES,
+    DENSE_TRAINING_SIZES,
+    SIZES,
+    STEPS,
+    TRAINING_SIZES,
+    Timed,
+    calls_of,
+    fit,
+)
 from sparsellm.commands import calibrate
 from sparsellm.config import ConfigError
 from sparsellm.ops import Engine, backend, dispatch
-from sparsellm.ops.costs import Cost
+from sparsellm.ops.costs import Cost, whole_tiles
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import SMALL, Shape
 
@@ -48,6 +57,19 @@ class Machine:
         if any(call.tokens > self.memory for call in calls):
             return [None] * len(calls)
         return [1e3 * self.seconds(call) * self.random.uniform(0.985, 1.015) for call in calls]
+
+
+class InWaves(Machine):
+    """Dense products of whole tiles, 128 tokens by 256 columns, on 132 multiprocessors at a time."""
+
+    def seconds(self, call: Call) -> float:
+        tiles = -(-call.tokens // 128)
+        whole = (
+            tiles * 128 if call.tokens < dispatch.MANY_TOKENS else -(-tiles * N // 256 // 132) * 132 * 128 * 256 // N
+        )
+        return super().seconds(
+            call if call.engine != Engine.dense or call.tokens <= 64 else call._replace(tokens=whole)
+        )
 
 
 def counts(call: Call) -> tuple[float, float]:
@@ -127,13 +149,37 @@ def test_on_sizes_and_firing_that_were_not_timed_the_chosen_engine_is_near_the_f
     assert max(cells) <= 0.15
 
 
+def test_steps_in_what_dense_takes_are_known():
+    machine = InWaves()
+    costs, _ = measured_on(machine)
+    cells = [
+        behind(machine, costs, Call(tokens, Firing(share, 1.1), Engine.dense, training))
+        for training, sizes in ((False, range(65, 16_384, 111)), (True, range(2048, 16_384, 333)))
+        for tokens in sizes
+        for share in (0.003, 0.0065, 0.011, 0.02, 0.04)
+    ]
+    assert max(cells) <= 0.06
+
+
+def test_calls_that_take_longer_than_dense_bend_the_fit_little():
+    cases = [(100, 1.0), (200, 1.2), (300, 1.4), (1000, 9.0)]
+    timed = [Timed(Call(64, Firing(0.1), Engine.row, False), nonzeros, -1, ms) for nonzeros, ms in cases]
+
+    def error(cost):
+        return max(abs(cost.seconds(nonzeros, -1) / seconds - 1) for nonzeros, seconds in cases[:3])
+
+    assert error(fit(timed, dense=1.5)) < 0.1 < 0.2 < error(fit(timed))
+
+
 def test_every_size_is_timed_with_the_engines_that_may_compute_it():
     machine, steps = Machine(), []
     costs, times = measured_on(machine, steps.append)
-    assert len(steps) == len(SIZES) + len(TRAINING_SIZES)
+    assert len(steps) == STEPS
     assert [each.call for each in times] == machine.asked
-    assert set(costs.forward) == set(SIZES)
-    assert set(costs.training) == set(TRAINING_SIZES)
+    assert set(costs.forward) == {*SIZES, *DENSE_SIZES}
+    assert set(costs.training) == {*TRAINING_SIZES, *DENSE_TRAINING_SIZES}
+    assert all(whole_tiles(tokens) == tokens for tokens in (*costs.forward, *costs.training))
+    assert all(set(costs.forward[tokens]) == {Engine.dense} for tokens in DENSE_SIZES)
     for tokens in SIZES:
         expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= dispatch.MANY_TOKENS else set())
         assert set(costs.forward[tokens]) == expected
