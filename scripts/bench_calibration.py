@@ -5,8 +5,8 @@
 For each layer, it calibrates (timing that, too), and then times every engine at each number of tokens and density. Of
 two policies, by the calibrated costs and by the package's constants, it prints in how many cells the chosen engine is
 within 5% of the fastest one, and the cells that are furthest behind. Of every cell in which the calibrated choice is
-more than 10% behind, it prints what each engine took, and what the calibration predicted. An engine that takes over SKIP times as long as
-dense, by the calibration, is not timed: it is not the fastest.
+more than 10% behind, it prints what each engine took, and what the calibration predicted. An engine that takes over
+SKIP times as long as dense, by the calibration, is not timed: it is not the fastest.
 """
 
 import argparse

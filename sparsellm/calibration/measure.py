@@ -77,12 +77,12 @@ class Timed(NamedTuple):
 
 def measure(
     kernels: str, layer: Layer, timer: Timer | None = None, counter: Counter | None = None,
-    advance: Callable[[int], object] = lambda _: None,
+    advance: Callable[[int], object] = lambda _: None, most: int = SIZES[-1],
 ) -> tuple[Costs, list[Timed]]:  # fmt: skip
     """The costs of `layer` on `kernels`, which are loaded, and what they are fitted to.
 
-    A size that does not fit into memory is left out, with all larger ones. Raises OutOfMemoryError if the smallest one
-    does not fit. timer, counter: by default of this GPU.
+    A size above `most`, or one that does not fit into memory, is left out, with all larger ones. Raises
+    OutOfMemoryError if the smallest one does not fit. timer, counter: by default of this GPU.
     """
     timer, counter = timer or (lambda calls: gpu_milliseconds(layer, calls)), counter or layer.counts
     times: list[Timed] = []
@@ -93,7 +93,7 @@ def measure(
         fitting = []
         for tokens in sizes:
             calls = calls_of(tokens, training)
-            found = timer(calls)
+            found = timer(calls) if tokens <= most else [None]
             if None in found and tokens == sizes[0]:
                 raise torch.OutOfMemoryError(f"a call of {tokens:,} tokens does not fit into the GPU's memory")
             if None in found:

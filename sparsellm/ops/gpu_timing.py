@@ -2,7 +2,8 @@
 
 Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
 GPU, during which the host enqueues the whole round: of many short calls a longer one. So the GPU's work is measured,
-not the host's launches, as in a model whose host runs ahead. A candidate that takes other copies of its inputs in each round does not find them in L2.
+not the host's launches, as in a model whose host runs ahead. A candidate that takes other copies of its inputs in each
+round does not find them in L2.
 """
 
 import statistics

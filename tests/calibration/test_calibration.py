@@ -4,10 +4,9 @@ No GPU: the times are those of an invented machine, whose engines follow laws th
 the engines of a real one take is for tests/gpu.
 """
 
-import random
-
 import pytest
 import torch
+from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
 
 from sparsellm import calibration
 from sparsellm.calibration import block_sizes, measure, report, store
@@ -29,60 +28,21 @@ from sparsellm.ops.costs import Cost, whole_tiles
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import SMALL, Shape
 
-K, N = 2048, 5632
-CPU = torch.device("cpu")
-
-
-class Machine:
-    """Times by the H200's constants, `slower` times as long in the sparse engines, and up to 1.5% off."""
-
-    def __init__(self, slower: float = 1.0, memory: int = 1 << 20) -> None:
-        self.slower, self.memory, self.random, self.asked = slower, memory, random.Random(0), []
-
-    def seconds(self, call: Call) -> float:
-        tokens, engine = call.tokens, call.engine
-        nonzeros, union = counts(call)
-        if call.training:
-            taken = dispatch.training_estimates(tokens, K, N, nonzeros, union)[engine]
-        elif tokens >= dispatch.MANY_TOKENS:
-            taken = dispatch.estimates(tokens, K, N, nonzeros, union)[engine]
-        elif engine == Engine.row:
-            taken = 9e-6 + tokens * 6e-9 + 1.2e-9 * nonzeros
-        else:
-            taken = 18e-6 + tokens * 57e-9
-        return taken * (1 if engine == Engine.dense else self.slower)
-
-    def milliseconds(self, calls):
-        self.asked += calls
-        if any(call.tokens > self.memory for call in calls):
-            return [None] * len(calls)
-        return [1e3 * self.seconds(call) * self.random.uniform(0.985, 1.015) for call in calls]
-
 
 class InWaves(Machine):
     """Dense products of whole tiles, 128 tokens by 256 columns, on 132 multiprocessors at a time."""
 
     def seconds(self, call: Call) -> float:
-        tiles = -(-call.tokens // 128)
-        whole = (
-            tiles * 128 if call.tokens < dispatch.MANY_TOKENS else -(-tiles * N // 256 // 132) * 132 * 128 * 256 // N
-        )
-        return super().seconds(
-            call if call.engine != Engine.dense or call.tokens <= 64 else call._replace(tokens=whole)
-        )
-
-
-def counts(call: Call) -> tuple[float, float]:
-    """What such a call counts on average."""
-    rates = frequencies(N, call.firing)
-    union = float((1 - (1 - rates) ** min(128, call.tokens)).sum()) * -(-call.tokens // 128)
-    return call.tokens * float(rates.sum()), union
+        if call.engine == Engine.dense and call.tokens > dispatch.FEW_TOKENS:
+            tiles = -(-call.tokens // 128)
+            if call.tokens >= dispatch.MANY_TOKENS:
+                tiles = -(-tiles * N // 256 // 132) * 132 * 256 // N
+            call = call._replace(tokens=tiles * 128)
+        return super().seconds(call)
 
 
 def measured_on(machine: Machine, advance=lambda _: None):
-    layer = Layer(8, 8, 1, CPU, torch.float32)
-    layer.width, layer.neurons = K, N
-    return measure.measure("cuda", layer, machine.milliseconds, counts, advance)
+    return measure.measure("cuda", layer_of(K, N), machine.milliseconds, counts, advance)
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
@@ -222,12 +182,7 @@ def test_a_choice_that_is_behind_is_counted_as_such():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A GPU with Triton kernels, as far as the store looks."""
-    monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200 (test)")
-    monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    monkeypatch.setattr(backend, "measured", {})
-    monkeypatch.setattr(tuning, "_measured", None)
+    a_gpu(monkeypatch, tmp_path)
     return tmp_path
 
 
@@ -320,7 +275,7 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     invented = Machine()
     monkeypatch.setattr(backend, "load", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(calibrate, "Layer", lambda k, n, *_: _sized(k, n))
+    monkeypatch.setattr(calibrate, "Layer", lambda k, n, *_: layer_of(k, n))
     monkeypatch.setattr(measure, "gpu_milliseconds", lambda _, calls: invented.milliseconds(calls))
     assert calibrate.main(["model=[1p5b,2048x5632]"], "sparsellm calibrate") == 0
     shown = capsys.readouterr().out
@@ -329,9 +284,3 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     assert f"kept in {store.file()}" in shown
     calibration.take([(K, N)])
     assert backend.measured[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile
-
-
-def _sized(width, neurons):
-    layer = Layer(8, 8, 1, CPU, torch.float32)
-    layer.width, layer.neurons, layer.counts = width, neurons, counts
-    return layer
