@@ -53,7 +53,7 @@ def _measure(width: int, neurons: int, device: torch.device, command: str) -> st
                 raise torch.OutOfMemoryError(f"{device} has not enough free memory")
             layer = Layer(width, neurons, most, device, torch.bfloat16)
             title = f"measuring layers of {width} x {neurons}"
-            with progress(title, measure.STEPS, "size", shown=sys.stderr.isatty()) as advance:
+            with progress(title, measure.STEPS, "step", shown=sys.stderr.isatty()) as advance:
                 costs, _ = measure.measure(backend.loaded() or "cuda", layer, advance=advance, most=most)
     except torch.OutOfMemoryError as error:
         return " ".join(str(error).split())

@@ -3,10 +3,10 @@
 Each engine of a model's feedforward layers is timed at 1 to 65,536 tokens, forward and backward too, on random weights
 that fire as trained ones do; of the Triton kernels, the fastest block sizes are found first. What is fitted to the
 times goes into the cache beside the kernels, for this GPU model, these kernels and this version of torch. From then on
-it chooses the engines of such layers, in training, evaluate, generate, benchmark and sparsellm.accelerate. Each of
-these measures by itself what nobody has, but for the block sizes, shows no table, and may find the GPU in use. A run keeps what it began with, in its checkpoints. One process, on an idle
-GPU. Exit codes: 0 complete, 1 for a GPU that cannot do it or a cache that cannot be written, 2 for a refused
-configuration.
+it chooses the engines of such layers, in training, evaluate, generate, benchmark and sparsellm.accelerate. Where nobody
+has measured a layer, these do so as they begin, but for the block sizes, and on a GPU that may be in use. A run keeps
+what it began with, in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 for a GPU that cannot do
+it or a cache that cannot be written, 2 for a refused configuration.
 """
 
 import torch
@@ -40,8 +40,7 @@ def main(config: CalibrateConfig) -> int:
                     with progress("block sizes", len(block_sizes.LISTED), "kernel") as advance:
                         sizes = block_sizes.find(layer, advance=advance)
                     tuning.use(sizes)
-                total = len(measure.SIZES) + len(measure.TRAINING_SIZES)
-                with progress(f"K {width:,}, N {neurons:,}", total, "size") as advance:
+                with progress(f"K {width:,}, N {neurons:,}", measure.STEPS, "step") as advance:
                     costs, times = measure.measure(backend.loaded() or "cuda", layer, advance=advance)
                 path = store.keep(costs, sizes)
             except (torch.OutOfMemoryError, OSError) as error:
