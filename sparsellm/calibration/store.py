@@ -21,7 +21,7 @@ import torch
 
 from sparsellm import locks
 from sparsellm.calibration.measure import METHOD
-from sparsellm.console import warn
+from sparsellm.console import is_main_rank, warn
 from sparsellm.files import read_sealed, write_sealed
 from sparsellm.ops import backend, build, compiler
 from sparsellm.ops.costs import Costs
@@ -74,11 +74,12 @@ def measuring() -> Iterator[bool]:
         yield True
         return
     with lock:
-        yield locks.take(
-            lock,
-            lambda: warn("another process is measuring this GPU model; waiting for it"),
-            lambda: time.monotonic() >= deadline,
-        )
+        yield locks.take(lock, _say_waiting, lambda: time.monotonic() >= deadline)
+
+
+def _say_waiting() -> None:
+    if is_main_rank():
+        warn("another process is measuring this GPU model; waiting for it")
 
 
 def take(layers: Iterable[tuple[int, int]]) -> None:
