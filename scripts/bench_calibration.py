@@ -4,8 +4,9 @@
 
 For each layer, it calibrates (timing that, too), and then times every engine at each number of tokens and density. Of
 two policies, by the calibrated costs and by the package's constants, it prints in how many cells the chosen engine is
-within 5% of the fastest one, and the cells that are furthest behind. An engine that takes over SKIP times as long as
-dense, by the calibration, is not timed: it is not the fastest.
+within 5% of the fastest one, and the cells that are furthest behind. Of every cell in which the calibrated choice is
+more than 10% behind, it prints what each engine took, and what the calibration predicted. An engine that takes over
+SKIP times as long as dense, by the calibration, is not timed: it is not the fastest.
 """
 
 import argparse
@@ -28,6 +29,7 @@ TOKENS = (1, 2, 7, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 12_00
 SHARES = (0.001, 0.003, 0.0065, 0.013, 0.03, 0.055, 0.12, 0.3, 0.5)
 SKEW = 1.1
 SKIP = 4.0
+FAR = 0.1  # behind: shown with what was predicted
 
 
 def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
@@ -45,18 +47,20 @@ def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[
             return found
         choose = backend.choose_training_engine if training else backend.choose_engine
         size = tokens, layer.width, layer.neurons
-        union = union if tokens >= MANY_TOKENS else -1.0
+        counted = union if tokens >= MANY_TOKENS else -1.0
         backend.measured[layer.width, layer.neurons] = costs
-        calibrated = choose(*size, nonzeros, union)
+        calibrated = choose(*size, nonzeros, counted)
         del backend.measured[layer.width, layer.neurons]
         found.append(
             {
                 "tokens": tokens,
                 "training": training,
                 "nonzeros": nonzeros / tokens,
+                "union": union,
+                "predicted": {engine.name: at[engine].seconds(nonzeros, union) for engine in engines},
                 "seconds": {engine.name: (ms or 0) / 1e3 for engine, ms in zip(engines, times, strict=True)},
                 "calibrated": calibrated.name,
-                "packaged": choose(*size, nonzeros, union).name,
+                "packaged": choose(*size, nonzeros, counted).name,
             }
         )
     return found
@@ -79,6 +83,19 @@ def show(title: str, found: list[dict[str, Any]]) -> None:
         print(
             f"{title:<14} {policy:<10} {near:>4} of {len(found)} within {report.NEAR:.0%}; behind: {listed}", flush=True
         )
+
+
+def explain(cell: dict[str, Any]) -> None:
+    engines = ", ".join(
+        f"{name} {seconds * 1e6:,.1f} ({cell['predicted'][name] * 1e6:,.1f})"
+        for name, seconds in cell["seconds"].items()
+    )
+    print(
+        f"    {behind(cell, 'calibrated'):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
+        f" {cell['nonzeros']:.1f} nonzeros, union {cell['union']:,.0f}: {cell['calibrated']} is chosen; microseconds"
+        f" (predicted): {engines}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -104,6 +121,9 @@ def main() -> None:
         trained = [tokens for tokens in args.m if MANY_TRAINING_TOKENS <= tokens <= measure.TRAINING_SIZES[-1]]
         found += [cell for tokens in trained for cell in cells(layer, costs, tokens, training=True)]
         show(name, found)
+        for cell in sorted(found, key=lambda cell: -behind(cell, "calibrated")):
+            if behind(cell, "calibrated") > FAR:
+                explain(cell)
         everything += [{"layer": name, **cell} for cell in found]
         del layer
     show("all layers", everything)

@@ -31,6 +31,7 @@ import sparsellm
 from scripts import ffn_patterns as patterns
 from scripts.bench_model import MODEL, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
+from sparsellm.calibration import chosen_by
 from sparsellm.distributed import process_group
 from sparsellm.evaluation.tasks import TASKS, load
 from sparsellm.hub import offline
@@ -125,7 +126,8 @@ def main() -> None:
         parameters = sum(p.numel() for p in model.parameters())
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16;"
-            f" {count:,} requests of {len(requests)} tasks",
+            f" {count:,} requests of {len(requests)} tasks; engines are chosen by"
+            f" {chosen_by(model.config.hidden_size, model.config.intermediate_size)}",
             flush=True,
         )
         seconds: dict[str, list[float]] = {name: [] for name in variants}

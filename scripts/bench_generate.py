@@ -50,6 +50,7 @@ from scripts import ffn_patterns as patterns
 from scripts.bench_model import MODEL, random_model, sharing_copy
 from scripts.shaped_firing import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
 from sparsellm.benchmarks.timing import Stopwatch, rate, wait_for
+from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation
 from sparsellm.evaluation.locate import locate
 from sparsellm.model import Decoder, huggingface
@@ -425,6 +426,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16,"
         f" {nonzeros / len(layers) / 256:.1f} nonzeros per token, {args.new} new tokens, copies {speed / 1e12:.2f} TB/s"
+        f"; engines are chosen by {chosen_by(model.config.hidden_size, model.config.intermediate_size)}"
     )
     print(HEADER)
     results, left_out = [], []

@@ -41,8 +41,10 @@ from scripts.shaped_firing import (
     shape_to_rates,
 )
 from sparsellm.benchmarks.timing import alternate, wait_for
+from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation, ModelConfig, from_overrides
 from sparsellm.model import huggingface
+from sparsellm.ops import backend
 
 MODEL = ModelConfig()  # 1.5B
 NON_GATED_NEURONS = 8448  # for as many parameters as a gated model has with patterns.N
@@ -216,6 +218,8 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
+    if backend.loaded():
+        print(f"engines are chosen by {chosen_by(config.hidden_size, config.intermediate_size)}")
     print(*summary(results), sep="\n")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

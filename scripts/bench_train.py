@@ -38,6 +38,7 @@ from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
 from sparsellm import data
 from sparsellm.benchmarks.timing import energy_mj
+from sparsellm.calibration import chosen_by
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed import Ranks, process_group, world_size_from_environment
@@ -63,6 +64,8 @@ def measure(
         if weights is not None:
             for name, parameter in trainer.optimizer.parameters.items():
                 sharding.write(parameter, weights[name])
+        if trainer.plans is not None:
+            trainer.plans.begin()
         trainer.micro_batch.choose()
         first = trainer.micro_batch.size
         with closing(trainer.data.batches(None)) as batches:
@@ -89,6 +92,7 @@ def measure(
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
         "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines(trainer), "settled": settled == engines(trainer),
+        "chosen_by": None if trainer.plans is None else chosen_by(*trainer.plans.layer),
         "micro_batches": (first, trainer.micro_batch.size), "gpu_bytes": gpu_bytes(ranks.device),
     }  # fmt: skip
     if sums.nnz is not None:
@@ -198,7 +202,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
             "states_ratio": last["states"] and last["states"] / states_between_steps(config),
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
-            **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines")},
+            **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines", "chosen_by")},
             "settled": all(r["settled"] for r in rounds),
         }  # fmt: skip
         for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
@@ -242,6 +246,7 @@ def show(found: list[dict]) -> None:
             notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"
             notes += f", {row['rest_calls']:,} calls without room in the last step" if row["rest_calls"] else ""
             print(f"engines of {row['variant']}, micro-batch {row['micro_batch']}{notes}: {' '.join(row['engines'])}")
+            print(f"  chosen by {row['chosen_by']}")
     for key, title in (("nonzeros", "nonzeros per token"), ("union", "union of 128 tokens")):
         values = next((row[key] for row in found if row.get(key)), None)
         if values is None:

@@ -96,6 +96,8 @@ def _steps(side: Side, config: BenchmarkConfig, ranks: Ranks) -> tuple[Sample, d
         trainer = Trainer(training_config(side, config, device), ranks, opened, folder)
         for name, parameter in trainer.optimizer.parameters.items():
             sharding.write(parameter, subject.weights[name])
+        if trainer.plans is not None:
+            trainer.plans.begin()
         with closing(opened.batches(None)) as batches:
             for _ in range(SETTLING_STEPS[device.type]):
                 trainer.advance(batches)

@@ -2,6 +2,7 @@
 
     keep(...)          write what was measured of a layer, beside what is there of others
     take(layers)       let the policy go by what is there of these layers
+    measuring()        one process of a machine at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
 A file is of one GPU model, one kind of kernels, their version and torch's, since each of these changes what calls cost.
@@ -9,14 +10,18 @@ A file is of one GPU model, one kind of kernels, their version and torch's, sinc
 
 import hashlib
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsellm import locks
-from sparsellm.console import warn
+from sparsellm.calibration.measure import METHOD
+from sparsellm.console import is_main_rank, warn
 from sparsellm.files import read_sealed, write_sealed
 from sparsellm.ops import backend, build, compiler
 from sparsellm.ops.costs import Costs
@@ -25,6 +30,9 @@ from sparsellm.ops.triton.tuning import Shape, Tuning
 
 SHIPPED = "H200"  # in the name of the GPU that the package's constants were measured on,
 SHIPPED_LAYER = (2048, 5632)  # K and N of the layer, on the CUDA kernels
+PATIENCE = 300  # seconds for another process to measure in; Triton compiles its kernels first
+
+_warn_once = lru_cache(warn)  # a file is read more than once
 
 
 class DamagedCalibration(RuntimeError):
@@ -45,22 +53,48 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
         locks.take(lock)
         values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
         values["layers"][_name(costs.width, costs.neurons)] = costs.as_json()
-        values["block_sizes"] = None if sizes is None else list(sizes)
+        if sizes is not None:
+            values["block_sizes"] = list(sizes)
         write_sealed(path, values)
     return path
+
+
+@contextmanager
+def measuring() -> Iterator[bool]:
+    """The right to measure for `file()`, which one process of a machine has at a time; the others wait.
+
+    Yields False, without the right, where another process has it for longer than PATIENCE. Where the cache cannot be
+    written there is nothing to wait for.
+    """
+    path, deadline = file(), time.monotonic() + PATIENCE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".measuring").open("w")
+    except OSError:
+        yield True
+        return
+    with lock:
+        yield locks.take(lock, _say_waiting, lambda: time.monotonic() >= deadline)
+
+
+def _say_waiting() -> None:
+    if is_main_rank():
+        warn("another process is measuring this GPU model; waiting for it")
 
 
 def take(layers: Iterable[tuple[int, int]]) -> None:
     """Let engines of layers with these (K, N) be chosen by what was measured of them on this GPU model, if it was.
 
-    A file that cannot be read is said, and not taken.
+    A layer for which this process has decided already stays with that. A file that cannot be read is said, and not
+    taken.
     """
     path = file()
     values = _read(path) if path.is_file() else None
     if values is None:
         return
-    found = {(k, n): values["layers"][_name(k, n)] for k, n in layers if _name(k, n) in values["layers"]}
-    backend.measured.update({layer: Costs.of_json(costs) for layer, costs in found.items()})
+    for width, neurons in layers:
+        if (width, neurons) not in backend.measured and _name(width, neurons) in values["layers"]:
+            backend.measured[width, neurons] = Costs.of_json(values["layers"][_name(width, neurons)])
     if values["block_sizes"] is not None:
         tuning.use(block_sizes(values["block_sizes"]))
 
@@ -77,6 +111,15 @@ def is_shipped(width: int, neurons: int) -> bool:
     return backend.loaded() == "cuda" and layer == SHIPPED_LAYER and SHIPPED in torch.cuda.get_device_name()
 
 
+def chosen_by(width: int, neurons: int) -> str:
+    """By what engines of such layers are chosen in this process, for people."""
+    if backend.measured.get((width, neurons)) is not None:
+        return "what was measured on this GPU model"
+    if is_shipped(width, neurons):
+        return "the package's constants, which are of this GPU and layer"
+    return f"an H200's constants; `sparsellm calibrate model={width}x{neurons}` measures this GPU"
+
+
 def _name(width: int, neurons: int) -> str:
     return f"{width}x{neurons}"
 
@@ -88,17 +131,17 @@ def _read(path: Path) -> dict[str, Any] | None:
         for costs in values["layers"].values():
             Costs.of_json(costs)
     except DamagedCalibration as error:
-        warn(str(error))
+        _warn_once(str(error))
         return None
     except (KeyError, TypeError, ValueError) as error:
-        warn(f"{path} is of another version ({error}): {remedy}")
+        _warn_once(f"{path} is of another version ({error}): {remedy}")
         return None
     return values
 
 
 def _version() -> str:
-    """12 hexadecimal digits of all that changes what calls cost, but the GPU."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    """12 hexadecimal digits of all that changes what calls cost, but the GPU, and of how they are measured."""
+    digest = hashlib.sha256(f"{torch.__version__} {METHOD}".encode())
     if backend.loaded() == "triton":
         import triton
 

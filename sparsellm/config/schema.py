@@ -232,6 +232,10 @@ class RuntimeConfig:
         Kernels.auto,
         "those of the GPU (not in deterministic, float32, SiLU runs); CUDA or Triton, or else refuse; or none",
     )
+    calibrate: bool = key(
+        True,
+        "measure what the kernels' engines cost on this GPU model, where nobody did; false: by an H200's constants",
+    )
     micro_batch_size: int | str = key(
         "auto", "sequences per forward pass and rank; auto: as many as fit the GPU (16 on a CPU), more once sparse"
     )

@@ -108,7 +108,7 @@ class LiveEvaluation:
         weights = {name: whole(weight) for name, weight in decoder.state_dict().items()}
         model = huggingface.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
         if takes_kernels(config, runtime.kernels, self.ranks.device.type):
-            accelerate(model, runtime.kernels.name)
+            accelerate(model, runtime.kernels.name, calibrate=False)  # the run has decided by what it chooses
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
         return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)

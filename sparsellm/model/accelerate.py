@@ -7,9 +7,10 @@ Both work on our Decoder and on Hugging Face models with blocks as sparsellm.mod
 Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
 
 Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
-(sparsellm.model.engine_choice), by what `sparsellm calibrate` has measured on this GPU, or else by the package's
-constants; `engine=` fixes it. Sparse engines compute calls in bfloat16 on a GPU without gradients (torch.no_grad,
-torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
+(sparsellm.model.engine_choice), by what the engines cost on this GPU model. Where nobody has measured that for layers
+of this shape, and the package's constants are of others, `accelerate` measures it, in some seconds, once
+(sparsellm.calibration). `engine=` fixes the engine. Sparse engines compute calls in bfloat16 on a GPU without gradients
+(torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
 `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
 
 Tokens that an attention mask hides, as padding is, fire no neurons (sparsellm.model.padding).
@@ -33,14 +34,16 @@ from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
-def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None) -> nn.Module:
+def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None, calibrate: bool = True) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place, and return `model`.
 
     kernels: "auto" takes the CUDA kernels on a Hopper GPU and those in Triton on another CUDA GPU; where they cannot
     run it says so once and leaves the model as it is. "cuda" and "triton" take these, or raise KernelsUnavailable.
     "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for every call,
-    instead of each block's own choice. Raises ValueError, having changed nothing, for a block that the operator does
-    not compute, and where this process computes on other kernels already.
+    instead of each block's own choice. calibrate: whether to measure what the engines cost, if the model is in bfloat16
+    on a GPU and nobody has measured its layers on this GPU model; without that, an H200's constants choose. Raises
+    ValueError, having changed nothing, for a block that the operator does not compute, and where this process computes
+    on other kernels already.
     """
     if kernels not in ("auto", "cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")
@@ -57,8 +60,11 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
     if backend.loaded() and engine is None and kernels != "torch":
-        shapes = {block.get_parameter("down_proj.weight").shape for block in originals}
-        calibration.take((width, neurons) for width, neurons in shapes)
+        weights = [block.get_parameter("down_proj.weight") for block in originals]
+        calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
+        computing = {(w.shape[0], w.shape[1]): w.device for w in weights if sparse_engines_take(w)}
+        if calibrate and computing:
+            calibration.measure_missing(computing, next(iter(computing.values())))
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
     spare_padding(model)
     return model

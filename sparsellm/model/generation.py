@@ -101,15 +101,16 @@ class Generator:
         tokenizer: Any = None,
         dtype: torch.dtype = torch.float32,
         kernels: str | None = "auto",
+        calibrate: bool = True,
     ) -> None:
-        """stop: ids of tokens that end a sequence. kernels: as of `accelerate`; None: not accelerated, as SiLU models
-        never are."""
+        """stop: ids of tokens that end a sequence. kernels, calibrate: as of `accelerate`; kernels=None: not
+        accelerated, as SiLU models never are."""
         self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
         self.decoder = decoder.requires_grad_(False).eval()
         for parameter in decoder.parameters():
             parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32)
         if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
-            accelerate(decoder, kernels)
+            accelerate(decoder, kernels, calibrate=calibrate)
         for block in decoder.modules():
             if isinstance(block, SparseFeedForward):
                 block.returns_statistics = False  # nobody looks at them

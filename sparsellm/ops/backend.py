@@ -6,8 +6,8 @@
     driver()        the module whose forward and backward run the kernels; None while none are loaded
     check(kernels)  raises KernelsUnavailable where load(kernels) would, as far as that shows beforehand
 
-    measured        by (K, N) of a layer: what its engines cost on this GPU, where that was measured; the policy goes by
-                    it, in place of the constants that the package has
+    measured        by (K, N) of a layer: what its engines cost on this GPU, by which the policy goes in place of the
+                    constants that the package has; None: by these, which was decided; not there: not decided yet
 
 One process computes on one kind of kernels: what is saved for backward, and the policy, are of that kind.
 """
@@ -22,7 +22,7 @@ from sparsellm.ops.costs import Costs
 from sparsellm.ops.plan import Engine, Plan
 
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
-measured: dict[tuple[int, int], Costs] = {}
+measured: dict[tuple[int, int], Costs | None] = {}
 _triton = False
 _said: set[str] = set()
 

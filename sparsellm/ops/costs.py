@@ -12,8 +12,18 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sparsellm.ops.dispatch import TILE_MARGIN, TILE_MAX_NONZEROS
+from sparsellm.ops.dispatch import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MIN_FUSED_TOKENS,
+    MIN_ORDERED_TOKENS,
+    TILE_MARGIN,
+    TILE_MAX_NONZEROS,
+)
 from sparsellm.ops.plan import Engine
+
+ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
+BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS  # from which on engines compute in another way
 
 
 class Cost(NamedTuple):
@@ -34,9 +44,10 @@ BySize = dict[int, dict[Engine, Cost]]  # tokens of a call -> the engines that w
 class Costs:
     """What a layer with `width` K and `neurons` N costs on `kernels`.
 
-    Between two numbers of tokens that were measured, costs are interpolated, and engines are those of both. Beyond the
-    largest one, `fixed` grows as it did before, and what a nonzero and a neuron of a union cost stays. Fewer tokens
-    than the smallest number are for dense.
+    A call costs what one of whole tiles does (`whole_tiles`). Between two numbers of tokens at which an engine was
+    measured, the seconds of calls that fire alike, per token, are interpolated. Beyond the largest number, `fixed`
+    grows as it did before, and what a nonzero and a neuron of a union cost stays. Fewer tokens than an engine's
+    smallest number are for dense.
     """
 
     kernels: str  # "cuda" or "triton"
@@ -80,28 +91,41 @@ class Costs:
         return cls(values["kernels"], int(values["width"]), int(values["neurons"]), forward, training)
 
 
+def whole_tiles(tokens: int) -> int:
+    """`tokens` rounded up to what dense products compute at once, but not across a border: 320 for 270."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    return min([-(-tokens // ROWS) * ROWS, *(border - 1 for border in BORDERS if tokens < border)])
+
+
 def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
-    """The costs of a call of so many tokens."""
-    measured = sorted(sizes)
-    if tokens in sizes:
-        return sizes[tokens]
-    at = bisect.bisect(measured, tokens)
-    if at == 0:
-        return {Engine.dense: sizes[measured[0]][Engine.dense]}
-    if len(measured) == 1:
-        return sizes[measured[0]]
-    low, high = measured[min(at, len(measured) - 1) - 1], measured[min(at, len(measured) - 1)]
-    share = (tokens - low) / (high - low)  # above 1 beyond the largest one
-    found = {}
-    for engine in sizes[low].keys() & sizes[high].keys():
-        before, after = sizes[low][engine], sizes[high][engine]
-        slopes = min(share, 1.0)
-        found[engine] = Cost(
-            before.fixed + share * (after.fixed - before.fixed),
-            before.per_nonzero + slopes * (after.per_nonzero - before.per_nonzero),
-            before.per_union + slopes * (after.per_union - before.per_union),
-        )
+    """The costs of a call of so many tokens, of the engines that were measured around there."""
+    smallest, largest = min(sizes), max(sizes)
+    if tokens < smallest:
+        return {Engine.dense: sizes[smallest][Engine.dense]}
+    found, whole = {}, whole_tiles(tokens)
+    for engine in Engine:
+        measured = sorted(size for size, by in sizes.items() if engine in by)
+        if measured and measured[0] <= tokens and (whole <= measured[-1] or measured[-1] == largest):
+            at = min(bisect.bisect_left(measured, whole), len(measured) - 1)
+            high = measured[at]
+            low = high if high == whole else measured[max(at - 1, 0)]
+            found[engine] = _between(whole, low, sizes[low][engine], high, sizes[high][engine])
     return found
+
+
+def _between(tokens: int, low: int, before: Cost, high: int, after: Cost) -> Cost:
+    """The cost for `tokens`, of those for `low` and `high`, or for both of the largest two numbers below."""
+    if low == high:
+        return after
+    share = (tokens - low) / (high - low)  # above 1 beyond the largest one
+    # Calls that fire alike count in proportion to their tokens: so does what all their nonzeros cost, in between.
+    first, last = ((1 - share) * low / tokens, share * high / tokens) if share < 1 else (0.0, 1.0)
+    return Cost(
+        before.fixed + share * (after.fixed - before.fixed),
+        first * before.per_nonzero + last * after.per_nonzero,
+        first * before.per_union + last * after.per_union,
+    )
 
 
 def _cheapest(sizes: BySize, tokens: int, nnz: float, union: float, current: Engine | None) -> Engine:

@@ -1,18 +1,22 @@
 """GPU time of several candidates, measured in alternation in one process with CUDA events.
 
 Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
-GPU, during which the host enqueues the whole round. So the GPU's work is measured, not the host's launches, as in a
-model whose host runs ahead. A candidate that takes other copies of its inputs in each round does not find them in L2.
+GPU, during which the host enqueues the whole round: of many short calls a longer one. So the GPU's work is measured,
+not the host's launches, as in a model whose host runs ahead. A candidate that takes other copies of its inputs in each
+round does not find them in L2.
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-SPIN_CYCLES = 6_000_000  # 3 ms at 2 GHz
+CYCLES = 2e9  # of a GPU per second, about
+SPIN_SECONDS = 3e-3, 20e-3  # at least and at most: a candidate that waits for the GPU takes the host whatever the spin
+SPIN_MARGIN = 1.25  # times what the host took to enqueue the calls of a round, one by one
 
 
 def alternating_ms(
@@ -24,11 +28,11 @@ def alternating_ms(
     whole budget is timed twice.
     """
     results: dict[str, float | Exception] = {}
-    estimates = {}
+    estimates, host = {}, {}
     for name, candidate in candidates.items():
         try:
             candidate(0)  # not timed: it may compile, or choose algorithms
-            estimates[name] = _events([partial(candidate, 1)])[0]
+            (estimates[name],), host[name] = _events([partial(candidate, 1)])
         except Exception as error:  # returned to the caller; the others go on
             results[name] = error
     rounds = {
@@ -38,18 +42,23 @@ def alternating_ms(
     times: dict[str, list[float]] = {name: [] for name in estimates}
     for i in range(max(rounds.values(), default=0)):
         now = [name for name in rounds if i < rounds[name]]
-        torch.cuda._sleep(SPIN_CYCLES)
-        for name, ms in zip(now, _events([partial(candidates[name], i) for name in now]), strict=True):
+        least_spin, most_spin = SPIN_SECONDS
+        spin = min(max(SPIN_MARGIN * sum(host[name] for name in now), least_spin), most_spin)
+        torch.cuda._sleep(int(spin * CYCLES))
+        for name, ms in zip(now, _events([partial(candidates[name], i) for name in now])[0], strict=True):
             times[name].append(ms)
     return results | {name: statistics.median(found) for name, found in times.items()}
 
 
-def _events(runs: list[Callable[[], object]]) -> list[float]:
-    """The milliseconds of each of several runs, which are enqueued one after the other without waiting."""
+def _events(runs: list[Callable[[], object]]) -> tuple[list[float], float]:
+    """(the milliseconds of each of several runs, which are enqueued one after the other without waiting, the seconds
+    that the host took to enqueue them)."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+    started = time.perf_counter()
     marks[0].record()
     for run, mark in zip(runs, marks[1:], strict=True):
         run()
         mark.record()
+    host = time.perf_counter() - started
     marks[-1].synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+    return [start.elapsed_time(end) for start, end in pairwise(marks)], host

@@ -122,7 +122,7 @@ class Trainer:
         torch.manual_seed(config.training.seed)
         self.decoder = sharding.decoder(config, ranks)
         if takes_kernels(config, runtime.kernels, device.type):
-            accelerate(self.decoder, runtime.kernels.name)
+            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` does, on rank 0
             self._agree_on_kernels()
             if backend.loaded():
                 self.plans = Plans(config, self.decoder, ranks)
@@ -394,6 +394,8 @@ class Trainer:
         if step is None:
             if self.config.init_from is not None:
                 initial.write_weights(self.decoder, self.config, self.ranks)
+            if self.plans is not None:
+                self.plans.begin()
             return
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]

@@ -5,8 +5,9 @@ host without blocking, and right before step s + DELAY it decides. The host then
 step s + 1 to do. So all ranks decide alike, always before the same steps, and a run that was stopped in between decides
 as if it had not been: `state` holds what is under way.
 
-Engines are chosen by what `sparsellm calibrate` measured on rank 0's GPU, or else by the package's constants. `state`
-has what the run began with, and a resume goes by it, whatever was measured since.
+Engines are chosen by what was measured on rank 0's GPU: by `sparsellm calibrate`, or as the run begins (`begin`). Where
+nothing was measured, the package's constants choose. `state` has what the run began with, and a resume goes by it,
+whatever was measured since.
 
 A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
 result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
@@ -52,11 +53,11 @@ class Plans:
     """The training plans of an accelerated decoder's layers: dense until something has been counted."""
 
     def __init__(self, config: Config, decoder: Decoder, ranks: Ranks) -> None:
-        """Collective."""
         training, model = config.training, config.model
+        self.ranks, self.calibrate, self.resumed = ranks, config.runtime.calibrate, False
         self.layer = model.hidden_size, model.intermediate_size  # K, N
         self.sequences, self.sequence_length = training.batch_size // ranks.world_size, training.sequence_length
-        self._choose_by(on_main(ranks, self._costs))
+        self._choose_by(None)
         given = config.runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
@@ -77,11 +78,21 @@ class Plans:
         """The names of the engines in effect, by layer."""
         return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
+    def begin(self) -> None:
+        """For a run that begins: choose by what was measured of rank 0's GPU, by rank 0 now if need be. Collective."""
+        self._choose_by(on_main(self.ranks, self._measured))
+
+    def _measured(self) -> dict[str, Any] | None:
+        if backend.loaded():
+            backend.measured.pop(self.layer, None)  # an earlier run of this process may have gone by other costs
+            calibration.take([self.layer])
+            if self.calibrate:
+                calibration.measure_missing([self.layer], self.ranks.device)
+        return self._costs()
+
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
         """costs: as JSON has them; None: the package's constants."""
-        backend.measured.pop(self.layer, None)
-        if costs is not None:
-            backend.measured[self.layer] = Costs.of_json(costs)
+        backend.measured[self.layer] = None if costs is None else Costs.of_json(costs)
 
     def _costs(self) -> dict[str, Any] | None:
         measured = backend.measured.get(self.layer)
@@ -89,12 +100,12 @@ class Plans:
 
     def policy(self) -> str | None:
         """By what engines are chosen, for people; None where the package's constants are of this GPU and layer."""
-        if self.layer in backend.measured:
-            return "chosen by what `sparsellm calibrate` measured on this GPU model"
-        if calibration.is_shipped(*self.layer):
+        measured = self._costs() is not None
+        if self.resumed:
+            return f"chosen by {'what was measured' if measured else 'the constants of an H200'}, as when the run began"
+        if not measured and calibration.is_shipped(*self.layer):
             return None
-        width, neurons = self.layer
-        return f"chosen by an H200's constants; `sparsellm calibrate model={width}x{neurons}` measures this GPU"
+        return f"chosen by {calibration.chosen_by(*self.layer)}"
 
     def resize(self, size: int) -> None:
         """Decide from here on for micro-batches of `size` sequences."""
@@ -130,7 +141,8 @@ class Plans:
         return {"plans": [tensor.tolist() for tensor in self.tensors], "counts": counts, "costs": self._costs()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results."""
+        """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results.
+        Collective."""
         for tensor, (engine, *_, room) in zip(
             self.tensors, state["plans"], strict=True
         ):  # older ones have three values
@@ -138,11 +150,15 @@ class Plans:
         costs = state.get("costs")  # older checkpoints have none, and went by the package's constants
         if costs is None or costs["kernels"] == backend.loaded():
             self._choose_by(costs)
-        elif is_main_rank():
-            warn(
-                f"the run chose engines by what was measured on {backend.NAMES[costs['kernels']]}, which do not compute"
-                f" here: from here on it chooses by {'what was measured here' if self._costs() else 'an H200'}"
-            )
+            self.resumed = costs is not None or not calibration.is_shipped(*self.layer)
+        else:
+            self.begin()
+            if is_main_rank():
+                here = "what was measured here" if self._costs() else "an H200's constants"
+                warn(
+                    f"the run chose engines by what was measured on {backend.NAMES[costs['kernels']]}, which do not"
+                    f" compute here: from here on it chooses by {here}"
+                )
         counts = state["counts"]
         if counts is not None:
             self.counts = Counts(counts["step"], torch.tensor(counts["values"], dtype=torch.float64), None)

@@ -4,63 +4,45 @@ No GPU: the times are those of an invented machine, whose engines follow laws th
 the engines of a real one take is for tests/gpu.
 """
 
-import random
-
 import pytest
 import torch
+from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
 
 from sparsellm import calibration
 from sparsellm.calibration import block_sizes, measure, report, store
 from sparsellm.calibration.layer import Call, Firing, Layer, frequencies
-from sparsellm.calibration.measure import SIZES, TRAINING_SIZES, Timed, calls_of, fit
+from sparsellm.calibration.measure import (
+    DENSE_SIZES,
+    DENSE_TRAINING_SIZES,
+    SIZES,
+    STEPS,
+    TRAINING_SIZES,
+    Timed,
+    calls_of,
+    fit,
+)
 from sparsellm.commands import calibrate
 from sparsellm.config import ConfigError
 from sparsellm.ops import Engine, backend, dispatch
-from sparsellm.ops.costs import Cost
+from sparsellm.ops.costs import Cost, whole_tiles
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import SMALL, Shape
 
-K, N = 2048, 5632
-CPU = torch.device("cpu")
 
-
-class Machine:
-    """Times by the H200's constants, `slower` times as long in the sparse engines, and up to 1.5% off."""
-
-    def __init__(self, slower: float = 1.0, memory: int = 1 << 20) -> None:
-        self.slower, self.memory, self.random, self.asked = slower, memory, random.Random(0), []
+class InWaves(Machine):
+    """Dense products of whole tiles, 128 tokens by 256 columns, on 132 multiprocessors at a time."""
 
     def seconds(self, call: Call) -> float:
-        tokens, engine = call.tokens, call.engine
-        nonzeros, union = counts(call)
-        if call.training:
-            taken = dispatch.training_estimates(tokens, K, N, nonzeros, union)[engine]
-        elif tokens >= dispatch.MANY_TOKENS:
-            taken = dispatch.estimates(tokens, K, N, nonzeros, union)[engine]
-        elif engine == Engine.row:
-            taken = 9e-6 + tokens * 6e-9 + 1.2e-9 * nonzeros
-        else:
-            taken = 18e-6 + tokens * 57e-9
-        return taken * (1 if engine == Engine.dense else self.slower)
-
-    def milliseconds(self, calls):
-        self.asked += calls
-        if any(call.tokens > self.memory for call in calls):
-            return [None] * len(calls)
-        return [1e3 * self.seconds(call) * self.random.uniform(0.985, 1.015) for call in calls]
-
-
-def counts(call: Call) -> tuple[float, float]:
-    """What such a call counts on average."""
-    rates = frequencies(N, call.firing)
-    union = float((1 - (1 - rates) ** min(128, call.tokens)).sum()) * -(-call.tokens // 128)
-    return call.tokens * float(rates.sum()), union
+        if call.engine == Engine.dense and call.tokens > dispatch.FEW_TOKENS:
+            tiles = -(-call.tokens // 128)
+            if call.tokens >= dispatch.MANY_TOKENS:
+                tiles = -(-tiles * N // 256 // 132) * 132 * 256 // N
+            call = call._replace(tokens=tiles * 128)
+        return super().seconds(call)
 
 
 def measured_on(machine: Machine, advance=lambda _: None):
-    layer = Layer(8, 8, 1, CPU, torch.float32)
-    layer.width, layer.neurons = K, N
-    return measure.measure("cuda", layer, machine.milliseconds, counts, advance)
+    return measure.measure("cuda", layer_of(K, N), machine.milliseconds, counts, advance)
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
@@ -127,13 +109,37 @@ def test_on_sizes_and_firing_that_were_not_timed_the_chosen_engine_is_near_the_f
     assert max(cells) <= 0.15
 
 
+def test_steps_in_what_dense_takes_are_known():
+    machine = InWaves()
+    costs, _ = measured_on(machine)
+    cells = [
+        behind(machine, costs, Call(tokens, Firing(share, 1.1), Engine.dense, training))
+        for training, sizes in ((False, range(65, 16_384, 111)), (True, range(2048, 16_384, 333)))
+        for tokens in sizes
+        for share in (0.003, 0.0065, 0.011, 0.02, 0.04)
+    ]
+    assert max(cells) <= 0.06
+
+
+def test_calls_that_take_longer_than_dense_bend_the_fit_little():
+    cases = [(100, 1.0), (200, 1.2), (300, 1.4), (1000, 9.0)]
+    timed = [Timed(Call(64, Firing(0.1), Engine.row, False), nonzeros, -1, ms) for nonzeros, ms in cases]
+
+    def error(cost):
+        return max(abs(cost.seconds(nonzeros, -1) / seconds - 1) for nonzeros, seconds in cases[:3])
+
+    assert error(fit(timed, dense=1.5)) < 0.1 < 0.2 < error(fit(timed))
+
+
 def test_every_size_is_timed_with_the_engines_that_may_compute_it():
     machine, steps = Machine(), []
     costs, times = measured_on(machine, steps.append)
-    assert len(steps) == len(SIZES) + len(TRAINING_SIZES)
+    assert len(steps) == STEPS
     assert [each.call for each in times] == machine.asked
-    assert set(costs.forward) == set(SIZES)
-    assert set(costs.training) == set(TRAINING_SIZES)
+    assert set(costs.forward) == {*SIZES, *DENSE_SIZES}
+    assert set(costs.training) == {*TRAINING_SIZES, *DENSE_TRAINING_SIZES}
+    assert all(whole_tiles(tokens) == tokens for tokens in (*costs.forward, *costs.training))
+    assert all(set(costs.forward[tokens]) == {Engine.dense} for tokens in DENSE_SIZES)
     for tokens in SIZES:
         expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= dispatch.MANY_TOKENS else set())
         assert set(costs.forward[tokens]) == expected
@@ -176,12 +182,7 @@ def test_a_choice_that_is_behind_is_counted_as_such():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A GPU with Triton kernels, as far as the store looks."""
-    monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200 (test)")
-    monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    monkeypatch.setattr(backend, "measured", {})
-    monkeypatch.setattr(tuning, "_measured", None)
+    a_gpu(monkeypatch, tmp_path)
     return tmp_path
 
 
@@ -274,7 +275,7 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     invented = Machine()
     monkeypatch.setattr(backend, "load", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(calibrate, "Layer", lambda k, n, *_: _sized(k, n))
+    monkeypatch.setattr(calibrate, "Layer", lambda k, n, *_: layer_of(k, n))
     monkeypatch.setattr(measure, "gpu_milliseconds", lambda _, calls: invented.milliseconds(calls))
     assert calibrate.main(["model=[1p5b,2048x5632]"], "sparsellm calibrate") == 0
     shown = capsys.readouterr().out
@@ -283,9 +284,3 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     assert f"kept in {store.file()}" in shown
     calibration.take([(K, N)])
     assert backend.measured[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile
-
-
-def _sized(width, neurons):
-    layer = Layer(8, 8, 1, CPU, torch.float32)
-    layer.width, layer.neurons, layer.counts = width, neurons, counts
-    return layer

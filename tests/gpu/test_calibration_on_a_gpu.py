@@ -1,4 +1,5 @@
-"""`sparsellm calibrate` here: its costs choose the fastest engine of what it timed, and the policy takes them."""
+"""Calibrations here: their costs choose the fastest engine of what was timed, the policy takes them, and a model of
+layers that nobody has measured has them measured, once."""
 
 import os
 import re
@@ -8,8 +9,11 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import sparsellm
 from sparsellm import calibration
+from sparsellm.calibration import first_use, store
 from sparsellm.ops import backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -34,5 +38,34 @@ def test_it_chooses_by_what_it_measured(loaded_kernels, kernels, seconds, tmp_pa
     if kernels == "cuda":
         monkeypatch.setattr(backend, "measured", {})
         monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path / "cache"))
-        calibration.take([(2048, 5632)])
+        store.take([(2048, 5632)])
         assert backend.measured[2048, 5632].kernels == "cuda"
+
+
+def test_a_model_of_a_shape_that_nobody_measured_has_it_measured_once(loaded_kernels, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibration, "take", store.take)
+    monkeypatch.setattr(calibration, "measure_missing", first_use.measure_missing)
+    monkeypatch.setattr(backend, "measured", {})
+    monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=8, vocab_size=64,
+        hidden_act="relu",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).cuda().bfloat16().eval()
+    torch.cuda.manual_seed(1)
+    random = torch.get_rng_state(), torch.cuda.get_rng_state()
+    held = torch.cuda.memory_allocated()
+    sparsellm.restore(sparsellm.accelerate(model, "cuda", calibrate=False))
+    assert backend.measured == {}
+    sparsellm.restore(sparsellm.accelerate(model, "cuda"))
+    assert torch.cuda.memory_allocated() <= held + (64 << 20)  # cuBLAS keeps its workspace
+    assert all(map(torch.equal, random, (torch.get_rng_state(), torch.cuda.get_rng_state())))
+    said = capsys.readouterr().err
+    print(said)
+    assert float(re.search(r"layers of 1024 x 4096: measured in ([\d.]+) s, kept in ", said)[1]) < 20
+    costs = backend.measured.pop((1024, 4096))
+    started = time.monotonic()
+    sparsellm.accelerate(model, "cuda")
+    assert time.monotonic() - started < 1
+    assert backend.measured[1024, 4096] == costs
+    assert capsys.readouterr().err == ""

@@ -11,6 +11,8 @@ import pytest
 import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
+from sparsellm import calibration
+from sparsellm.calibration import store
 from sparsellm.distributed import process_group
 from sparsellm.ops import Engine, Plan, backend, dispatch, saved_bytes
 from sparsellm.ops.costs import Cost, Costs
@@ -35,7 +37,11 @@ def fake(*overrides, layers=2):
 
 def plans_of(*overrides, layers=2):
     decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace()) for _ in range(layers)])
-    made = Plans(small_config(*LARGE, *overrides), decoder, SimpleNamespace(world_size=1, is_main=True))
+    made = Plans(
+        small_config(*LARGE, *overrides),
+        decoder,
+        SimpleNamespace(world_size=1, is_main=True, device=torch.device("cpu")),
+    )
     assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.tensors, strict=True))
     return made
 
@@ -140,28 +146,56 @@ def costs_of(kernels="cuda", dense=1.0):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What `sparsellm calibrate` measured of the layers on the CUDA kernels, which are loaded as far as that goes."""
+    """What the cache has of the layers on the CUDA kernels, which are loaded as far as that goes."""
+    kept = {(2048, 5632): costs_of(dense=1.5), (64, 128): costs_of()}
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    monkeypatch.setattr(backend, "measured", {(2048, 5632): costs_of(dense=1.5), (64, 128): costs_of()})
-    return backend.measured
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+    monkeypatch.setattr(backend, "measured", {})
+    monkeypatch.setattr(
+        calibration, "take", lambda layers: backend.measured.update({k: kept[k] for k in layers if k in kept})
+    )
+    monkeypatch.setattr(calibration, "measure_missing", lambda layers, _: None)
+    return kept
 
 
 def test_a_run_decides_by_what_was_measured(measured):
     with fake(layers=1) as plans:
-        assert "measured on this GPU model" in plans.policy()
+        plans.begin()
+        assert plans.policy() == "chosen by what was measured on this GPU model"
         plans.after(1, counted([300], [5632]))  # for which the package's constants say dense
         plans.before(3)
         assert plans.engines == ["tile"]
 
 
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_a_run_that_begins_measures_a_layer_that_was_not_unless_told_not_to(measured, monkeypatch, calibrate):
+    measured.clear()
+    asked = []
+
+    def measure(layers, device):
+        asked.append((layers, device.type))
+        backend.measured[2048, 5632] = costs_of(dense=1.5)
+
+    monkeypatch.setattr(calibration, "measure_missing", measure)
+    with fake(f"runtime.calibrate={str(calibrate).lower()}", layers=1) as plans:
+        assert asked == []
+        plans.begin()
+        assert asked == ([([(2048, 5632)], "cpu")] if calibrate else [])
+        assert (plans.state()["costs"] is not None) == calibrate
+        assert ("measured on this GPU model" in plans.policy()) == calibrate
+
+
 def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, monkeypatch):
     measured.clear()
     with fake(layers=1) as plans:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+        plans.begin()
         assert plans.policy() == (
             "chosen by an H200's constants; `sparsellm calibrate model=2048x5632` measures this GPU"
         )
+        plans.restore(plans.state())
+        assert plans.policy() == "chosen by the constants of an H200, as when the run began"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        plans.restore(plans.state())
         assert plans.policy() is None
 
 
@@ -170,14 +204,28 @@ def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
     with fake(layers=1) as plans:
         plans._choose_by(None if began_with is None else began_with.as_json())
         state = json.loads(json.dumps(plans.state()))
-        measured[2048, 5632] = costs_of(dense=0.5)
         resumed = plans_of(layers=1)
         resumed.restore(state)
-        assert measured.get((2048, 5632)) == began_with
+        assert backend.measured[2048, 5632] == began_with
+        assert "as when the run began" in resumed.policy()
         del state["costs"]  # as an older checkpoint
-        measured[2048, 5632] = costs_of(dense=0.5)
         resumed.restore(state)
-        assert (2048, 5632) not in measured
+        assert backend.measured[2048, 5632] is None
+
+
+def test_what_a_resume_goes_by_is_not_replaced_by_what_the_cache_has(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+    monkeypatch.setattr(backend, "loaded", lambda: "cuda")
+    monkeypatch.setattr(backend, "measured", {})
+    store.keep(costs_of(dense=3.0), None)
+    with fake(layers=1) as plans:
+        plans.restore(plans.state())
+        calibration.take([(2048, 5632)])  # as an evaluation of the run does
+        assert backend.measured[2048, 5632] is None
+        plans.calibrate = False
+        plans.begin()
+        assert backend.measured[2048, 5632] == costs_of(dense=3.0)
 
 
 def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
@@ -185,7 +233,7 @@ def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
         state = plans.state()
         state["costs"] = costs_of("triton").as_json()
         plans.restore(state)
-        assert measured[2048, 5632] == costs_of(dense=1.5)
+        assert backend.measured[2048, 5632] == costs_of(dense=1.5)
         assert "measured on the Triton kernels, which do not compute here" in capsys.readouterr().err
 
 

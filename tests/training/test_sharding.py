@@ -112,7 +112,8 @@ def train_every_way(rank, world_size, folder):
         # The dense engine of the operator, on the terms of the kernels: accelerated blocks, whose plans decide.
         patch.object(loop, "takes_kernels", lambda config, *_: config.runtime.compile),
         patch.multiple(build, load=lambda: None, loaded=lambda: True, available=lambda: (True, "")),
-        patch.object(calibration, "take", lambda _: None),  # there is no GPU to ask for its name
+        # There is no GPU to ask for its name.
+        patch.multiple(calibration, take=lambda _: None, measure_missing=lambda *_: None),
         # The graphs matter here, which torch's shards must not break, and this backend is quick.
         patch.object(torch, "compile", partial(torch.compile, backend="eager")),
     ):
