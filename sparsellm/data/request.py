@@ -5,7 +5,7 @@ import platform
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ class Request:
             found["the version of Python"] = platform.python_version()
         return found
 
+    @property
+    def tokenizer_key(self) -> str:
+        """Which key names the tokenizer: where data.tokenizer is that of init_from, the latter was typed."""
+        own = self.config.init_from is not None and self.config.data.tokenizer == self.config.init_from
+        return "init_from" if own else tokenizer.KEY
+
     def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
         """What `manifest`, which lies in `folder` or else in data.path, was made with that this does not ask for."""
         made, asked = manifest.recipe, self.recipe
@@ -95,7 +101,7 @@ class Request:
             name = f"the tokenizer trained on the text (data.tokenizer_vocab_size={data.tokenizer_vocab_size})"
             remedy = f"lower data.tokenizer_vocab_size to {rows}"
         else:
-            name = f"data.tokenizer {data.tokenizer!r}"
+            name = f"the tokenizer of {self.tokenizer_key}={data.tokenizer}"
             remedy = "use a smaller tokenizer"
             if data.source == Source.files and not data.streaming:
                 remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
@@ -111,10 +117,10 @@ class Request:
         if data.tokenizer is None:
             return found + self.vocabulary_mistakes(data.tokenizer_vocab_size)
         if tokenizer.is_missing(data.tokenizer):
-            found.append(f"data.tokenizer {data.tokenizer!r} does not exist: give a folder with tokenizer.json")
+            found.append(f"{self.tokenizer_key}={data.tokenizer} does not exist: give a folder with tokenizer.json")
         elif Path(data.tokenizer).expanduser().exists():
             try:
-                vocabulary = tokenizer.load(data.tokenizer)
+                vocabulary = tokenizer.load(data.tokenizer, self.tokenizer_key)
             except DataError as error:
                 return [*found, str(error)]
             found += self.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary))
@@ -126,13 +132,14 @@ class Request:
         if name is None or not Path(name).expanduser().exists():
             return []
         try:
-            vocabulary = tokenizer.load(name)
+            vocabulary = tokenizer.load(name, self.tokenizer_key)
         except DataError as error:
             return [str(error)]
-        if tokenizer.digest(vocabulary) == manifest.tokenizer_hash:
+        # Documents that an earlier version prepared begin with no token of their own.
+        if manifest.tokenizer_hash in map(tokenizer.digest, (vocabulary, replace(vocabulary, begin_of_text=None))):
             return []
         return [
-            f"data.tokenizer {name!r} has changed since {self.config.data.path} was prepared: bring it back, or choose"
+            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared: bring it back, or choose"
             " another data.path and prepare again"
         ]
 

@@ -60,17 +60,18 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
 
 def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
     """Raise DataError, on the main rank, if texts have other tokens in `data` than for `init_from` or the teacher; the
-    other ranks get MainRankFailed. If documents only end with another token, a line says so. `init_from` is not looked
+    other ranks get MainRankFailed. If documents only begin or end with another token, a line says so. `init_from` is not looked
     at where the run has a checkpoint. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:
-            own = tokenizer.load(checkpoint.model)
-        prepared, corpus, used = tokenizer.load(str(data.tokenizer_folder)), config.data, config.data.tokenizer
+            own = tokenizer.load(checkpoint.model, key)
+        prepared, corpus = tokenizer.load(str(data.tokenizer_folder), "data.path"), config.data
+        used = corpus.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
         if tokenizer.serialized(own) == tokenizer.serialized(prepared):
-            if own.end_of_text != prepared.end_of_text:  # as of a base model and its chat model
-                warn(f"documents of {where} end with {prepared.end_of_text}, those of {key}={name} {own.end_of_text}")
+            if (there := tokenizer.form(prepared)) != (here := tokenizer.form(own)):  # as of a base and its chat model
+                warn(f"documents of {where} are {there}, those of {key}={name} {here}")
             return
         # The embedded corpus trains its own tokenizer, whatever it is told.
         text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
@@ -96,7 +97,7 @@ def tokenizer_mistakes(config: Config) -> list[str]:
             continue
         try:
             with source(key, str(name)) as checkpoint:
-                own = tokenizer.load(checkpoint.model)
+                own = tokenizer.load(checkpoint.model, key)
             if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
                 found.append(
                     f"data.tokenizer={given} is another tokenizer than that of {key}={name}, to which its tokens mean"
