@@ -36,8 +36,8 @@ def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) ->
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
     """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
 
-    Every document ends with the tokenizer's eos_token, and begins with its bos_token where prompts do. A text of fewer than `length` tokens is one sequence.
-    Raises AnalysisError.
+    Every document ends with the tokenizer's eos_token, and begins with its bos_token where prompts do. A text of fewer
+    than `length` tokens is one sequence. Raises AnalysisError.
     """
     texts = documents(path)
     tokens: list[int] = []

@@ -26,10 +26,10 @@ class Data:
 
     tokenizer_folder: Path  # loads with AutoTokenizer
     end_of_text_id: int
-    begin_of_text_id: int | None  # None: documents begin with no such token
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | mix.MixedTokens | TokenStream
     named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of each source of data.mix
+    begin_of_text_id: int | None = None  # None: documents begin with no such token
 
     @property
     def training_tokens(self) -> int | None:
@@ -171,17 +171,16 @@ class _Opening:
 
     def streamed(self) -> Data:
         # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
-        files, folder, ends, validation = on_main(self.ranks, self._find)
+        files, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
         require_shared(f"data.path={self.config.data.folder}", tokenizer_files)
         require_shared("data.files", [path.stat().st_size if path.is_file() else None for path in local])
-        return Data(
-            folder, *ends, validation=validation, tokens=self._stream(files, folder)
-        )
+        tokens = self._stream(files, folder)
+        return Data(folder, end, validation, tokens, begin_of_text_id=begin)
 
     def _find(self) -> tuple[corpus.Files, Path, tuple[int, int | None], torch.Tensor]:
-        """On the main rank: the files, the tokenizer's folder, the tokens that end and begin a text, the held-out blocks."""
+        """On the main rank: the files, the tokenizer's folder, the ids that end and begin a text, held-out blocks."""
         data = self.config.data
         assert data.tokenizer is not None
         vocabulary = tokenizer.load(data.tokenizer, Request(self.config).tokenizer_key)

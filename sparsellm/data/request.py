@@ -139,8 +139,8 @@ class Request:
         if manifest.tokenizer_hash in map(tokenizer.digest, (vocabulary, replace(vocabulary, begin_of_text=None))):
             return []
         return [
-            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared: bring it back, or choose"
-            " another data.path and prepare again"
+            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared:"
+            " bring it back, or choose another data.path and prepare again"
         ]
 
     def command(self, typed: Sequence[str] = ()) -> str:

@@ -77,8 +77,8 @@ class TokenStream:
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
-        Raises DataError if `state` belongs to another number of ranks, another rank, other files or another beginning of
-        documents.
+        Raises DataError if `state` belongs to another number of ranks, another rank, other files, or documents that
+        begin otherwise.
         """
         identity = {
             "world_size": self.world_size, "rank": self.rank, "files": self._files_digest(),

@@ -87,9 +87,8 @@ def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) 
     path, token = _named("eos_token", map(find, _ROLES))
     if token is None:
         raise DataError(
-            f"the tokenizer of {given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} beside its {_FILE} names"
-            f' an eos_token, one of which ends every document: name a token of {_FILE} in {_CONFIG} ("eos_token":'
-            ' "TOKEN")'
+            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} beside its {_FILE} names an eos_token,"
+            f' one of which ends every document: name a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
         )
     if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
         raise DataError(

@@ -60,8 +60,8 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
 
 def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
     """Raise DataError, on the main rank, if texts have other tokens in `data` than for `init_from` or the teacher; the
-    other ranks get MainRankFailed. If documents only begin or end with another token, a line says so. `init_from` is not looked
-    at where the run has a checkpoint. Collective."""
+    other ranks get MainRankFailed. If documents only begin or end with another token, a line says so. `init_from` is
+    not looked at where the run has a checkpoint. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:

@@ -1,5 +1,5 @@
-"""Which tokens end and begin documents, wherever they go: <|endoftext|>, or what the files beside a tokenizer.json name as
-eos_token; and what tokenizer.json puts in front of a prompt."""
+"""Which tokens end and begin documents, wherever they go: <|endoftext|>, or what the files beside a tokenizer.json name
+as eos_token; and what tokenizer.json puts in front of a prompt."""
 
 import json
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_t
     )
     assert tokenizer.serialized(base) == tokenizer.serialized(chat)
     assert tokenizer.digest(base) != tokenizer.digest(chat)
-    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file, if nothing begins texts.
+    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file, if nothing begins it.
     own = Tokenizer.from_str(made["llama3"].to_str())
     own.post_processor = processors.ByteLevel(trim_offsets=False)
     own.add_special_tokens(["<|endoftext|>"])
@@ -192,7 +192,9 @@ def test_what_an_earlier_version_prepared_has_no_beginnings_is_told_apart_and_st
     source = str(small_tokenizers.write(made["llama3"], tmp_path / "source", "<|end_of_text|>"))
     config = make_config(parquet, tokenizer=source, path=str(tmp_path / "earlier"), max_tokens=2000)
     with monkeypatch.context() as earlier:
-        earlier.setattr(tokenizer, "load", lambda *given, load=tokenizer.load: replace(load(*given), begin_of_text=None))
+        earlier.setattr(
+            tokenizer, "load", lambda *given, load=tokenizer.load: replace(load(*given), begin_of_text=None)
+        )
         before = prepare(config)
         with process_group("cpu") as ranks:
             stream = open_data(replace(config, data=replace(config.data, streaming=True)), ranks)

@@ -167,7 +167,9 @@ def test_a_tokenizer_too_large_for_the_model_is_refused_before_anything_is_read(
     # One of the hub, as soon as it is here.
     large = tokenizer.load(str(tokenizer_folder))
     monkeypatch.setattr(tokenizer, "load", lambda *_: large)
-    assert "the tokenizer of data.tokenizer=owner/name has 400 ids" in refused([*arguments, "data.tokenizer=owner/name"])
+    assert "the tokenizer of data.tokenizer=owner/name has 400 ids" in refused(
+        [*arguments, "data.tokenizer=owner/name"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
 
 
