@@ -68,9 +68,13 @@ class Request:
         ]
         if not differences:
             return []
+        back = "set that back"
+        if self.tokenizer_key != tokenizer.KEY and made.get(tokenizer.KEY) != asked.get(tokenizer.KEY):
+            # That of init_from may be the same under another name, as where it is a run on these very tokens.
+            back += f" ({_override(tokenizer.KEY, made.get(tokenizer.KEY))} takes them, if they are of its tokenizer)"
         return [
             f"{folder or self.config.data.path} was prepared from something else ({'; '.join(differences)}):"
-            " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
+            f" {back}, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
             " delete the folder"
         ]
 
@@ -105,6 +109,12 @@ class Request:
             remedy = "use a smaller tokenizer"
             if data.source == Source.files and not data.streaming:
                 remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
+        if self.config.init_from is not None:
+            return [
+                f"{name} has {vocab_size:,} ids and the model of init_from={self.config.init_from} {rows:,}: the two"
+                " must be of one model, whose tokenizer your own texts get by themselves (data=files"
+                " data.files=[PATTERN,...])"
+            ]
         return [
             f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
             f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
@@ -129,7 +139,7 @@ class Request:
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
         """Whether a local tokenizer is not the one that the tokens were made with."""
         name = self.config.data.tokenizer
-        if name is None or not Path(name).expanduser().exists():
+        if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []
         try:
             vocabulary = tokenizer.load(name, self.tokenizer_key)

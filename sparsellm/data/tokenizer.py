@@ -38,29 +38,39 @@ class Vocabulary:
 def load(name: str, key: str = KEY) -> Vocabulary:
     """The tokenizer of a local folder, of the tokenizer.json in it, of a run or its checkpoint, or of a hub repository.
     `key`: whose value `name` is, for messages. Raises DataError."""
-    path = Path(name).expanduser()
+    path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
     try:
         if here:
             file = _file_in(path) if path.is_dir() else path
+            if not file.is_file():
+                raise DataError(
+                    f"{given} is not there, for the folder has no {_FILE}: copy that file into it, or have transformers"
+                    " write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+                )
             tokenizer = Tokenizer.from_file(str(file))
-            vocabulary = _vocabulary(tokenizer, f"{key}={name}", file.parent.joinpath)
+            vocabulary = _vocabulary(tokenizer, given, file.parent.joinpath)
         else:
             with hub.offline(not hub.answers(f"{key}={name}")):
                 tokenizer = Tokenizer.from_pretrained(name)
-                vocabulary = _vocabulary(tokenizer, f"{key}={name}", partial(_on_the_hub, key, name))
+                vocabulary = _vocabulary(tokenizer, given, partial(_on_the_hub, name, given))
     except DataError:
         raise
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
         raise DataError(
-            f"{key}={name} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
+            f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
         ) from error
     # Settings of other uses, which would cut or pad documents without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return vocabulary
+
+
+def _given(key: str, name: str) -> str:
+    """How messages call the tokenizer that `name`, the value of `key`, means."""
+    return f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"
 
 
 def _file_in(folder: Path) -> Path:
@@ -70,8 +80,8 @@ def _file_in(folder: Path) -> Path:
 
 
 def _vocabulary(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) -> Vocabulary:
-    """`tokenizer`, and what stands around its documents. `given`: KEY=NAME; `find` gives the paths of the files beside
-    tokenizer.json. Raises DataError."""
+    """`tokenizer`, and what stands around its documents. `given`: its name in messages. `find` gives the paths of the
+    files beside tokenizer.json. Raises DataError."""
     end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
     encoding = tokenizer.encode("a")
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
@@ -108,7 +118,7 @@ def _named(role: str, files: Iterable[Path]) -> tuple[Path | None, Any]:
     return None, None
 
 
-def _on_the_hub(key: str, name: str, file: str) -> Path:
+def _on_the_hub(name: str, given: str, file: str) -> Path:
     """The hub's copy on this machine of a file of a repository; a path with nothing there if it has no such file.
     Raises DataError if the hub cannot be asked."""
     from huggingface_hub import hf_hub_download
@@ -120,7 +130,7 @@ def _on_the_hub(key: str, name: str, file: str) -> Path:
         return Path(name, file)
     except LocalEntryNotFoundError as error:
         raise DataError(
-            f"{key}={name}: its {file}, which names the tokens that begin and end a text, is not among the hub's copies"
+            f"{given}: its {file}, which names the tokens that begin and end a text, is not among the hub's copies"
             f" on this machine: connect it once, or give a folder with {_FILE} and {_CONFIG}"
         ) from error
 

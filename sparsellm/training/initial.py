@@ -183,7 +183,7 @@ def source(key: str, name: str) -> Iterator[Checkpoint]:
     try:
         with hub.offline(checkpoint.folder is not None or not hub.answers(f"{key}={name}")):
             yield checkpoint
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except (ValueError, OSError) as error:  # a damaged or foreign model; a hub that does not answer
         raise refusal(unreadable(checkpoint, error)) from error

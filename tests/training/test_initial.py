@@ -126,6 +126,28 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert "model.qk_norm" not in said
     assert "model.num_layers is 24, and init_from=source has 2" in refusal(source, "model=qwen2p5_0p5b")
     assert "init_from=./sources does not exist: did you mean source?" in refusal("init_from=./sources")
+
+    # What is wrong with its tokenizer is said of the key that was typed.
+    for damage, expected in (
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "the tokenizer of init_from=mine cannot be loaded"),
+        (lambda path: (path / "tokenizer.json").unlink(), "the tokenizer of init_from=mine is not there"),
+    ):
+        shutil.copytree("source", "mine")
+        damage(tmp_path / "mine")
+        for typed, command in (([], prepare_data), ([], train), ([f"data.tokenizer={folder / 'other'}"], prepare_data)):
+            said = refusal("init_from=mine", *typed, command=command)
+            assert expected in said
+            assert said.count("init_from=mine") == 1
+        shutil.rmtree("mine")
+    small = ["experiment=smoke", "data=stdlib_docs", "data.files=[]", "data.tokenizer=null"]
+    said = refusal(source, *small)
+    assert "has 4,096 ids and the model of init_from=source 320: the two must be of one model" in said
+    shutil.copytree("source", "copy")
+    assert run(prepare_data, source, "data.path=named") == 0
+    said = refusal("init_from=copy", "data.path=named")
+    assert "data.tokenizer was 'source' and is 'copy' now): set that back (data.tokenizer=source takes them" in said
+    assert "has changed since" not in said
+    assert run(train, "init_from=copy", "data.path=named", "data.tokenizer=source", "run.root=elsewhere") == 0
     assert "training.sequence_length 65 is longer than model.context_length 64" in refusal(
         source, "training.sequence_length=65"
     )
@@ -235,6 +257,8 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
         assert run(train, "init_from=source", "run.name=r") == 2
         assert said in capsys.readouterr().err
         assert not (tmp_path / "runs").exists()
+        assert run(train, "init_from=source", "run.name=r", "evaluation.every=1", "evaluation.data_dir=none") == 2
+        assert (said in capsys.readouterr().err) == (content is not nan)  # with what else is known without reading it
     assert run(train, "init_from=source", "run.name=r", "data.seed=1") == 2  # nothing says that it was begun otherwise
     assert capsys.readouterr().err.count("not finite") == 1
     # Begun, and not saved: it starts from the source, and from no other one.
