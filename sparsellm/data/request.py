@@ -5,7 +5,7 @@ import platform
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,9 @@ class Request:
         ]
         if not differences:
             return []
-        back = "set that back"
-        if self.tokenizer_key != tokenizer.KEY and made.get(tokenizer.KEY) != asked.get(tokenizer.KEY):
-            # That of init_from may be the same under another name, as where it is a run on these very tokens.
-            back += f" ({_override(tokenizer.KEY, made.get(tokenizer.KEY))} takes them, if they are of its tokenizer)"
         return [
             f"{folder or self.config.data.path} was prepared from something else ({'; '.join(differences)}):"
-            f" {back}, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
+            " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
             " delete the folder"
         ]
 
@@ -145,8 +141,7 @@ class Request:
             vocabulary = tokenizer.load(name, self.tokenizer_key)
         except DataError as error:
             return [str(error)]
-        # Documents that an earlier version prepared begin with no token of their own.
-        if manifest.tokenizer_hash in map(tokenizer.digest, (vocabulary, replace(vocabulary, begin_of_text=None))):
+        if manifest.tokenizer_hash in tokenizer.digests(vocabulary):
             return []
         return [
             f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared:"

@@ -8,7 +8,7 @@ loses how SmolLM2 splits digits. From the files beside it come only the names of
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -182,6 +182,11 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
     own = b"" if vocabulary.end_of_text == END_OF_TEXT else f"\n{vocabulary.end_of_text}".encode()
     begin = b"" if vocabulary.begin_of_text is None else f"\nbegins with {vocabulary.begin_of_text}".encode()
     return hashlib.sha256(content + own + begin).hexdigest()
+
+
+def digests(vocabulary: Vocabulary) -> set[str]:
+    """The `digest`, and that of tokens that an earlier version prepared, whose documents have no beginning."""
+    return {digest(vocabulary), digest(replace(vocabulary, begin_of_text=None))}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:

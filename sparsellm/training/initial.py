@@ -6,7 +6,7 @@ the source any more.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm import hub
-from sparsellm.config import Activation, Config, ConfigError, ModelConfig, Source, to_dict, typed_values
+from sparsellm.config import Activation, Config, ConfigError, DataConfig, ModelConfig, Source, to_dict, typed_values
 from sparsellm.config.values import flat
 from sparsellm.console import warn
-from sparsellm.data import Data, DataError, tokenizer
+from sparsellm.data import Data, DataError, manifest, tokenizer
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
 from sparsellm.model import Decoder, huggingface, pretrained
@@ -25,7 +25,8 @@ from sparsellm.training import run_folder, sharding
 
 
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that.
+    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that; and
+    to its data the name under which that model's tokenizer has prepared them.
 
     `typed`: the overrides that `config` was composed from; the keys of the model among them must agree.
     """
@@ -35,9 +36,13 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
         begun = run_folder.begun_as(config)
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
+            if _names_the_tokenizer(config, typed):
+                _call_the_tokenizer(config.data, begun.data.tokenizer, begun.data.tokenizer_vocab_size)
         else:
             with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = huggingface.architecture(checkpoint.model)
+                if _names_the_tokenizer(config, typed):
+                    _find_its_tokens(config.data, checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
                     f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU,"
@@ -46,6 +51,25 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     except ConfigError as error:
         return error.mistakes
     return _disagreements(config.init_from, config.model, list(typed))
+
+
+def _names_the_tokenizer(config: Config, typed: Sequence[str]) -> bool:
+    """Whether init_from says what data.tokenizer is, which is not typed."""
+    return config.data.tokenizer == config.init_from and tokenizer.KEY not in typed_values(list(typed))
+
+
+def _find_its_tokens(data: DataConfig, model: str) -> None:
+    """Where data.path holds tokens of the tokenizer of `model` under another name, as of the run that trained the model
+    on them, let `data` call it by that name."""
+    with suppress(DataError):  # said by those who open the data
+        ready = None if data.streaming else manifest.read(data.folder)
+        if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
+            size = ready.recipe.get("data.tokenizer_vocab_size", data.tokenizer_vocab_size)
+            _call_the_tokenizer(data, ready.recipe.get(tokenizer.KEY), size)
+
+
+def _call_the_tokenizer(data: DataConfig, name: str | None, size: int) -> None:
+    data.tokenizer, data.tokenizer_vocab_size = name, size
 
 
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:

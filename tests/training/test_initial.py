@@ -112,6 +112,23 @@ def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_pa
     assert run(train, *again) == 0  # the resume does not look at the source
 
 
+def test_a_run_gone_on_with_from_its_checkpoint_takes_the_tokens_that_it_was_trained_on(run, tmp_path, capsys):
+    own = ["data.tokenizer_vocab_size=320", "model.vocab_size=320"]
+    assert run(prepare_data, *own) == run(train, *own, "sparsity=dense_silu", "run.name=dense") == 0
+    before = (tmp_path / "tokens/manifest.json").read_bytes()
+    sparse = ["init_from=runs/dense", "run.name=sparse", "sparsity.relu_tokens=64"]
+    assert run(prepare_data, *sparse) == run(train, *sparse) == 0
+    assert (tmp_path / "tokens/manifest.json").read_bytes() == before
+    data = load_config(tmp_path / "runs/sparse/config.yaml").data
+    assert (data.tokenizer, data.tokenizer_vocab_size) == (None, 320)
+    shutil.rmtree(tmp_path / "runs/sparse/checkpoints/step_00000004")
+    shutil.rmtree(tmp_path / "runs/dense")
+    assert run(train, *sparse) == 0  # the resume does not look at the source
+    capsys.readouterr()
+    assert run(train, *sparse, "data.tokenizer=runs/dense", "run.name=typed") == 2
+    assert "init_from=runs/dense" in capsys.readouterr().err
+
+
 def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp_path, capsys):
     def refusal(*overrides, command=train, code=2):
         capsys.readouterr()
@@ -144,10 +161,11 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert "has 4,096 ids and the model of init_from=source 320: the two must be of one model" in said
     shutil.copytree("source", "copy")
     assert run(prepare_data, source, "data.path=named") == 0
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "other" / file, "copy")
     said = refusal("init_from=copy", "data.path=named")
-    assert "data.tokenizer was 'source' and is 'copy' now): set that back (data.tokenizer=source takes them" in said
+    assert "data.tokenizer was 'source' and is 'copy' now): set that back" in said
     assert "has changed since" not in said
-    assert run(train, "init_from=copy", "data.path=named", "data.tokenizer=source", "run.root=elsewhere") == 0
     assert "training.sequence_length 65 is longer than model.context_length 64" in refusal(
         source, "training.sequence_length=65"
     )
