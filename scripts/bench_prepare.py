@@ -2,8 +2,9 @@
 
     python -m scripts.bench_prepare [--cores 1,2,4,8,16] [--tokenizer FOLDER] [--characters 400e6]
 
-The documents are those of the embedded corpus, again and again, in parquet files on the disk of --folder; --tokenizer
-is one folder or hub name, without which one of 4,096 ids is trained on them. For each number n of cores two rows:
+The documents are made of those of the embedded corpus, joined until each has as many characters as FineWeb-Edu's have
+on average, and again and again, in parquet files on the disk of --folder; --tokenizer is one folder or hub name,
+without which one of 4,096 ids is trained on them. For each number n of cores two rows:
 
     tokenizers    n processes of one thread each, which hold their documents in memory and drop the tokens
     prepare_data  sparsellm.data.prepare on n cores: it reads, tokenizes, hashes, writes and syncs
@@ -33,12 +34,15 @@ from sparsellm.data import corpus, prepare, tokenizer
 
 SPAWN: BaseContext = multiprocessing.get_context("spawn")  # forked, a process would have no threads of its tokenizer
 FILE_CHARACTERS = 50_000_000
+DOCUMENT_CHARACTERS = 4_800  # some 1,000 tokens, as the mean document of FineWeb-Edu has
 TARGETS = (10e9, 40e9)  # tokens
 
 
 def write_documents(texts: list[str], characters: int, folder: Path) -> None:
-    """Parquet files of the documents, again and again, until there are so many characters."""
+    """Parquet files of documents made of `texts`, again and again, until there are so many characters."""
     folder.mkdir()
+    joined = "\n\n".join(texts)
+    texts = [joined[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(joined), DOCUMENT_CHARACTERS)]
     rows: list[str] = []
     count = total = 0
     while total < characters:

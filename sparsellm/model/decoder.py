@@ -68,8 +68,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.positioned(q, k, cos, sin)
+        q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.positioned(q, k, cos[:, None], sin[:, None])
+        # Transposed last: attention's output has the layout of q, and o_proj would keep a copy of any other for itself.
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         return self.o_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def positioned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

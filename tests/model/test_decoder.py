@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm.config import Activation, ModelConfig, parameters
 from sparsellm.model import Decoder, huggingface
+from sparsellm.model import decoder as module
 
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=4, context_length=32, rope_theta=5e3
@@ -117,6 +118,19 @@ def test_recomputation_changes_no_gradient():
         (out.ce + 1e-2 * out.l1.sum()).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("architecture", [{}, {"qk_norm": True, "num_key_value_heads": 2, "head_dim": 16}])
+def test_what_attention_returns_is_what_its_output_projection_keeps(architecture, monkeypatch):
+    """Another layout of the heads would be copied: a plane more of every layer, kept until its backward."""
+    model, returned, taken = decoder(**architecture), [], []
+    attend = module.causal_attention
+    monkeypatch.setattr(module, "causal_attention", lambda *qkv: returned.append(attend(*qkv)) or returned[-1])
+    for layer in model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    model(*batch(model.config))
+    assert [x.data_ptr() for x in taken] == [y.data_ptr() for y in returned]
+    assert len(taken) == 3
 
 
 def test_silu_has_no_statistics():
