@@ -51,6 +51,7 @@ class RandomTokens:
     """What sparsellm.data.Data offers the trainer: sample n is drawn from a generator seeded with n."""
 
     end_of_text_id = 0
+    begin_of_text_id = None
     training_tokens = None
 
     def __init__(self, config: Config, rank: int, world_size: int, folder: Path) -> None:

@@ -5,13 +5,13 @@ import json
 
 import pytest
 import small_tokenizers
-from attack.small_export import cut, damaged, write_export
+from attack.small_export import cut, damaged, keys, write_export
 from transformers import PreTrainedTokenizerFast
 
-from sparsellm.commands import generate
+from sparsellm.commands import generate, import_model
 from sparsellm.commands.generate import main
 from sparsellm.config import GenerateConfig, from_overrides
-from sparsellm.model.generation import Generator
+from sparsellm.model.generation import Generator, Sampling
 
 PROGRAM = "sparsellm generate"
 SETTINGS = ["device=cpu", "tokens=20", "kernels=torch"]
@@ -59,6 +59,24 @@ def test_a_text_of_tokens_that_are_bytes_and_leave_out_its_first_space_is_writte
     monkeypatch.setattr(generate, "_load", lambda *_: Told())
     assert written(capsys, f"checkpoint={checkpoint}", "prompt=why").out == "why w\n日 y\n"
     assert Told().text(["why"], 9) == [" w\n日 y"]
+
+
+def test_a_text_ends_at_each_end_that_the_folder_names_and_an_import_keeps_them(checkpoint, tmp_path, capsys):
+    told = Generator.load(checkpoint, "cpu")
+    prompt = told.tokenizer("why water").input_ids
+    tokens = [token for (token,) in told.stream([prompt], 20, Sampling(2.0), 3)]
+    first, second = list(dict.fromkeys(tokens))[1:3]
+    changed = damaged(checkpoint, tmp_path / "hf", keys("config.json", eos_token_id=[0, second]))
+    (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": [first, 270]}))
+    assert import_model.main([f"checkpoint={changed}", f"output_dir={tmp_path}/stock"], "sparsellm import_model") == 0
+    expected = told.continuation(prompt, tokens[: min(map(tokens.index, (first, second)))])
+    for folder in (changed, tmp_path / "stock"):
+        generator = Generator.load(folder, "cpu")
+        assert generator.stop == {0, first, second, 270}
+        assert generator.text(["why water"], 20, Sampling(2.0), 3) == [expected]
+    keys("generation_config.json", eos_token_id=["</s>"])(changed)
+    assert main([f"checkpoint={changed}", "prompt=why", *SETTINGS], PROGRAM) == 1
+    assert "eos_token_id has '</s>': it should be a token's id, or a list of some" in capsys.readouterr().err
 
 
 def test_a_prompt_is_taken_as_it_was_typed():

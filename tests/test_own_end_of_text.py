@@ -1,4 +1,4 @@
-"""A model whose tokenizer ends a text with </s> and begins a prompt with <s>, as Llama 2's: from its folder through
+"""A model whose tokenizer ends a text with </s> and begins it with <s>, as Llama 2's: from its folder through
 preparation, training, evaluation and generation, and what is said of data that end otherwise."""
 
 import json
@@ -52,21 +52,22 @@ def test_a_model_that_ends_with_its_own_token_is_prepared_trained_scored_and_gen
 ):
     run(prepare_data, "init_from=./source", "data.path=tokens")
     said = capsys.readouterr().out
-    assert "data.tokenizer=./source: every document ends with </s> (id 2), its eos_token." in said
+    assert "init_from=./source: every document becomes <s> TEXT </s>." in said
     vocabulary = tokenizer.load("source")
     kept = [text for text in documents if not corpus.is_held_out(text, 0.2)]
     expected = [i for ids in tokenizer.encode(vocabulary, kept) for i in ids]
     tokens = np.fromfile("tokens/train.tokens", "<u2").tolist()
     assert tokens == expected[: len(tokens)]
-    assert tokens.count(2) == read(tmp_path / "tokens").train.documents
-    assert 1 not in tokens
+    assert tokens.count(1) == tokens.count(2) == read(tmp_path / "tokens").train.documents
+    assert tokens[0] == 1
 
     tasks = ["evaluation.every=4", "evaluation.tasks=[piqa]", f"evaluation.data_dir={rows}"]
     run(train, "init_from=./source", "data.path=tokens", "run.name=own", *tasks)
     said = capsys.readouterr()
     assert "documents of" not in said.err
     hf = tmp_path / "runs/own/checkpoints/step_00000004/hf"
-    assert json.loads((hf / "config.json").read_text())["eos_token_id"] == 2
+    config = json.loads((hf / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     assert tokenizer.digest(tokenizer.load(str(hf))) == read(tmp_path / "tokens").tokenizer_hash
     auto, theirs = AutoTokenizer.from_pretrained(hf), AutoModelForCausalLM.from_pretrained(hf)
     assert (auto.eos_token, theirs.generation_config.eos_token_id) == ("</s>", 2)
@@ -81,7 +82,7 @@ def test_a_model_that_ends_with_its_own_token_is_prepared_trained_scored_and_gen
     assert results["validation"]["loss"] == pytest.approx(last["val_ce"], rel=1e-5)
     assert results["tasks"]["piqa"]["score"] == last["evaluation"]["piqa"]
 
-    # A prompt begins with <s>, as the tokenizer says; a text stops at </s>, and keeps the space that it begins with.
+    # A prompt begins with <s>, as the documents do; a text stops at </s>, and keeps the space that it begins with.
     generator = sparsellm.Generator.load(hf, "cpu")
     assert generator.stop == {2}
     prompt = auto("why").input_ids
@@ -104,10 +105,10 @@ def test_data_of_the_same_tokens_that_end_otherwise_are_trained_on_with_a_word(d
     small_tokenizers.write(small_tokenizers.llama2(documents), tmp_path / "base", "<s>")
     given = ["init_from=./source", "data.tokenizer=./base", "data.path=tokens"]
     run(prepare_data, *given)
-    assert "every document ends with <s> (id 1)" in capsys.readouterr().out
+    assert "data.tokenizer=./base: every document becomes TEXT <s>." in capsys.readouterr().out
     run(train, *given, "run.name=other", "distill.teacher=./base", "training.steps=2")
     said = [line for line in capsys.readouterr().err.splitlines() if "documents of" in line]
-    assert said == ["sparsellm: documents of data.path=tokens end with <s>, those of init_from=./source </s>"]
+    assert said == ["sparsellm: documents of data.path=tokens are TEXT <s>, those of init_from=./source <s> TEXT </s>"]
     hf = tmp_path / "runs/other/checkpoints/step_00000002/hf"
     assert json.loads((hf / "config.json").read_text())["eos_token_id"] == 1
     assert AutoTokenizer.from_pretrained(hf).eos_token == "<s>"

@@ -36,16 +36,17 @@ def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) ->
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
     """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
 
-    Every document ends with the tokenizer's end-of-text token. A text of fewer than `length` tokens is one sequence.
-    Raises AnalysisError.
+    Every document ends with the tokenizer's eos_token, and begins with its bos_token where prompts do. A text of fewer
+    than `length` tokens is one sequence. Raises AnalysisError.
     """
     texts = documents(path)
     tokens: list[int] = []
+    begin = [token for token in tokenizer("a").input_ids[:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while len(tokens) < sequences * length and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
         # A special token that is spelled out in a text is text, as in training.
         encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        tokens += [token for ids in encoded["input_ids"] for token in ids + end]
+        tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
     if not tokens:
         raise AnalysisError(f"text={path} holds no text")
     length = min(length, len(tokens))

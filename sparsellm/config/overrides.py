@@ -154,7 +154,8 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         elif option is str and isinstance(value, str | int | float | bool):
-            return value if isinstance(value, str) else raw
+            if value != "" or type(None) not in options:  # an empty path would be the working directory
+                return value if isinstance(value, str) else raw
         elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
             if option == list[str] and all(isinstance(item, str | int | float) for item in items):

@@ -1,8 +1,8 @@
 """What is in a folder of prepared tokens, and whether it is whole.
 
     tokenizer/              loads with AutoTokenizer
-    train.tokens            one stream of token ids, each document ended by the end-of-text token;
-                            little-endian uint16, or uint32 for a vocabulary above 65,536
+    train.tokens            one stream of token ids, each document between the tokens that begin and end
+                            a text, or only ended by one; little-endian uint16, or uint32 for a vocabulary above 65,536
     train.documents         where each document starts in it; little-endian int64
     validation.tokens, validation.documents
     manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete
@@ -57,6 +57,7 @@ class Manifest:
     vocab_size: int
     end_of_text_id: int
     sequence_length: int  # that was asked for when preparation began; decides whether the stream is cut, and where
+    begin_of_text_id: int | None = None  # None: documents begin with no such token
     licence: str | None = None  # as the card of the hub data set names it
     licences: dict[str, int] = field(default_factory=dict)  # documents by the value of their licence column
     train: Split = field(default_factory=Split)
@@ -254,13 +255,14 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     """Whether `manifest` says another thing of the tokenizer than the files in tokenizer/ do."""
     file = folder / "tokenizer" / "tokenizer.json"
-    vocabulary = tokenizer.load(str(file))
+    vocabulary = tokenizer.load(str(file), "data.path")
     return [
         f"{folder}/manifest.json says {key} {getattr(manifest, key)} and {file} says {there}: {_again(folder)}"
         for key, there in (
             ("tokenizer_hash", tokenizer.digest(vocabulary, file.read_bytes())),
             ("vocab_size", tokenizer.vocabulary_size(vocabulary)),
             ("end_of_text_id", tokenizer.end_of_text_id(vocabulary)),
+            ("begin_of_text_id", tokenizer.begin_of_text_id(vocabulary)),
         )
         if getattr(manifest, key) != there
     ]

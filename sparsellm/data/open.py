@@ -29,6 +29,7 @@ class Data:
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | mix.MixedTokens | TokenStream
     named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of each source of data.mix
+    begin_of_text_id: int | None = None  # None: documents begin with no such token
 
     @property
     def training_tokens(self) -> int | None:
@@ -134,6 +135,7 @@ class _Opening:
         return Data(
             tokenizer_folder=folder / "tokenizer",
             end_of_text_id=ready.end_of_text_id,
+            begin_of_text_id=ready.begin_of_text_id,
             validation=tokens.validation(self.config.logging.validation_samples),
             tokens=tokens,
         )
@@ -151,6 +153,7 @@ class _Opening:
         return Data(
             tokenizer_folder=first.folder / "tokenizer",
             end_of_text_id=first.manifest.end_of_text_id,
+            begin_of_text_id=first.manifest.begin_of_text_id,
             validation=mix.validation(self.config, tokens),
             tokens=tokens,
             named_validation={name: source.validation(samples) for name, source in tokens.sources.items()},
@@ -168,29 +171,29 @@ class _Opening:
 
     def streamed(self) -> Data:
         # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
-        files, folder, end, validation = on_main(self.ranks, self._find)
+        files, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
         require_shared(f"data.path={self.config.data.folder}", tokenizer_files)
         require_shared("data.files", [path.stat().st_size if path.is_file() else None for path in local])
-        return Data(
-            tokenizer_folder=folder, end_of_text_id=end, validation=validation, tokens=self._stream(files, folder)
-        )
+        tokens = self._stream(files, folder)
+        return Data(folder, end, validation, tokens, begin_of_text_id=begin)
 
-    def _find(self) -> tuple[corpus.Files, Path, int, torch.Tensor]:
-        """On the main rank: the files, the tokenizer's folder and end-of-text token, the held-out blocks."""
+    def _find(self) -> tuple[corpus.Files, Path, tuple[int, int | None], torch.Tensor]:
+        """On the main rank: the files, the tokenizer's folder, the ids that end and begin a text, held-out blocks."""
         data = self.config.data
         assert data.tokenizer is not None
-        vocabulary = tokenizer.load(data.tokenizer)
+        vocabulary = tokenizer.load(data.tokenizer, Request(self.config).tokenizer_key)
         if found := Request(self.config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
             raise DataError("; ".join(found))
-        tokenizer.say_what_ends_documents(vocabulary, data.tokenizer)
+        tokenizer.say_form(vocabulary, f"{Request(self.config).tokenizer_key}={data.tokenizer}")
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         tokenizer.save(vocabulary, folder)
         tokens = self._stream(corpus.find_files(data), folder)
         validation = tokens.validation(self.config.logging.validation_samples)
-        return tokens.files, folder, tokenizer.end_of_text_id(vocabulary), validation
+        ends = tokenizer.end_of_text_id(vocabulary), tokenizer.begin_of_text_id(vocabulary)
+        return tokens.files, folder, ends, validation
 
     def _stream(self, files: corpus.Files, folder: Path) -> TokenStream:
         data, share = self.config.data, self.config.training.batch_size // self.ranks.world_size
@@ -251,7 +254,7 @@ class _OfRun:
         `source`: the name of those tokens in the mix, if they are of one.
         """
         request = Request(self.config)
-        digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder))), []
+        digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder), "checkpoint")), []
         # Where data.path is absolute, `start / path` is `path` itself.
         for folder in dict.fromkeys(start / path for start in self._starts):
             try:

@@ -159,10 +159,10 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
         documents = corpus.from_texts(texts)
     else:
         if data.tokenizer is not None:
-            vocabulary = tokenizer.load(data.tokenizer)
+            vocabulary = tokenizer.load(data.tokenizer, Request(config).tokenizer_key)
             if found := Request(config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
                 raise DataError("; ".join(found))
-            tokenizer.say_what_ends_documents(vocabulary, data.tokenizer)
+            tokenizer.say_form(vocabulary, f"{Request(config).tokenizer_key}={data.tokenizer}")
         files = corpus.find_files(data)
         documents = corpus.read(list(files), data.text_column)
         if data.tokenizer is None:
@@ -179,6 +179,7 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
         tokenizer_hash=tokenizer.digest(vocabulary),
         vocab_size=tokenizer.vocabulary_size(vocabulary),
         end_of_text_id=tokenizer.end_of_text_id(vocabulary),
+        begin_of_text_id=tokenizer.begin_of_text_id(vocabulary),
         sequence_length=config.training.sequence_length,
         licence=licence,
         unparsable_modules=unparsable,
@@ -230,7 +231,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
         )
     if not manifest.extends:
         manifest = replace(manifest, sequence_length=config.training.sequence_length)
-    vocabulary = tokenizer.load(str(folder / "tokenizer"))
+    vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
     if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
     if data.source == Source.stdlib_docs:

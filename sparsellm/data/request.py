@@ -52,6 +52,12 @@ class Request:
             found["the version of Python"] = platform.python_version()
         return found
 
+    @property
+    def tokenizer_key(self) -> str:
+        """Which key names the tokenizer: where data.tokenizer is that of init_from, the latter was typed."""
+        own = self.config.init_from is not None and self.config.data.tokenizer == self.config.init_from
+        return "init_from" if own else tokenizer.KEY
+
     def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
         """What `manifest`, which lies in `folder` or else in data.path, was made with that this does not ask for."""
         made, asked = manifest.recipe, self.recipe
@@ -95,10 +101,16 @@ class Request:
             name = f"the tokenizer trained on the text (data.tokenizer_vocab_size={data.tokenizer_vocab_size})"
             remedy = f"lower data.tokenizer_vocab_size to {rows}"
         else:
-            name = f"data.tokenizer {data.tokenizer!r}"
+            name = f"the tokenizer of {self.tokenizer_key}={data.tokenizer}"
             remedy = "use a smaller tokenizer"
             if data.source == Source.files and not data.streaming:
                 remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
+        if self.config.init_from is not None:
+            return [
+                f"{name} has {vocab_size:,} ids and the model of init_from={self.config.init_from} {rows:,}: the two"
+                " must be of one model, whose tokenizer your own texts get by themselves (data=files"
+                " data.files=[PATTERN,...])"
+            ]
         return [
             f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
             f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
@@ -111,10 +123,10 @@ class Request:
         if data.tokenizer is None:
             return found + self.vocabulary_mistakes(data.tokenizer_vocab_size)
         if tokenizer.is_missing(data.tokenizer):
-            found.append(f"data.tokenizer {data.tokenizer!r} does not exist: give a folder with tokenizer.json")
+            found.append(f"{self.tokenizer_key}={data.tokenizer} does not exist: give a folder with tokenizer.json")
         elif Path(data.tokenizer).expanduser().exists():
             try:
-                vocabulary = tokenizer.load(data.tokenizer)
+                vocabulary = tokenizer.load(data.tokenizer, self.tokenizer_key)
             except DataError as error:
                 return [*found, str(error)]
             found += self.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary))
@@ -123,17 +135,17 @@ class Request:
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
         """Whether a local tokenizer is not the one that the tokens were made with."""
         name = self.config.data.tokenizer
-        if name is None or not Path(name).expanduser().exists():
+        if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []
         try:
-            vocabulary = tokenizer.load(name)
+            vocabulary = tokenizer.load(name, self.tokenizer_key)
         except DataError as error:
             return [str(error)]
-        if tokenizer.digest(vocabulary) == manifest.tokenizer_hash:
+        if manifest.tokenizer_hash in tokenizer.digests(vocabulary):
             return []
         return [
-            f"data.tokenizer {name!r} has changed since {self.config.data.path} was prepared: bring it back, or choose"
-            " another data.path and prepare again"
+            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared:"
+            " bring it back, or choose another data.path and prepare again"
         ]
 
     def command(self, typed: Sequence[str] = ()) -> str:

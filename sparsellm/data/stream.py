@@ -77,9 +77,13 @@ class TokenStream:
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
-        Raises DataError if `state` belongs to another number of ranks, another rank or other files.
+        Raises DataError if `state` belongs to another number of ranks, another rank, other files, or documents that
+        begin otherwise.
         """
-        identity = {"world_size": self.world_size, "rank": self.rank, "files": self._files_digest()}
+        identity = {
+            "world_size": self.world_size, "rank": self.rank, "files": self._files_digest(),
+            "begin_of_text": self._vocabulary().begin_of_text,  # states of earlier versions had none
+        }  # fmt: skip
         ends = corpus.ends(self.files)
         # States of earlier versions have no "ends".
         saved = ends if state is None else state.get("ends", ends)
@@ -163,12 +167,15 @@ class TokenStream:
     def _tokens(
         self, files: list[str], position: corpus.Position, held_out: bool
     ) -> Iterator[tuple[corpus.Position, np.ndarray]]:
-        vocabulary = tokenizer.load(str(self.tokenizer_folder))
+        vocabulary = self._vocabulary()
         for chunk in corpus.chunks(corpus.read(files, self.text_column, position)):
             texts = [document.text for document in chunk if document.text]
             texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
             tokens = [ids for document in tokenizer.encode(vocabulary, texts) for ids in document]
             yield chunk[0].position(), np.array(tokens, np.int64)
+
+    def _vocabulary(self) -> tokenizer.Vocabulary:
+        return tokenizer.load(str(self.tokenizer_folder), "data.path")
 
     def _files_digest(self) -> str:
         return xxhash.xxh3_64(repr(sorted(self.files.items())).encode()).hexdigest()

@@ -2,15 +2,17 @@
 
 The tokens of a text are those of `tokenizer.json` alone. Loading the folder through the class that its
 `tokenizer_config.json` names can change them: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, and
-loses how SmolLM2 splits digits. From the files beside it comes only which token ends a text.
+loses how SmolLM2 splits digits. From the files beside it come only the names of the tokens that begin and end a text.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -20,6 +22,7 @@ from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, write_whole
 from sparsellm.run_layout import CHECKPOINTS, HF
 
+KEY = "data.tokenizer"
 END_OF_TEXT = "<|endoftext|>"  # follows every document, where a tokenizer has it
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _ROLES = (_CONFIG, "special_tokens_map.json")  # one of these names the eos_token; the first that does so counts
@@ -29,34 +32,45 @@ _ROLES = (_CONFIG, "special_tokens_map.json")  # one of these names the eos_toke
 class Vocabulary:
     tokenizer: Tokenizer
     end_of_text: str  # the token of it that follows every document: END_OF_TEXT, or else its own eos_token
+    begin_of_text: str | None = None  # the one that precedes every document, as it does every prompt
 
 
-def load(name: str) -> Vocabulary:
+def load(name: str, key: str = KEY) -> Vocabulary:
     """The tokenizer of a local folder, of the tokenizer.json in it, of a run or its checkpoint, or of a hub repository.
-    Raises DataError."""
-    path = Path(name).expanduser()
+    `key`: whose value `name` is, for messages. Raises DataError."""
+    path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
     try:
         if here:
             file = _file_in(path) if path.is_dir() else path
+            if not file.is_file():
+                raise DataError(
+                    f"{given} is not there, for the folder has no {_FILE}: copy that file into it, or have transformers"
+                    " write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+                )
             tokenizer = Tokenizer.from_file(str(file))
-            end_of_text = _end_of_text(tokenizer, name, file.parent.joinpath)
+            vocabulary = _vocabulary(tokenizer, given, file.parent.joinpath)
         else:
-            with hub.offline(not hub.answers(f"data.tokenizer={name}")):
+            with hub.offline(not hub.answers(f"{key}={name}")):
                 tokenizer = Tokenizer.from_pretrained(name)
-                end_of_text = _end_of_text(tokenizer, name, partial(_on_the_hub, name))
+                vocabulary = _vocabulary(tokenizer, given, partial(_on_the_hub, name, given))
     except DataError:
         raise
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
         raise DataError(
-            f"data.tokenizer={name} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
+            f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
         ) from error
     # Settings of other uses, which would cut or pad documents without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Vocabulary(tokenizer, end_of_text)
+    return vocabulary
+
+
+def _given(key: str, name: str) -> str:
+    """How messages call the tokenizer that `name`, the value of `key`, means."""
+    return f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"
 
 
 def _file_in(folder: Path) -> Path:
@@ -65,29 +79,46 @@ def _file_in(folder: Path) -> Path:
     return next(filter(Path.is_file, found), folder / _FILE)
 
 
-def _end_of_text(tokenizer: Tokenizer, name: str, find: Callable[[str], Path]) -> str:
-    """END_OF_TEXT, or the eos_token that the files beside tokenizer.json name; `find` gives their paths. Raises
-    DataError."""
-    if tokenizer.token_to_id(END_OF_TEXT) is not None:
-        return END_OF_TEXT
-    for path in filter(Path.is_file, map(find, _ROLES)):
-        role = read_json(path, DataError, "restore it").get("eos_token")
-        token = role.get("content") if isinstance(role, dict) else role  # as a string, or as an AddedToken
-        if token is None:
-            continue
-        if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
-            raise DataError(
-                f"{path} names {token!r} as eos_token, which ends every document of data.tokenizer={name}, and it is no"
-                f" token of {_FILE}: name one that is"
-            )
-        return token
-    raise DataError(
-        f"data.tokenizer {name!r} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} beside its {_FILE} names an"
-        f' eos_token, one of which ends every document: name a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
-    )
+def _vocabulary(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) -> Vocabulary:
+    """`tokenizer`, and what stands around its documents. `given`: its name in messages. `find` gives the paths of the
+    files beside tokenizer.json. Raises DataError."""
+    end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
+    encoding = tokenizer.encode("a")
+    special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
+    begin = [token for token, _ in special]
+    # What ends one document begins the next already. Where tokenizer_config.json names another bos_token, only prompts
+    # begin with this one: that is so in the folders that earlier versions prepared and saved.
+    if len(begin) != 1 or begin == [end] or _named("bos_token", [find(_CONFIG)])[1] not in (None, *begin):
+        return Vocabulary(tokenizer, end)
+    return Vocabulary(tokenizer, end, begin[0])
 
 
-def _on_the_hub(name: str, file: str) -> Path:
+def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) -> str:
+    path, token = _named("eos_token", map(find, _ROLES))
+    if token is None:
+        raise DataError(
+            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} beside its {_FILE} names an eos_token,"
+            f' one of which ends every document: name a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
+        )
+    if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+        raise DataError(
+            f"{path} names {token!r} as eos_token, which ends every document of {given}, and it is no token of {_FILE}:"
+            " name one that is"
+        )
+    return token
+
+
+def _named(role: str, files: Iterable[Path]) -> tuple[Path | None, Any]:
+    """The first of `files` that names a token for `role`, and the token; None where none does. Raises DataError."""
+    for path in filter(Path.is_file, files):
+        found = read_json(path, DataError, "restore it").get(role)
+        token = found.get("content") if isinstance(found, dict) else found  # as a string, or as an AddedToken
+        if token is not None:
+            return path, token
+    return None, None
+
+
+def _on_the_hub(name: str, given: str, file: str) -> Path:
     """The hub's copy on this machine of a file of a repository; a path with nothing there if it has no such file.
     Raises DataError if the hub cannot be asked."""
     from huggingface_hub import hf_hub_download
@@ -99,8 +130,8 @@ def _on_the_hub(name: str, file: str) -> Path:
         return Path(name, file)
     except LocalEntryNotFoundError as error:
         raise DataError(
-            f"data.tokenizer={name} has no {END_OF_TEXT}, and its {file}, which names the token that ends a text, is"
-            f" not among the hub's copies on this machine: connect it once, or give a folder with {_FILE} and {_CONFIG}"
+            f"{given}: its {file}, which names the tokens that begin and end a text, is not among the hub's copies"
+            f" on this machine: connect it once, or give a folder with {_FILE} and {_CONFIG}"
         ) from error
 
 
@@ -130,7 +161,8 @@ def save(vocabulary: Vocabulary, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     content = serialized(vocabulary)
     # A class that only wraps tokenizer.json; transformers 4 and 5 both know it by this name.
-    roles = {role: vocabulary.end_of_text for role in ("bos_token", "eos_token", "pad_token")}
+    end = vocabulary.end_of_text
+    roles = {"bos_token": vocabulary.begin_of_text or end, "eos_token": end, "pad_token": end}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
     for name, text in ((_FILE, content), (_CONFIG, json.dumps(config, indent=2) + "\n")):
         write_whole(folder / name, text)
@@ -143,11 +175,18 @@ def serialized(vocabulary: Vocabulary) -> str:
 
 
 def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
-    """What decides the tokens of documents: sha256 of tokenizer.json, and of the token at their end if it is not
-    END_OF_TEXT. `content`: of that file, if not the one that `save` would write."""
+    """What decides the tokens of documents: sha256 of tokenizer.json, of the token at their end if it is not
+    END_OF_TEXT, and of the one at their beginning if they have one. `content`: of that file, if not the one that `save`
+    would write."""
     content = serialized(vocabulary).encode() if content is None else content
     own = b"" if vocabulary.end_of_text == END_OF_TEXT else f"\n{vocabulary.end_of_text}".encode()
-    return hashlib.sha256(content + own).hexdigest()
+    begin = b"" if vocabulary.begin_of_text is None else f"\nbegins with {vocabulary.begin_of_text}".encode()
+    return hashlib.sha256(content + own + begin).hexdigest()
+
+
+def digests(vocabulary: Vocabulary) -> set[str]:
+    """The `digest`, and that of tokens that an earlier version prepared, whose documents have no beginning."""
+    return {digest(vocabulary), digest(replace(vocabulary, begin_of_text=None))}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:
@@ -161,22 +200,32 @@ def end_of_text_id(vocabulary: Vocabulary) -> int:
     return found
 
 
-def say_what_ends_documents(vocabulary: Vocabulary, name: str) -> None:
-    """One line, unless it is END_OF_TEXT."""
-    if vocabulary.end_of_text != END_OF_TEXT:
-        end = f"{vocabulary.end_of_text} (id {end_of_text_id(vocabulary)})"
-        print(f"data.tokenizer={name}: every document ends with {end}, its eos_token.", flush=True)
+def begin_of_text_id(vocabulary: Vocabulary) -> int | None:
+    begin = vocabulary.begin_of_text
+    return None if begin is None else vocabulary.tokenizer.token_to_id(begin)
+
+
+def form(vocabulary: Vocabulary) -> str:
+    """A document and what stands around it: "<s> TEXT </s>"."""
+    begin = "" if vocabulary.begin_of_text is None else f"{vocabulary.begin_of_text} "
+    return f"{begin}TEXT {vocabulary.end_of_text}"
+
+
+def say_form(vocabulary: Vocabulary, given: str) -> None:
+    """One line, unless END_OF_TEXT ends documents and nothing begins them. `given`: KEY=NAME."""
+    if form(vocabulary) != f"TEXT {END_OF_TEXT}":
+        print(f"{given}: every document becomes {form(vocabulary)}.", flush=True)
 
 
 def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
-    """The ids of each document, the end of text behind them; documents in parallel.
+    """The ids of each document, the end of text behind them, and in front of them what begins a text, as Llama's <s>;
+    documents in parallel.
 
-    A special token that is spelled out in a text is text: only the end of a document ends it. What the tokenizer puts
-    in front of a prompt or behind it, as Llama's, is not in a document.
+    A special token that is spelled out in a text is text: only the end of a document ends it.
     """
-    tokenizer, end = vocabulary.tokenizer, end_of_text_id(vocabulary)
+    tokenizer, end, begin = vocabulary.tokenizer, end_of_text_id(vocabulary), begin_of_text_id(vocabulary)
     tokenizer.encode_special_tokens = True
-    documents: list[list[int]] = [[] for _ in texts]
+    documents: list[list[int]] = [[] if begin is None else [begin] for _ in texts]
     for batch in pieces.batches(tokenizer, texts):
         encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
         for (number, _), encoding in zip(batch, encodings, strict=True):

@@ -315,14 +315,14 @@ class Evaluation:
         return on_main(self.ranks, work)
 
     def _agreed(self, name: str, error: str | None) -> bool:
-        """Whether no rank has an error; the first one is kept in `failed`, and said."""
+        """Whether no rank has an error; the first one is kept in `failed`."""
         if (found := first_error(error)) is not None:
             self._fail(name, found)
         return found is None
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        self.ranks.say(f"{name}  failed: {reason}")
+        self.ranks.say(f"{name}  failed")  # the table at the end says why
 
 
 def _identity_in(path: Path) -> str | None:

@@ -126,7 +126,7 @@ class Generator:
     def load(
         cls, path: str | Path, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any
     ) -> Self:
-        """The model and tokenizer of an hf/ folder or a hub name, as `huggingface.load` takes them.
+        """The model, tokenizer and stop tokens of an hf/ folder or a hub name, as `huggingface.load` takes them.
 
         device: a GPU where there is one. dtype: bfloat16 on a GPU, float32 on a CPU. settings: those of Generator.
         """
@@ -137,8 +137,7 @@ class Generator:
         with torch.device("meta"):
             decoder = Decoder(config, activation)
         decoder.load_state_dict(weights, assign=True)
-        end = tokenizer.eos_token_id
-        return cls(decoder.to(device), () if end is None else (end,), tokenizer, dtype, **settings)
+        return cls(decoder.to(device), pretrained.stop_tokens(path, tokenizer), tokenizer, dtype, **settings)
 
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""

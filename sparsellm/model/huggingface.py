@@ -60,10 +60,14 @@ def export(
     tokenizer_folder: Path,
     end_of_text_id: int,
     dtype: torch.dtype = torch.float32,
+    begin_of_text_id: int | None = None,
 ) -> None:
-    """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`."""
+    """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`.
+    begin_of_text_id: of what begins a text; None: what ends the one before."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     hub_config = stock_config(config, activation, end_of_text_id, dtype)
+    if begin_of_text_id is not None:
+        hub_config.bos_token_id = begin_of_text_id
     hub_config.save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

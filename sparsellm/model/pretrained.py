@@ -41,6 +41,7 @@ COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+SHAPES = "not of the shape that config.json describes"
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
@@ -117,6 +118,27 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     return tokenizer
 
 
+def stop_tokens(path: str | Path, tokenizer: Any) -> set[int]:
+    """The ids that end a text: every eos_token that its tokenizer, config.json and generation_config.json name, as
+    those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
+    from transformers.utils import cached_file
+
+    def named() -> set[int]:
+        file = cached_file(  # None where there is none, and where the hub cannot be asked, as generate() has it
+            path, "generation_config.json", local_files_only=Path(path).is_dir(),
+            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        own = {} if file is None else json.loads(Path(file).read_text("utf-8"))
+        found: set[int] = set()
+        for given in (tokenizer.eos_token_id, _config_json(path).get("eos_token_id"), own.get("eos_token_id")):
+            found.update([] if given is None else given if isinstance(given, list) else [given])
+        if wrong := [token for token in found if not isinstance(token, int)]:
+            raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token's id, or a list of some")
+        return found
+
+    return _reading(path, "what ends a text", named)
+
+
 def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel, and OSError if
     the hub cannot be read."""
@@ -155,7 +177,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     wrong = {
         "missing": found["missing_keys"],
         "of no layer that config.json describes": found["unexpected_keys"],
-        "not of the shape that config.json describes": [name for name, *_ in found["mismatched_keys"]],
+        SHAPES: [name for name, *_ in found["mismatched_keys"]],
         "unreadable": found.get("error_msgs", ()),
         "with values that are not finite": _not_finite(model),
         "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
@@ -244,38 +266,58 @@ def verify_files(folder: Path, config: Any) -> list[str]:
             raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {_list(strange)}; {REMEDY}")
     else:
         raise BrokenModel(f"{folder} holds no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
-    held: dict[str, str] = {}
+    held: dict[str, torch.Tensor] = {}
     quantized = getattr(config, "quantization_config", None) is not None
     for name in files:
 
-        def read(name: str = name) -> dict[str, str]:
+        def read(name: str = name) -> dict[str, Any]:
             with safe_open(folder / name, framework="pt") as file:
-                return {tensor: file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118
+                return {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
 
         found = _reading(folder, name, read)
-        integers = [tensor for tensor, dtype in found.items() if "F" not in dtype and not foreign.is_counter(tensor)]
+        integers = [
+            tensor for tensor, of in found.items() if "F" not in of.get_dtype() and not foreign.is_counter(tensor)
+        ]
         integers = [] if quantized else integers
         elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
         _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
-        held |= dict.fromkeys(found, name)
+        held |= {tensor: torch.empty(of.get_shape(), device="meta") for tensor, of in found.items()}
     _refuse(folder, {"missing": (expected or {}).keys() - held.keys()})
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > len(held):
         raise BrokenModel(f"config.json of {folder} has {layers:,} layers, and the files {len(held)} tensors; {REMEDY}")
 
-    def parameters() -> int:
+    def build() -> Any:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return sum(parameter.numel() for parameter in model.parameters())
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
-    described = _reading(folder, "config.json", parameters)
+    model = _reading(folder, "config.json", build)
+    described = sum(parameter.numel() for parameter in model.parameters())
     size = sum((folder / name).stat().st_size for name in files)
     if described > PARAMETERS_PER_BYTE * size:
         raise BrokenModel(
             f"config.json of {folder} describes {described:,} parameters, and the files have {size:,} bytes: they"
             f" should be of one checkpoint; {REMEDY}"
         )
+    if config.model_type in ALSO_REQUIRED and not quantized:  # of others transformers may rename and join tensors
+        if is_foreign(folder):
+            held, wrong = foreign.stock_tensors(held, config)
+            _refuse(folder, wrong)
+        _refuse(folder, _misfits(held, model))
     return files
+
+
+def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
+    """{what is wrong: names} of the tensors of files, by their shapes, for `model`, whose files may name them with or
+    without the prefix of the whole model."""
+    prefix = f"{model.base_model_prefix}."
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in held.items()}
+    wanted = {name.removeprefix(prefix): (name, tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(model.all_tied_weights_keys)
+    return {
+        "missing": [name for key, (name, _) in wanted.items() if key not in shapes and name not in tied],
+        SHAPES: [name for key, (name, shape) in wanted.items() if shapes.get(key, shape) != shape],
+    }
 
 
 def _not_finite(model: Any) -> list[str]:

@@ -27,7 +27,7 @@ tags: [sparsellm, sparse-activations]
 
 # {name}, step {step:,}
 
-{kind} with {parameters:,} parameters, pretrained with sparsellm (after arXiv:2603.23198). It is a stock
+{kind} with {parameters:,} parameters, trained with sparsellm (after arXiv:2603.23198). It is a stock
 `{architecture}` with `hidden_act: {activation}`: transformers loads it as it is.
 
 | | |
@@ -124,6 +124,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
         *_attention_facts(model),
+        *_origin_facts(config),
         ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
         ("tokens", done),
     ]
@@ -146,6 +147,18 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     if last["nnz_per_layer"] is not None:
         each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
         found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))
+    return found
+
+
+def _origin_facts(config: Config) -> list[tuple[str, str]]:
+    """The models that these weights come from, and how their gate became another one."""
+    found, sparsity = [], config.sparsity
+    if config.init_from is not None:
+        found.append(("initial weights", f"{_spelled(config.init_from)}, whose licence counts too"))
+    if sparsity.relu_tokens:
+        found.append(("gate", f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"))
+    if config.distill.teacher is not None:
+        found.append(("teacher", f"{_spelled(config.distill.teacher)}, weight {config.distill.weight:g}"))
     return found
 
 

@@ -6,7 +6,7 @@ the source any more.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm import hub
-from sparsellm.config import Activation, Config, ConfigError, ModelConfig, Source, to_dict, typed_values
+from sparsellm.config import Activation, Config, ConfigError, DataConfig, ModelConfig, Source, to_dict, typed_values
 from sparsellm.config.values import flat
 from sparsellm.console import warn
-from sparsellm.data import Data, DataError, tokenizer
+from sparsellm.data import Data, DataError, manifest, tokenizer
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
 from sparsellm.model import Decoder, huggingface, pretrained
@@ -25,7 +25,8 @@ from sparsellm.training import run_folder, sharding
 
 
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that.
+    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that; and
+    to its data the name under which that model's tokenizer has prepared them.
 
     `typed`: the overrides that `config` was composed from; the keys of the model among them must agree.
     """
@@ -35,9 +36,13 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
         begun = run_folder.begun_as(config)
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
+            if _names_the_tokenizer(config, typed):
+                _call_the_tokenizer(config.data, begun.data.tokenizer, begun.data.tokenizer_vocab_size)
         else:
             with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = huggingface.architecture(checkpoint.model)
+                if _names_the_tokenizer(config, typed):
+                    _find_its_tokens(config.data, checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
                     f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU,"
@@ -46,6 +51,25 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     except ConfigError as error:
         return error.mistakes
     return _disagreements(config.init_from, config.model, list(typed))
+
+
+def _names_the_tokenizer(config: Config, typed: Sequence[str]) -> bool:
+    """Whether init_from says what data.tokenizer is, which is not typed."""
+    return config.data.tokenizer == config.init_from and tokenizer.KEY not in typed_values(list(typed))
+
+
+def _find_its_tokens(data: DataConfig, model: str) -> None:
+    """Where data.path holds tokens of the tokenizer of `model` under another name, as of the run that trained the model
+    on them, let `data` call it by that name."""
+    with suppress(DataError):  # said by those who open the data
+        ready = None if data.streaming else manifest.read(data.folder)
+        if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
+            size = ready.recipe.get("data.tokenizer_vocab_size", data.tokenizer_vocab_size)
+            _call_the_tokenizer(data, ready.recipe.get(tokenizer.KEY), size)
+
+
+def _call_the_tokenizer(data: DataConfig, name: str | None, size: int) -> None:
+    data.tokenizer, data.tokenizer_vocab_size = name, size
 
 
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
@@ -60,17 +84,18 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
 
 def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
     """Raise DataError, on the main rank, if texts have other tokens in `data` than for `init_from` or the teacher; the
-    other ranks get MainRankFailed. If documents only end with another token, a line says so. `init_from` is not looked
-    at where the run has a checkpoint. Collective."""
+    other ranks get MainRankFailed. If documents only begin or end with another token, a line says so. `init_from` is
+    not looked at where the run has a checkpoint. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:
-            own = tokenizer.load(checkpoint.model)
-        prepared, corpus, used = tokenizer.load(str(data.tokenizer_folder)), config.data, config.data.tokenizer
+            own = tokenizer.load(checkpoint.model, key)
+        prepared, corpus = tokenizer.load(str(data.tokenizer_folder), "data.path"), config.data
+        used = corpus.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
         if tokenizer.serialized(own) == tokenizer.serialized(prepared):
-            if own.end_of_text != prepared.end_of_text:  # as of a base model and its chat model
-                warn(f"documents of {where} end with {prepared.end_of_text}, those of {key}={name} {own.end_of_text}")
+            if (there := tokenizer.form(prepared)) != (here := tokenizer.form(own)):  # as of a base and its chat model
+                warn(f"documents of {where} are {there}, those of {key}={name} {here}")
             return
         # The embedded corpus trains its own tokenizer, whatever it is told.
         text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
@@ -96,7 +121,7 @@ def tokenizer_mistakes(config: Config) -> list[str]:
             continue
         try:
             with source(key, str(name)) as checkpoint:
-                own = tokenizer.load(checkpoint.model)
+                own = tokenizer.load(checkpoint.model, key)
             if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
                 found.append(
                     f"data.tokenizer={given} is another tokenizer than that of {key}={name}, to which its tokens mean"
@@ -182,7 +207,7 @@ def source(key: str, name: str) -> Iterator[Checkpoint]:
     try:
         with hub.offline(checkpoint.folder is not None or not hub.answers(f"{key}={name}")):
             yield checkpoint
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except (ValueError, OSError) as error:  # a damaged or foreign model; a hub that does not answer
         raise refusal(unreadable(checkpoint, error)) from error

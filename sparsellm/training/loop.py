@@ -413,7 +413,7 @@ class Trainer:
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
         huggingface.export(
             weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
-            self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype],
+            self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype], self.data.begin_of_text_id,
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:

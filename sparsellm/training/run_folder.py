@@ -167,14 +167,17 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
     where NAME is taken. A run that `config` makes longer has the warm-up that it was begun with, and what its decay
-    saved is set aside, as step_N.decayed. Raises RunFolderError.
+    saved is set aside, as step_N.decayed. A folder that this has made goes again where a ConfigError ends what is done
+    with it, and nothing else is in it: a model that the run starts from cannot be read. Raises RunFolderError.
     """
+    made: list[Path] = []
     with ExitStack() as held:
 
         def claim_folder() -> tuple[str, int, str]:
             folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
+            made.extend([] if folder.exists() else (path for path in (folder, *folder.parents) if not path.exists()))
             lock = held.enter_context(claim(folder))
             if saved_steps(folder) and not (folder / CONFIG).is_file():
                 warn(
@@ -200,7 +203,24 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
         name, warmup, signature = on_main(ranks, claim_folder)
         config = _as_of(config, name, warmup)
         require_shared(f"run.root={config.run.root}", _has_signature(config.run.folder / LOCK, signature))
-        yield config, config.run.folder
+        try:
+            yield config, config.run.folder
+        except ConfigError:
+            if made:  # on the main rank
+                _remove(config.run.folder, made)
+            raise
+
+
+def _remove(folder: Path, made: list[Path]) -> None:
+    """Take away a run's `folder`, and those `made` for it, unless there is more in them than `open_folder` wrote."""
+    if {path.name for path in folder.iterdir()} <= {CHECKPOINTS, CONFIG, LOCK}:
+        with suppress(OSError):  # there are checkpoints, or another run beside it
+            if (folder / CHECKPOINTS).exists():
+                (folder / CHECKPOINTS).rmdir()
+            for name in (CONFIG, LOCK):
+                (folder / name).unlink()
+            for path in made:
+                path.rmdir()
 
 
 def _sign(lock: TextIO) -> str:

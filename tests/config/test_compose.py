@@ -100,6 +100,7 @@ def test_yaml_round_trip(tmp_path):
         ("training.steps=many", "training.steps is many: it must be a whole number"),
         ("training.steps=1.5", "training.steps is 1.5: it must be a whole number"),
         ("training.steps=", "training.steps is empty: it must be a whole number"),
+        ("init_from=", "init_from is empty: it must be text or null"),
         ("training.steps=null", "training.steps is null: it must be a whole number"),
         ("data.max_tokens=many", "data.max_tokens is many: it must be a whole number or null"),
         ("runtime.compile=1", "runtime.compile is 1: it must be true or false"),

@@ -1,4 +1,5 @@
-"""Which token ends documents: <|endoftext|>, or what the files beside a tokenizer.json name, wherever it goes."""
+"""Which tokens end and begin documents, wherever they go: <|endoftext|>, or what the files beside a tokenizer.json name
+as eos_token; and what tokenizer.json puts in front of a prompt."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import small_tokenizers
 import torch
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from sparsellm import hub
@@ -20,6 +21,7 @@ from sparsellm.data import DataError, corpus, mistakes, mix, open_data, prepare,
 from sparsellm.data.manifest import read
 from sparsellm.data.open import open_validation
 from sparsellm.distributed import process_group
+from sparsellm.files import read_sealed, write_sealed
 
 ADDED = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
 SPELLED = "the <s> gate</s> opens <|begin_of_text|> <|end_of_text|>\n\n  日本"
@@ -37,29 +39,32 @@ def made(texts: list[str]) -> dict[str, Tokenizer]:
     ("mistral", ADDED, "tokenizer_config.json"), ("llama3", "<|end_of_text|>", "tokenizer_config.json"),
     ("llama3", "<|eot_id|>", "special_tokens_map.json"),
 ])  # fmt: skip
-def test_documents_end_with_the_tokenizers_own_eos_token_and_have_no_other_special_one(name, eos, file, made, tmp_path):
+def test_documents_begin_as_prompts_do_and_end_with_the_tokenizers_own_eos_token(name, eos, file, made, tmp_path):
     end = eos if isinstance(eos, str) else eos["content"]
     folder = small_tokenizers.write(made[name], tmp_path / "source", eos, file)
     if file == "special_tokens_map.json":
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
     loaded = tokenizer.load(str(folder))
     assert loaded.end_of_text == tokenizer.load(str(folder / "tokenizer.json")).end_of_text == end
+    begin = made[name].encode("", add_special_tokens=True).ids
+    first = "<s>" if name != "llama3" else "<|begin_of_text|>"
+    assert made[name].id_to_token(begin[0]) == loaded.begin_of_text == first
     ids, empty = tokenizer.encode(loaded, [SPELLED, ""])
     special = {made[name].token_to_id(token) for token in small_tokenizers.SENTENCEPIECE + small_tokenizers.LLAMA3}
-    assert empty == [made[name].token_to_id(end)] == [tokenizer.end_of_text_id(loaded)]
-    assert ids[-1:] == empty
-    assert special.isdisjoint(ids[:-1])
-    assert made[name].decode(ids[:-1]) == SPELLED
+    assert empty == [*begin, made[name].token_to_id(end)] == [*begin, tokenizer.end_of_text_id(loaded)]
+    assert ids[:1] + ids[-1:] == empty
+    assert special.isdisjoint(ids[1:-1])
+    assert made[name].decode(ids[1:-1]) == SPELLED
 
-    # Saved, it is the same to us and to transformers, whose prompts begin as the tokenizer says.
+    # Saved, it is the same to us and to transformers, whose prompts are documents without their end.
     assert tokenizer.save(loaded, tmp_path / "saved") == tokenizer.digest(loaded)
     again = tokenizer.load(str(tmp_path / "saved"))
-    assert (again.end_of_text, tokenizer.digest(again)) == (end, tokenizer.digest(loaded))
+    assert tokenizer.form(again) == tokenizer.form(loaded) == f"{loaded.begin_of_text} TEXT {end}"
+    assert tokenizer.digest(again) == tokenizer.digest(loaded)
     auto = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert (auto.eos_token, auto.pad_token) == (end, end)
+    assert (auto.bos_token, auto.eos_token, auto.pad_token) == (loaded.begin_of_text, end, end)
     (plain,) = tokenizer.encode(loaded, ["the gate  opens\n"])
-    begin = "<s>" if name != "llama3" else "<|begin_of_text|>"
-    assert auto("the gate  opens\n").input_ids == [made[name].token_to_id(begin), *plain[:-1]]
+    assert auto("the gate  opens\n").input_ids == plain[:-1]
 
 
 def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_the_usual_one(made, tmp_path):
@@ -69,8 +74,9 @@ def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_t
     )
     assert tokenizer.serialized(base) == tokenizer.serialized(chat)
     assert tokenizer.digest(base) != tokenizer.digest(chat)
-    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file.
+    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file, if nothing begins it.
     own = Tokenizer.from_str(made["llama3"].to_str())
+    own.post_processor = processors.ByteLevel(trim_offsets=False)
     own.add_special_tokens(["<|endoftext|>"])
     usual = tokenizer.load(str(small_tokenizers.write(own, tmp_path / "usual", "<|eot_id|>")))
     assert usual.end_of_text == tokenizer.END_OF_TEXT
@@ -131,15 +137,16 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     manifest, others = prepare(config), prepare(other)
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        f"data.tokenizer={base}: every document ends with <|end_of_text|> (id 1), its eos_token.",
-        f"data.tokenizer={chat}: every document ends with <|eot_id|> (id 2), its eos_token.",
+        f"data.tokenizer={base}: every document becomes <|begin_of_text|> TEXT <|end_of_text|>.",
+        f"data.tokenizer={chat}: every document becomes <|begin_of_text|> TEXT <|eot_id|>.",
     ]
     assert (manifest.end_of_text_id, others.end_of_text_id) == (1, 2)
+    assert manifest.begin_of_text_id == 0
     kept = [text for i, text in enumerate(texts) if i % 50 != 49 and not corpus.is_held_out(text, 0.1)]
     plain = made["llama3"].encode_batch(kept, add_special_tokens=False)
     for end, folder in ((1, config.data.folder), (2, other.data.folder)):
         tokens = np.fromfile(folder / "train.tokens", "<u2")
-        assert tokens.tolist() == [i for encoding in plain for i in (*encoding.ids, end)]
+        assert tokens.tolist() == [i for encoding in plain for i in (0, *encoding.ids, end)]
     assert prepare(config) == read(config.data.folder) == manifest  # all is there, and nothing is said of it
     assert capsys.readouterr().out == ""
 
@@ -167,6 +174,7 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
         streamed, apart = (open_data(each, ranks) for each in streams)
         (batch, _), (batch_apart, _) = (next(data.batches(None)) for data in (streamed, apart))
     assert (packed.end_of_text_id, streamed.end_of_text_id, apart.end_of_text_id) == (1, 1, 2)
+    assert packed.begin_of_text_id == streamed.begin_of_text_id == 0
     assert torch.equal(streamed.validation[: len(held_out)], held_out[: len(streamed.validation)])
     assert (batch == 1).sum() == (batch_apart == 2).sum() > 0 == (batch == 2).sum()
     # In one data.path, each has its own tokenizer's folder.
@@ -176,3 +184,43 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     assert folder.parent == streamed.tokenizer_folder.parent
     assert tokenizer.load(str(folder)).end_of_text == "<|eot_id|>"
     assert tokenizer.load(str(streamed.tokenizer_folder)).end_of_text == "<|end_of_text|>"
+
+
+def test_what_an_earlier_version_prepared_has_no_beginnings_is_told_apart_and_stays_so(
+    made, make_config: Callable[..., Config], parquet: list[str], tmp_path: Path, monkeypatch
+):
+    source = str(small_tokenizers.write(made["llama3"], tmp_path / "source", "<|end_of_text|>"))
+    config = make_config(parquet, tokenizer=source, path=str(tmp_path / "earlier"), max_tokens=2000)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            tokenizer, "load", lambda *given, load=tokenizer.load: replace(load(*given), begin_of_text=None)
+        )
+        before = prepare(config)
+        with process_group("cpu") as ranks:
+            stream = open_data(replace(config, data=replace(config.data, streaming=True)), ranks)
+        _, state = next(stream.batches(None))
+    del state["begin_of_text"]
+    path = config.data.folder / "manifest.json"
+    values = read_sealed(path, DataError, "")
+    del values["begin_of_text_id"]
+    write_sealed(path, values)
+    assert tokenizer.load(str(config.data.folder / "tokenizer")).begin_of_text is None
+    assert mistakes(config) == []
+
+    more = replace(config, data=replace(config.data, max_tokens=4000))
+    after = prepare(more)
+    assert after.train.tokens > before.train.tokens
+    assert (after.begin_of_text_id, after.tokenizer_hash) == (None, before.tokenizer_hash)
+    assert 0 not in np.fromfile(config.data.folder / "train.tokens", "<u2")
+    assert mistakes(more) == []
+    with process_group("cpu") as ranks:
+        assert open_data(more, ranks).begin_of_text_id is None
+        resumed = open_data(replace(config, data=replace(config.data, streaming=True)), ranks)
+        with pytest.raises(DataError, match=r"saved with begin_of_text None and begin_of_text is <\|begin_of_text\|>"):
+            next(resumed.batches(state))
+
+    new = replace(config, data=replace(config.data, path=str(tmp_path / "new")))
+    assert prepare(new).begin_of_text_id == 0
+    mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, new)]
+    found = mix.mistakes(replace(config, data=replace(config.data, mix=mixed, max_tokens=None)))
+    assert "different tokenizers" in found[0]

@@ -312,7 +312,7 @@ def test_a_local_tokenizer_that_changed_since_is_refused(
     assert mistakes(config) == []
     tokenizer.save(tokenizer.train(texts[:300], 390), folder)
     (found,) = mistakes(config)
-    assert f"data.tokenizer '{folder}' has changed since" in found
+    assert f"the tokenizer of data.tokenizer={folder} has changed since" in found
 
 
 def test_everything_missing_is_listed_with_the_command_to_run(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_mistakes_of_the_model_do_not_matter(refused: Callable[[list[str]], str]
     found = refused(["data=files", "data.files=[none.txt]", "data.tokenizer=./none", "model.hidden_size=3"])
     assert "2 mistakes" in found
     assert "nothing matches 'none.txt'" in found
-    assert "'./none' does not exist" in found
+    assert "data.tokenizer=./none does not exist" in found
 
 
 def test_too_little_text_is_refused_with_the_length_that_fits_and_leaves_nothing(
@@ -161,13 +161,15 @@ def test_a_tokenizer_too_large_for_the_model_is_refused_before_anything_is_read(
     monkeypatch.setattr(corpus, "read", lambda *_: pytest.fail("the text was read"))
     arguments = ["data=files", "data.files=[input.txt]", "model.vocab_size=399"]
     found = refused([*arguments, f"data.tokenizer={tokenizer_folder}"])
-    assert f"data.tokenizer '{tokenizer_folder}' has 400 ids and model.vocab_size is 399" in found
+    assert f"the tokenizer of data.tokenizer={tokenizer_folder} has 400 ids and model.vocab_size is 399" in found
     assert "model.vocab_size=400), or have one trained on the text (data.tokenizer=null" in found
     assert "(data.tokenizer_vocab_size=4096) has 4,096 ids" in refused(arguments)
     # One of the hub, as soon as it is here.
     large = tokenizer.load(str(tokenizer_folder))
-    monkeypatch.setattr(tokenizer, "load", lambda name: large)
-    assert "data.tokenizer 'owner/name' has 400 ids" in refused([*arguments, "data.tokenizer=owner/name"])
+    monkeypatch.setattr(tokenizer, "load", lambda *_: large)
+    assert "the tokenizer of data.tokenizer=owner/name has 400 ids" in refused(
+        [*arguments, "data.tokenizer=owner/name"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
 
 

@@ -308,8 +308,11 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     names = ["piqa", "winogrande", "arc_challenge"]
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(local), tasks=names))
     assert list(found["tasks"]) == ["arc_challenge"]
-    assert capsys.readouterr().err.count(f"{bare} has no COMMITTED file beside it") == 1
+    said = capsys.readouterr().err
+    assert said.count(f"{bare} has no COMMITTED file beside it") == 1
     assert "it should have validation.jsonl" in found["failed"]["piqa"]
+    assert "piqa  failed\n" in said  # the table says why
+    assert "it should have validation.jsonl" not in said
     assert "row 7: sentence is 'no gap', and should be a text with a gap, _" in found["failed"]["winogrande"]
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
 

@@ -89,6 +89,17 @@ def test_its_commands_name_no_folders_of_the_machine():
         assert "home" not in command
 
 
+def test_it_names_the_models_that_its_weights_come_from():
+    assert "initial weights" not in card.text(small_config(), 6, [row(6)])
+    given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=4000"]
+    text = card.text(small_config(*given), 6, [row(6)])
+    for line in (
+        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 4,000 tokens |",
+        "| teacher | owner/name, weight 0.5 |",
+    ):  # fmt: skip
+        assert line in text
+
+
 def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():
     text = card.text(small_config(), 6, [row(6)])
     assert card.licence(text) is None

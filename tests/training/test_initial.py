@@ -10,12 +10,13 @@ import pytest
 import torch
 from model.small_families import stock_model
 from processes import joined
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 from small_run import RandomTokens, small_config
 from training.test_sharding import on_ranks, wholes
 
 from sparsellm.commands import prepare_data, train
-from sparsellm.config import fingerprint, from_overrides, load
+from sparsellm.config import fingerprint, from_overrides
+from sparsellm.config import load as load_config
 from sparsellm.data import DataError, tokenizer
 from sparsellm.distributed import process_group
 from sparsellm.model import huggingface
@@ -70,7 +71,7 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     start = ["init_from=./source", *STANDS_STILL, "run.name=still"]
     assert run(train, *start) == 0
     still = tmp_path / "runs/still"
-    config, hf = load(still / "config.yaml"), still / "checkpoints/step_00000004/hf"
+    config, hf = load_config(still / "config.yaml"), still / "checkpoints/step_00000004/hf"
     assert config.init_from == config.data.tokenizer == "./source"
     assert config.model == huggingface.architecture("source")[0]
     assert config.model.qk_norm
@@ -104,11 +105,28 @@ def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_pa
         again = [f"init_from={given}", f"data.path={name}", f"run.name={name}"]
         assert run(prepare_data, *again) == 0
         assert run(train, *again) == 0
-        config = load(tmp_path / "runs" / name / "config.yaml")
+        config = load_config(tmp_path / "runs" / name / "config.yaml")
         assert config.init_from == config.data.tokenizer == given
     shutil.rmtree(tmp_path / "runs/third/checkpoints/step_00000004")
     shutil.rmtree(tmp_path / "runs/first")
     assert run(train, *again) == 0  # the resume does not look at the source
+
+
+def test_a_run_gone_on_with_from_its_checkpoint_takes_the_tokens_that_it_was_trained_on(run, tmp_path, capsys):
+    own = ["data.tokenizer_vocab_size=320", "model.vocab_size=320"]
+    assert run(prepare_data, *own) == run(train, *own, "sparsity=dense_silu", "run.name=dense") == 0
+    before = (tmp_path / "tokens/manifest.json").read_bytes()
+    sparse = ["init_from=runs/dense", "run.name=sparse", "sparsity.relu_tokens=64"]
+    assert run(prepare_data, *sparse) == run(train, *sparse) == 0
+    assert (tmp_path / "tokens/manifest.json").read_bytes() == before
+    data = load_config(tmp_path / "runs/sparse/config.yaml").data
+    assert (data.tokenizer, data.tokenizer_vocab_size) == (None, 320)
+    shutil.rmtree(tmp_path / "runs/sparse/checkpoints/step_00000004")
+    shutil.rmtree(tmp_path / "runs/dense")
+    assert run(train, *sparse) == 0  # the resume does not look at the source
+    capsys.readouterr()
+    assert run(train, *sparse, "data.tokenizer=runs/dense", "run.name=typed") == 2
+    assert "init_from=runs/dense" in capsys.readouterr().err
 
 
 def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp_path, capsys):
@@ -125,6 +143,29 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert "model.qk_norm" not in said
     assert "model.num_layers is 24, and init_from=source has 2" in refusal(source, "model=qwen2p5_0p5b")
     assert "init_from=./sources does not exist: did you mean source?" in refusal("init_from=./sources")
+
+    # What is wrong with its tokenizer is said of the key that was typed.
+    for damage, expected in (
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "the tokenizer of init_from=mine cannot be loaded"),
+        (lambda path: (path / "tokenizer.json").unlink(), "the tokenizer of init_from=mine is not there"),
+    ):
+        shutil.copytree("source", "mine")
+        damage(tmp_path / "mine")
+        for typed, command in (([], prepare_data), ([], train), ([f"data.tokenizer={folder / 'other'}"], prepare_data)):
+            said = refusal("init_from=mine", *typed, command=command)
+            assert expected in said
+            assert said.count("init_from=mine") == 1
+        shutil.rmtree("mine")
+    small = ["experiment=smoke", "data=stdlib_docs", "data.files=[]", "data.tokenizer=null"]
+    said = refusal(source, *small)
+    assert "has 4,096 ids and the model of init_from=source 320: the two must be of one model" in said
+    shutil.copytree("source", "copy")
+    assert run(prepare_data, source, "data.path=named") == 0
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "other" / file, "copy")
+    said = refusal("init_from=copy", "data.path=named")
+    assert "data.tokenizer was 'source' and is 'copy' now): set that back" in said
+    assert "has changed since" not in said
     assert "training.sequence_length 65 is longer than model.context_length 64" in refusal(
         source, "training.sequence_length=65"
     )
@@ -222,12 +263,29 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
             assert run(train, *model, "data.tokenizer=source", "run.name=r") == 2
             assert f"{key}=source cannot be read: " in capsys.readouterr().err
         assert not (tmp_path / "runs").exists()  # so another source may be given under the same run.name
+    found = load(whole)
+    short = {name: tensor[1:] if name == "model.norm.weight" else tensor for name, tensor in found.items()}
+    lacking = {name: tensor for name, tensor in found.items() if name != "lm_head.weight"}
+    nan = found | {"model.norm.weight": torch.full([48], torch.nan)}
+    for content, said in (
+        (short, "not of the shape that config.json describes: model.norm.weight"), (lacking, "missing: lm_head.weight"),
+        (nan, "not finite: model.norm.weight"),
+    ):  # fmt: skip
+        save_file(content, file, metadata={"format": "pt"})
+        assert run(train, "init_from=source", "run.name=r") == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "runs").exists()
+        assert run(train, "init_from=source", "run.name=r", "evaluation.every=1", "evaluation.data_dir=none") == 2
+        assert (said in capsys.readouterr().err) == (content is not nan)  # with what else is known without reading it
+    assert run(train, "init_from=source", "run.name=r", "data.seed=1") == 2  # nothing says that it was begun otherwise
+    assert capsys.readouterr().err.count("not finite") == 1
     # Begun, and not saved: it starts from the source, and from no other one.
-    source = stock_model("qwen3", vocab_size=320)
-    source.model.norm.weight.data[3] = torch.nan
-    source.save_pretrained(tmp_path / "source")
+    file.write_bytes(whole)
+    assert run(train, "init_from=source", "run.name=r") == 0
+    shutil.rmtree(tmp_path / "runs/r/checkpoints")
+    save_file(nan, file, metadata={"format": "pt"})
     assert run(train, "init_from=source", "run.name=r") == 2
-    assert "not finite: model.norm.weight" in capsys.readouterr().err
+    assert (tmp_path / "runs/r/config.yaml").exists()
     stock_model("qwen3", vocab_size=320, num_hidden_layers=3).save_pretrained(tmp_path / "source")
     assert run(train, "init_from=source", "run.name=r") == 2
     said = capsys.readouterr().err
