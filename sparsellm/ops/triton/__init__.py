@@ -1,6 +1,7 @@
 """The operator's kernels in Triton, for any CUDA GPU that Triton compiles for.
 
-    plan.py        what fires: bits, tiles' unions, orders
+    plan.py        what fires: bits, tiles' unions
+    clusters.py    an order of the tokens in which those of a tile fire the same neurons
     products.py    the sparse engines' products
     dense.py       what the dense engine does between torch's products
     engines.py     the driver: memory, and the order in which the kernels run; as sparsellm.ops.cuda for the CUDA ones

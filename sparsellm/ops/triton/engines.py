@@ -6,8 +6,8 @@ and no size but those of a layer, K and N, is compiled into a kernel.
 
 The stages of the sparse engines; tile and row differ in the tokens of a tile alone, 128 or 16:
 
-    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; plan, which makes each tile's union;
-                up: h, and what is kept for backward; gathered: y
+    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; of many tokens, an order (clusters.py);
+                plan, which makes each tile's union; up: h, and what is kept for backward; gathered: y
     backward    gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the neurons that
                 fire about as often; regroup: dz, du and h by these tiles; gathered: dW
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from sparsellm.ops import cuda, dispatch
 from sparsellm.ops.cuda import Forward, readable
 from sparsellm.ops.plan import Engine, Plan
-from sparsellm.ops.triton import dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
 
@@ -32,7 +32,7 @@ ARRAY_ALIGNMENT = 256  # bytes, of the arrays of a saved buffer
 ROWS = 16  # of an item that are kept at a time: the tokens of a tile are a multiple
 KEEP_PROGRAMS = 4  # times as many programs as of a product, which need more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
-PLAN_WORDS = 128
+PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
 HIDDEN = {"ROWS": 8, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
@@ -64,6 +64,8 @@ class Kept(NamedTuple):
     sizes: Tensor
     longest: Tensor
     items: Tensor
+    order: Tensor  # int32 [M]: the token at each position; [0] where tokens are not ordered, as is the next one
+    positions: Tensor  # int32 [M]: of each token
     starts: Tensor  # int64, by item: where its nonzeros start in gates and ups
     gates: Tensor  # [capacity]: g of each nonzero
     ups: Tensor  # [capacity], or [0] if the layer is not gated: u
@@ -99,9 +101,11 @@ def forward(
     totals, fired = kept.totals.zero_(), x.new_zeros(n, dtype=torch.uint8)
     plan.mark[tiles(m, MARK["ROWS"]), tiles(n, 32 * MARK["WORDS"])](z, kept.bits, m, N=n, **MARK)
     shape = sizes.few_sampled if few else sizes.sampled
-    unions = Unions(FEW if few else TOKENS, shape.columns, kept.slots.shape[1], None, *kept[2:7], totals)
-    _plan(kept.bits, unions, m, n, None if few else fired)
-    if few:  # the union that is counted is of 128 tokens
+    unions = _unions_of_tokens(kept, FEW if few else TOKENS, shape)
+    if unions.order is not None:
+        clusters.order_tokens(kept.bits, kept.order, kept.positions)
+    _plan(kept.bits, unions, m, n, None if few else fired)  # the union that is counted is of the tiles in their order
+    if few:  # and of 128 tokens, always
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
     hidden = x.new_empty((len(kept.sizes) * unions.tile, unions.pitch))
     sums = x.new_zeros(len(kept.starts), dtype=torch.float32)
@@ -109,9 +113,9 @@ def forward(
         _sampled(unions, shape, programs, x, w_up, hidden, m, None if saving else (z, kept.bits, sums))
     if saving or w_gate is None:
         nonzeros.keep[KEEP_PROGRAMS * programs,](
-            z, hidden, kept.bits, kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
+            z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
             kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
-            BLOCK=unions.block, GATED=w_gate is not None, SAVING=saving,
+            BLOCK=unions.block, ORDERED=unions.order is not None, GATED=w_gate is not None, SAVING=saving,
         )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
@@ -133,7 +137,8 @@ def backward(
     k, gated, (sizes, programs) = x.shape[1], w_gate is not None, tuning.of(x.device)
     w_down_t, first = _by_neuron(w_down, None, x.dtype), w_up if w_gate is None else w_gate
     kept = _found(saved, x, n, gated)
-    unions = Unions(TOKENS, sizes.sampled.columns, kept.slots.shape[1], None, *kept[2:7], kept.totals)
+    unions = _unions_of_tokens(kept, TOKENS, sizes.sampled)
+    ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
     capacity = len(kept.gates)
     _sampled(unions, sizes.sampled, programs, dy, w_down_t, hidden, m)
@@ -141,9 +146,9 @@ def backward(
     if gated:
         _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
     nonzeros.gradient[KEEP_PROGRAMS * programs,](
-        hidden, dz, du[0] if gated else dz, dl1, kept.bits, kept.slots, kept.sizes, kept.items,
+        hidden, dz, du[0] if gated else dz, dl1, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items,
         kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
-        ROWS=ROWS, BLOCK=unions.block, GATED=gated,
+        ROWS=ROWS, BLOCK=unions.block, ORDERED=ordered, GATED=gated,
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
@@ -153,10 +158,10 @@ def backward(
     rows = len(by_neuron.sizes) * by_neuron.tile
     stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
     nonzeros.regroup[programs,](
-        dz, du[0] if gated else dz, hidden, bits, kept.places, by_neuron.order, by_neuron.slots,
-        by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m, by_neuron.pitch, N=n,
-        PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block, GATED=gated,
-        num_warps=8,
+        dz, du[0] if gated else dz, hidden, bits, kept.places, kept.positions if ordered else kept.places,
+        by_neuron.order, by_neuron.slots, by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m,
+        by_neuron.pitch, N=n, PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block,
+        ORDERED=ordered, GATED=gated, num_warps=8,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
     *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
@@ -179,13 +184,18 @@ def _launch(shape: Shape) -> dict[str, int]:
     return {"DEPTH": shape.depth, "num_warps": shape.warps, "num_stages": shape.stages}
 
 
+def _unions_of_tokens(kept: Kept, tile: int, shape: Shape) -> Unions:
+    ordered = kept.order if len(kept.order) else None
+    return Unions(tile, shape.columns, kept.slots.shape[1], ordered, *kept[2:7], kept.totals)
+
+
 def _plan(bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True) -> None:
     """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too."""
     plan.plan[tiles(rows, unions.tile),](
         bits, _order(unions), unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
-        TILE=unions.tile, BLOCK=unions.block, WORDS=PLAN_WORDS, ORDERED=unions.order is not None, LISTING=listing,
-        COUNTING=fired is not None, num_warps=8,
+        TILE=unions.tile, BLOCK=unions.block, ORDERED=unions.order is not None, LISTING=listing,
+        COUNTING=fired is not None, num_warps=8, **PLAN,
     )  # fmt: skip
     if listing:
         _descending(unions.sizes, unions.longest)
@@ -225,9 +235,9 @@ def _sampled(
     """hidden: (z, bits, sums), to make h of the product. unless: a call with up to so many nonzeros is left alone."""
     z, bits, sums = hidden or (x, unions.slots, unions.slots)
     products.sampled[programs,](
-        x, w, z, bits, unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
+        x, w, z, bits, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
         K=x.shape[1], N=len(w), PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns,
-        HIDDEN=hidden is not None, **_launch(shape),
+        ORDERED=unions.order is not None, HIDDEN=hidden is not None, **_launch(shape),
     )  # fmt: skip
 
 
@@ -267,11 +277,12 @@ def _layout(
 ) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
     """(shape, dtype, bytes) of each array of Kept."""
     pitch, count = _rounded(n, PITCH_MULTIPLE), tiles(m, tile)
-    items = count * pitch // FEWEST_SLOTS
+    items, ordered = count * pitch // FEWEST_SLOTS, m if tile == TOKENS and dispatch.orders(m) else 0
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((plan.TOTALS,), torch.int64), ((m, tiles(n, 32)), torch.int32),
         ((count, pitch), torch.int32), ((count, pitch), torch.int32), ((count,), torch.int32), ((count,), torch.int32),
-        ((items,), torch.int32), ((items * tile // min(ROWS, tile),), torch.int64),
+        ((items,), torch.int32), ((ordered,), torch.int32), ((ordered,), torch.int32),
+        ((items * tile // min(ROWS, tile),), torch.int64),
         ((capacity,), dtype), ((capacity if gated else 0,), dtype),
     ]  # fmt: skip
     return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]

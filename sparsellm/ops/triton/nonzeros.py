@@ -21,13 +21,16 @@ def firing(bits, rows, columns, N: tl.constexpr):
 
 @triton.jit
 def entries(
-    item, first, slots, sizes, m, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """ROWS rows of an item, from `first` on: (their positions, also behind the last token; the tokens there, 0 behind
-    the last one; the slots; their neurons, 0 behind the last one; bool [ROWS, BLOCK]: whether both are there)."""
+    item, first, order, slots, sizes, m,
+    PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of an item, from `first` on: (their positions, also behind the last token; the tokens there, any one
+    behind the last; the slots; their neurons, 0 behind the last one; bool [ROWS, BLOCK]: whether both are there)."""
     tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
     position = tile * TILE + first + tl.arange(0, ROWS)
     token = tl.where(position < m, position, 0)
+    if ORDERED:
+        token = tl.load(order + token)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     there = slot < tl.load(sizes + tile)
     neuron = tl.load(slots + tile.to(tl.int64) * PITCH + slot, mask=there, other=0)
@@ -44,9 +47,9 @@ def offsets(active):
 
 @triton.jit(do_not_specialize=["m", "capacity"])
 def keep(
-    z, hidden, bits, slots, sizes, items, totals, sums, gates, ups, starts, m, capacity,
+    z, hidden, bits, order, slots, sizes, items, totals, sums, gates, ups, starts, m, capacity,
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, SAVING: tl.constexpr,
+    ORDERED: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
     """hidden, a tile matrix that holds u (not GATED: anything), becomes h = g * u (g), where g = relu(z), z [M, N];
     sums, float32 by part: the sum of |h|.
@@ -59,7 +62,7 @@ def keep(
     for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
         item = tl.load(items + i // PARTS)
         position, token, slot, neuron, inside = entries(
-            item, i % PARTS * ROWS, slots, sizes, m, PITCH, TILE, ROWS, BLOCK
+            item, i % PARTS * ROWS, order, slots, sizes, m, PITCH, TILE, ROWS, BLOCK, ORDERED
         )
         active = inside & firing(bits, token, neuron, N)
         g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=active, other=0.0)
@@ -85,9 +88,9 @@ def keep(
 
 @triton.jit(do_not_specialize=["m", "capacity"])
 def gradient(
-    dh, dz, du, dl1, bits, slots, sizes, items, totals, gates, ups, starts, m, capacity,
+    dh, dz, du, dl1, bits, order, slots, sizes, items, totals, gates, ups, starts, m, capacity,
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """The tile matrix dh becomes h; dz and du (not GATED: dz) are written. dl1: float32 [1].
 
@@ -99,7 +102,7 @@ def gradient(
     for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
         item = tl.load(items + i // PARTS)
         position, token, slot, neuron, inside = entries(
-            item, i % PARTS * ROWS, slots, sizes, m, PITCH, TILE, ROWS, BLOCK
+            item, i % PARTS * ROWS, order, slots, sizes, m, PITCH, TILE, ROWS, BLOCK, ORDERED
         )
         active = inside & firing(bits, token, neuron, N)
         to = position.to(tl.int64)[:, None] * PITCH + slot[None, :]
@@ -130,14 +133,15 @@ def gradient(
 
 @triton.jit(do_not_specialize=["m", "pitch"])
 def regroup(
-    dz, du, hidden, bits, places, neurons, slots, sizes, items, totals, stacked, turned, m, pitch,
+    dz, du, hidden, bits, places, positions, neurons, slots, sizes, items, totals, stacked, turned, m, pitch,
     N: tl.constexpr, PITCH: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Tile matrices by tokens once more, by neurons: `stacked` from dz and, below it, du; `turned` from hidden.
 
     bits [N, ceil(M / 32)], slots, sizes, items and pitch are those of tiles of TILE neurons; places [., PITCH] is of
-    tiles of TOKENS tokens. Programs take items in turn.
+    tiles of TOKENS tokens, where a token has the row positions[token] (ORDERED; else `token`). Programs take items in
+    turn.
     """
     STACKED: tl.constexpr = 2 if GATED else 1
     pitch = (pitch // 64) * 64
@@ -153,8 +157,11 @@ def regroup(
         neuron = tl.load(neurons + rank, mask=rank < N, other=0)
         words = tl.load(bits + neuron.to(tl.int64)[:, None] * of_row + (token >> 5)[None, :])
         active = (((words >> (token & 31)[None, :]) & 1) != 0) & (rank < N)[:, None] & there[None, :]
-        of_tokens = places + (token // TOKENS).to(tl.int64)[None, :] * PITCH
-        at = token.to(tl.int64)[None, :] * PITCH + tl.load(of_tokens + neuron[:, None], mask=active, other=0)
+        position = token
+        if ORDERED:
+            position = tl.load(positions + token)
+        of_tokens = places + (position // TOKENS).to(tl.int64)[None, :] * PITCH
+        at = position.to(tl.int64)[None, :] * PITCH + tl.load(of_tokens + neuron[:, None], mask=active, other=0)
         upper = (tile * TILE * STACKED + line).to(tl.int64)[:, None] * pitch + slot[None, :]
         tl.store(stacked + upper, tl.load(dz + at, mask=active, other=0.0))
         if GATED:

@@ -1,4 +1,4 @@
-"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, orders.
+"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, the fullest tiles first.
 
 A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row where column c fires. Neurons by token, it
 takes N / 8 bytes a token, whatever fires, so nothing here can run out of room. A *tile* is TILE rows in a given order;
@@ -10,6 +10,14 @@ the columns that fire for some row of a tile are its *union*, numbered as *slots
 
 The forward pass plans tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
 whose columns are tokens. Both are `plan`, on the bit matrix and on its transpose.
+
+Where tokens are ordered (sparsellm.ops.triton.clusters), what belongs to tiles is by position: slots, places, items and
+the rows of tile matrices. Inputs, outputs and bits, by token or by neuron, are of tokens as they come. `order` names
+the token at each position, `positions` is its inverse. With tiles of 2 rows and tokens 0 and 2, 1 and 3 alike:
+
+    position   0  1 | 2  3       `sampled` reads x, z and bits of token 2 for row 0 of tile 0, and `gathered` writes the
+    order      2  0 | 3  1       row's y to y[2]; slots of tiles of neurons are tokens, so that `gathered` reads x[2],
+    positions  1  3   0  2       and `regroup` finds what token 2 has for such a slot in row positions[2] = 0
 """
 
 import triton
@@ -33,6 +41,11 @@ def ones(words):
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
     return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,11 +91,11 @@ def turn(bits, turned, frequencies, rows, columns, GROUPS: tl.constexpr, WORDS: 
 @triton.jit(do_not_specialize=["rows", "columns", "pitch"])
 def plan(
     bits, order, slots, places, sizes, items, totals, fired, rows, columns, pitch,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     ORDERED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
 ):  # fmt: skip
     """The union of tile i, as program i: TILE rows of bits [rows, ceil(columns / 32)], of those that `order` names
-    (ORDERED), else consecutive ones.
+    (ORDERED), else consecutive ones; ROWS rows at a time, WORDS words of each.
 
     LISTING: slots and places, int32 [tiles, pitch]; sizes, int32 [tiles]: how many slots. And `items` gets, for each
     BLOCK slots of the tile, the number tile * (pitch / BLOCK) + block; totals[ITEMS] says how many, in any order.
@@ -96,16 +109,17 @@ def plan(
         word = start + tl.arange(0, WORDS)
         union = tl.zeros((WORDS,), tl.uint32)
         of_words = tl.zeros((WORDS,), tl.int32)
-        for i in range(0, tl.minimum(TILE, rows - tile * TILE)):
-            at = tile * TILE + i
-            row = at.to(tl.int64)
+        for i in range(0, TILE, ROWS):
+            at = tile * TILE + i + tl.arange(0, ROWS)
+            row = at
             if ORDERED:
-                row = tl.load(order + at).to(tl.int64)
-            words = tl.load(bits + row * of_row + word, mask=word < of_row, other=0)
+                row = tl.load(order + at, mask=at < rows, other=0)
+            there = (at < rows)[:, None] & (word < of_row)[None, :]
+            words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=there, other=0)
             words = words.to(tl.uint32, bitcast=True)
-            union |= words
+            union |= tl.reduce(words, 0, _or)
             if COUNTING:
-                of_words += ones(words)
+                of_words += tl.sum(ones(words), 0)
         nonzeros += tl.sum(of_words, 0)
         counts = ones(union)
         before = size + tl.cumsum(counts, 0) - counts

@@ -39,9 +39,9 @@ def product(x, w, rows, columns, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["m", "capacity"])
 def sampled(
-    x, w, z, bits, slots, sizes, items, totals, out, sums, m, capacity,
+    x, w, z, bits, order, slots, sizes, items, totals, out, sums, m, capacity,
     K: tl.constexpr, N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, HIDDEN: tl.constexpr,
+    DEPTH: tl.constexpr, ORDERED: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots; x [M, K], w [N, K].
 
@@ -54,7 +54,9 @@ def sampled(
         count = 0
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         item = tl.load(items + i)
-        position, token, slot, neuron, inside = entries(item, 0, slots, sizes, m, PITCH, TILE, TILE, BLOCK)
+        position, token, slot, neuron, inside = entries(
+            item, 0, order, slots, sizes, m, PITCH, TILE, TILE, BLOCK, ORDERED
+        )
         result = product(x, w, token, neuron, K, TILE, BLOCK, DEPTH).to(x.dtype.element_ty)
         if HIDDEN:
             active = inside & firing(bits, token, neuron, N)
