@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsellm.ops import Plan, dispatch
-from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, tuning
+from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (plan, clusters, products, nonzeros, dense)
+MODULES = (plan, clusters, products, nonzeros, dense, transpose)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
     torch.bool: "*i1", torch.int8: "*i8",

@@ -25,6 +25,7 @@ from sparsellm.ops import cuda, dispatch
 from sparsellm.ops.cuda import Forward, readable
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton.transpose import transposed
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
 
@@ -167,7 +168,7 @@ def backward(
     *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
     _gathered(by_neuron, sizes.weights, stacked, x, firsts[0], n, more_out=firsts[1] if gated else None)
     _gathered(by_neuron, sizes.down_weights, turned, dy, dw_down_t, n)
-    return [dx, *firsts, dw_down_t.T]
+    return [dx, *firsts, transposed(dw_down_t, weights)]
 
 
 def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
@@ -257,7 +258,7 @@ def _gathered(
 
 def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_down_t, or w_down transposed, in `dtype`."""
-    return readable(w_down.T.to(dtype) if w_down_t is None else w_down_t, dtype)
+    return transposed(readable(w_down), dtype) if w_down_t is None else readable(w_down_t, dtype)
 
 
 # What is kept for backward.
