@@ -9,9 +9,9 @@ and 2 i + 1 count as one, a *pair*, which halves the work and leaves unions 1% l
               that token and profile share, minus the profile's price: how many it shares with all leaders together
     sort      these tokens by cluster
     profile   a cluster's new profile: the pairs that at least 1 / SHARE of its first MEMBERS tokens fire
-    assign    all tokens, by the new profiles
     alike     how alike each two clusters are: the pairs that their profiles share, over the profiles' sizes
-    chain     the clusters, from the one that is least like the others on, each followed by the one most like it
+    assign    all tokens, by the new profiles; meanwhile `chain` makes a chain of the clusters, from the one that is
+              least like the others on, each followed by the one most like it
     sort      all tokens by their clusters' places in the chain, those of a cluster as they come
 
 All is sums of integers, and ties go to the lowest index: the same order in every run. Whatever fires, each token has
@@ -53,13 +53,13 @@ def pairs(words):
 
 
 @triton.jit
-def looked_at(m, size, samples, TOKENS: tl.constexpr):
-    """Of program (i, j): TOKENS of the evenly spaced tokens of chunk j (their numbers among these; the tokens; whether
-    there are so many)."""
+def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
+    """The block-th TOKENS of the evenly spaced tokens of chunk program_id(1): (their numbers among these; the tokens;
+    whether there are so many)."""
     first = tl.program_id(1) * size
     tokens = tl.minimum(size, m - first)
     count = tl.minimum(samples, tokens)
-    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    index = block * TOKENS + tl.arange(0, TOKENS)
     inside = index < count
     return index, first + tl.where(inside, index, 0) * tokens // count, inside
 
@@ -122,15 +122,45 @@ def profile(
     tl.store(to, fires.to(tl.int8), mask=(word < WORDS)[None, :])
 
 
+@triton.jit
+def chain(similarity, places, ROWS: tl.constexpr, CLUSTERS: tl.constexpr):
+    """places, int32 [chunks, CLUSTERS]: of each cluster of chunk program_id(1) in the chain."""
+    chunk, cluster = tl.program_id(1), tl.arange(0, CLUSTERS)
+    first = tl.full((), 0x7FFFFFFF, tl.int32)
+    for start in range(0, CLUSTERS, ROWS):
+        line = start + tl.arange(0, ROWS)
+        rows = tl.load(similarity + (chunk * CLUSTERS + line)[:, None] * CLUSTERS + cluster[None, :])
+        first = tl.minimum(first, tl.min(tl.sum(rows // CLUSTERS, 1) * CLUSTERS + line, 0))
+    last = first % CLUSTERS
+    place = tl.zeros((CLUSTERS,), tl.int32)
+    left = tl.full((CLUSTERS,), 1, tl.int32)
+    for step in range(0, CLUSTERS):
+        place = tl.where(cluster == last, step, place)
+        left = tl.where(cluster == last, 0, left)
+        row = tl.load(similarity + (chunk * CLUSTERS + last) * CLUSTERS + cluster)
+        best = tl.max(tl.where(left != 0, row, -1), 0)
+        last = CLUSTERS - 1 - best % CLUSTERS
+    tl.store(places + chunk * CLUSTERS + cluster, place)
+
+
 @triton.jit(do_not_specialize=["m", "size", "samples"])
 def assign(
-    bits, table, prices, clusters, counts, m, size, samples,
+    bits, table, prices, similarity, clusters, counts, places, m, size, samples,
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The clusters of the i-th TOKENS of the tokens of chunk j that are looked at, as program (i, j), and their counts;
-    BLOCK words at a time, a divisor of WORDS. Of each pair of neurons, sums are of 0 and 1 in int8."""
+    BLOCK words at a time, a divisor of WORDS. CHAINED: programs (0, j) make the chain meanwhile, one step after the
+    other, so that i is one less than the program's."""
+    block = tl.program_id(0)
+    if CHAINED:
+        block -= 1
+        if block < 0:
+            chain(similarity, places, 16, CLUSTERS)
+            return
     chunk, cluster = tl.program_id(1), tl.arange(0, CLUSTERS)
-    index, token, inside = looked_at(m, size, samples, TOKENS)
+    blocks = tl.num_programs(0) - CHAINED
+    index, token, inside = looked_at(block, m, size, samples, TOKENS)
     of_token = bits + token.to(tl.int64)[:, None] * OF_ROW
     of_cluster = table + (chunk * CLUSTERS + cluster).to(tl.int64)[None, :] * (PAIRS * WORDS)
     shared = tl.zeros((TOKENS, CLUSTERS), tl.int32)
@@ -144,7 +174,7 @@ def assign(
     best = tl.argmax(shared * CLUSTERS - price[None, :], 1)
     tl.store(clusters + chunk * size + index, best, mask=inside)
     there = (best[:, None] == cluster[None, :]) & inside[:, None]
-    to = (chunk * tl.num_programs(0) + tl.program_id(0)) * CLUSTERS + cluster
+    to = (chunk * blocks + block) * CLUSTERS + cluster
     tl.store(counts + to, tl.sum(there.to(tl.int32), 0))
 
 
@@ -154,11 +184,11 @@ def sort(
     BLOCKS: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """order, int32 [chunks, size], gets the tokens that are looked at, cluster by cluster: as the chain has them
-    (CHAINED), else in ascending order. positions, int32 [M]: where each of them is in `order`. Programs as of assign.
-    """
+    (CHAINED), else in ascending order. positions, int32 [M]: where each of them is in `order`. Program (i, j): the
+    i-th TOKENS of those of chunk j."""
     block, cluster = tl.program_id(0), tl.arange(0, CLUSTERS)
     first = tl.program_id(1) * size
-    index, token, inside = looked_at(m, size, samples, TOKENS)
+    index, token, inside = looked_at(block, m, size, samples, TOKENS)
     of_blocks = counted(counts, tl.num_programs(0), BLOCKS, CLUSTERS)
     of_cluster = tl.sum(of_blocks, 0)
     place = cluster
@@ -192,27 +222,6 @@ def alike(
         tl.store(similarity + mine * CLUSTERS + other, value * CLUSTERS + CLUSTERS - 1 - other)
 
 
-@triton.jit
-def chain(similarity, places, ROWS: tl.constexpr, CLUSTERS: tl.constexpr):
-    """places, int32 [chunks, CLUSTERS]: of each cluster of chunk i in the chain, as program i."""
-    chunk, cluster = tl.program_id(0), tl.arange(0, CLUSTERS)
-    first = tl.full((), 0x7FFFFFFF, tl.int32)
-    for start in range(0, CLUSTERS, ROWS):
-        line = start + tl.arange(0, ROWS)
-        rows = tl.load(similarity + (chunk * CLUSTERS + line)[:, None] * CLUSTERS + cluster[None, :])
-        first = tl.minimum(first, tl.min(tl.sum(rows // CLUSTERS, 1) * CLUSTERS + line, 0))
-    last = first % CLUSTERS
-    place = tl.zeros((CLUSTERS,), tl.int32)
-    left = tl.full((CLUSTERS,), 1, tl.int32)
-    for step in range(0, CLUSTERS):
-        place = tl.where(cluster == last, step, place)
-        left = tl.where(cluster == last, 0, left)
-        row = tl.load(similarity + (chunk * CLUSTERS + last) * CLUSTERS + cluster)
-        best = tl.max(tl.where(left != 0, row, -1), 0)
-        last = CLUSTERS - 1 - best % CLUSTERS
-    tl.store(places + chunk * CLUSTERS + cluster, place)
-
-
 def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
     """Fill `order`, int32 [M]: the token at each position, and its inverse `positions`, from bits [M, ceil(N / 32)]."""
     m, of_row = bits.shape
@@ -240,10 +249,13 @@ def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
     def make_clusters(samples: int, shape: dict[str, int], chained: bool) -> Tensor:
         counts = integers(tiles(samples, shape["TOKENS"]), CLUSTERS)
         grid = counts.shape[1], chunks
-        assign[grid](bits, table, prices, of_tokens, counts, m, size, samples, CLUSTERS=CLUSTERS, **row, **shape)
         if chained:
-            alike[CLUSTERS, chunks](masks, sizes, similarity, WORDS=words, **rows)
-            chain[chunks,](similarity, places, ROWS=min(16, CLUSTERS), CLUSTERS=CLUSTERS, num_warps=1)
+            wider = {**rows, "ROWS": min(CLUSTERS, 4 * rows["ROWS"])}
+            alike[CLUSTERS, chunks](masks, sizes, similarity, WORDS=words, **wider)
+        assign[grid[0] + chained, chunks](
+            bits, table, prices, similarity, of_tokens, counts, places, m, size, samples,
+            CLUSTERS=CLUSTERS, CHAINED=chained, **row, **shape,
+        )  # fmt: skip
         sort[grid](
             of_tokens, counts, places, order, positions, m, size, samples,
             TOKENS=shape["TOKENS"], CHAINED=chained, num_warps=shape["num_warps"], **blocks,
