@@ -111,13 +111,12 @@ def forward(
     hidden = x.new_empty((len(kept.sizes) * unions.tile, unions.pitch))
     sums = x.new_zeros(len(kept.starts), dtype=torch.float32)
     if w_gate is not None:
-        _sampled(unions, shape, programs, x, w_up, hidden, m, None if saving else (z, kept.bits, sums))
-    if saving or w_gate is None:
-        nonzeros.keep[KEEP_PROGRAMS * programs,](
-            z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
-            kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
-            BLOCK=unions.block, ORDERED=unions.order is not None, GATED=w_gate is not None, SAVING=saving,
-        )  # fmt: skip
+        _sampled(unions, shape, programs, x, w_up, hidden, m)
+    nonzeros.keep[KEEP_PROGRAMS * programs,](
+        z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
+        kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
+        BLOCK=unions.block, ORDERED=unions.order is not None, GATED=w_gate is not None, SAVING=saving,
+    )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
     return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
@@ -230,15 +229,12 @@ def _order(unions: Unions) -> Tensor:
 
 
 def _sampled(
-    unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int,
-    hidden: tuple[Tensor, Tensor, Tensor] | None = None, unless: int = -1,
-) -> None:  # fmt: skip
-    """hidden: (z, bits, sums), to make h of the product. unless: a call with up to so many nonzeros is left alone."""
-    z, bits, sums = hidden or (x, unions.slots, unions.slots)
+    unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int, unless: int = -1
+) -> None:
+    """unless: a call with up to so many nonzeros is left alone."""
     products.sampled[programs,](
-        x, w, z, bits, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
-        K=x.shape[1], N=len(w), PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns,
-        ORDERED=unions.order is not None, HIDDEN=hidden is not None, **_launch(shape),
+        x, w, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
+        PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, ORDERED=unions.order is not None, **_launch(shape),
     )  # fmt: skip
 
 
