@@ -7,9 +7,9 @@ and no size but those of a layer, K and N, is compiled into a kernel.
 The stages of the sparse engines; tile and row differ in the tokens of a tile alone, 128 or 16:
 
     forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; of many tokens, an order (clusters.py);
-                plan, which makes each tile's union; up: h, and what is kept for backward; gathered: y
-    backward    gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the neurons that
-                fire about as often; regroup: dz, du and h by these tiles; gathered: dW
+                plan, which makes each tile's union; sampled: u; keep: h, and what is kept for backward; gathered: y
+    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the
+                neurons that fire about as often; regroup: dz, du and h by these tiles; gathered: dW
 
 z and the tile matrices have room for any pattern, so the forward pass knows no rest. What is kept for backward has
 `room` nonzeros a token; of a call with more, backward computes z and u again, at the places that fire.
