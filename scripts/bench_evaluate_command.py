@@ -19,19 +19,18 @@ from pathlib import Path
 
 import lm_eval.tasks
 import torch
-from tokenizers import Tokenizer
 
 from scripts import whole_tasks
 from sparsellm.config import from_overrides
-from sparsellm.data.tokenizer import end_of_text_id
+from sparsellm.data.tokenizer import end_of_text_id, load, vocabulary_size
 from sparsellm.evaluation.tasks import TASKS, on_local_rows
 from sparsellm.model import Decoder, huggingface
 
 
 def random_checkpoint(model: str, tokenizer: Path, folder: Path) -> Path:
     """An hf/ folder of random bfloat16 weights, ReLU."""
-    vocabulary = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    config = from_overrides([f"model={model}", f"model.vocab_size={vocabulary.get_vocab_size()}"]).model
+    vocabulary = load(str(tokenizer))
+    config = from_overrides([f"model={model}", f"model.vocab_size={vocabulary_size(vocabulary)}"]).model
     activation = from_overrides(["sparsity=relu"]).sparsity.activation
     torch.manual_seed(0)
     weights = Decoder(config, activation).state_dict()

@@ -20,8 +20,8 @@ decisions.
 With --decode, the M tokens are evenly spaced among 16,384 of the pattern. The tokens of a decoding batch belong to
 different sequences, and are not the first ones, which fire more neurons.
 
-Times are medians of alternating CUDA events (scripts/gpu_timing.py). Copies of inputs and weights take turns, so that a
-call does not find its own in L2. A variant that fails shows its error, the others go on, and the exit code is 1.
+Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights take turns, so
+that a call does not find its own in L2. A variant that fails shows its error, the others go on, and the exit code is 1.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts import ffn_training
 from scripts.ffn_dense import BASES, dense_gated, dense_nongated
-from scripts.gpu_timing import alternating_ms
 from sparsellm.model.engine_choice import NeuronMajor
 from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.feedforward import forward
+from sparsellm.ops.gpu_timing import alternating_ms
 
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)

@@ -63,7 +63,7 @@ def tokenize(name: str, files: list[str], cores: list[int], ready: Barrier, answ
     ready.wait()
     begin, tokens = time.time(), 0
     for first in range(0, len(texts), 1_000):
-        encodings = vocabulary.encode_batch_fast(texts[first : first + 1_000], add_special_tokens=False)
+        encodings = vocabulary.tokenizer.encode_batch_fast(texts[first : first + 1_000], add_special_tokens=False)
         tokens += sum(len(encoding) for encoding in encodings) + len(encodings)
     answers.put((tokens, begin, time.time()))
 

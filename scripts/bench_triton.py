@@ -10,7 +10,7 @@ ratio, and the errors of y against float64 over those of dense PyTorch, on 2,048
 launched if not once. --try: block sizes in the place of those of sparsellm/ops/triton/tuning.py, each as columns,
 depth, warps and stages; several values of one name are measured one after the other, against the same base.
 
-Times are medians of alternating CUDA events (scripts/gpu_timing.py), on copies of the inputs that take turns.
+Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py), on copies of the inputs that take turns.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import dense_gated
 from scripts.ffn_training import Step, forward_backward
-from scripts.gpu_timing import alternating_ms
 from sparsellm.model.engine_choice import NeuronMajor
 from sparsellm.ops import Plan, backend, dispatch, feedforward
+from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.triton import engines, tuning
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import BASES, dense_gated, dense_nongated
-from scripts.gpu_timing import alternating_ms
 from sparsellm.ops import (
     Engine,
     FeedForwardOutput,
@@ -18,6 +17,7 @@ from sparsellm.ops import (
     feedforward,
     reference,
 )
+from sparsellm.ops.gpu_timing import alternating_ms
 
 L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
 MIB = 2**20

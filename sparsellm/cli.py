@@ -22,6 +22,7 @@ COMMANDS = {
     "analyze": "count where a checkpoint's neurons fire",
     "generate": "write text with a checkpoint",
     "benchmark": "time checkpoints, on the kernels, in PyTorch and beside a baseline",
+    "calibrate": "time the engines on this GPU, so that the fastest ones are chosen",
     "import_model": "write a published sparse checkpoint as a stock Hugging Face model",
     "push": "send a checkpoint's model to the Hugging Face hub",
 }

@@ -89,7 +89,7 @@ def force_plans(trainer: Trainer) -> None:
     """Let plans decide, as where the CUDA kernels run; the dense engine of the registered operator runs anywhere."""
     with patch.object(build, "load"):
         accelerate(trainer.decoder, "cuda")
-    trainer.plans = Plans(trainer.config, trainer.decoder, trainer.ranks.world_size)
+    trainer.plans = Plans(trainer.config, trainer.decoder, trainer.ranks)
 
 
 def first_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

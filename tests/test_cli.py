@@ -40,6 +40,8 @@ SLOW = "{'torch', 'datasets', 'transformers', 'lm_eval', 'pandas', 'matplotlib',
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
     arguments = [] if command in ("train", "prepare_data", "sweep") else ["checkpoint=x"]
+    if command == "calibrate":
+        arguments = ["model=tiny"]
     if command == "import_model":
         arguments.append("output_dir=not-there")
     if command == "push":
@@ -66,6 +68,7 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
         ("evaluate", ["checkpiont=x", "limit=0"], "3 mistakes in the configuration"),
         ("analyze", [], "checkpoint has no value"),
         ("push", ["checkpoint=x", "repo=name"], "repo=name is no name on the hub"),
+        ("calibrate", ["model=[tiny,9b]"], "model=9b is no model"),
         ("sweep", ["sparsity.l1_coeficient=0,1", "evaluate.limits=3"], "2 mistakes in the configuration"),
         ("sweep", ["sweep.mode=lsf"], "sweep.mode is lsf"),
     ],

@@ -4,10 +4,14 @@ import io
 import json
 
 import pytest
+import small_tokenizers
 from attack.small_export import cut, damaged, write_export
+from transformers import PreTrainedTokenizerFast
 
+from sparsellm.commands import generate
 from sparsellm.commands.generate import main
 from sparsellm.config import GenerateConfig, from_overrides
+from sparsellm.model.generation import Generator
 
 PROGRAM = "sparsellm generate"
 SETTINGS = ["device=cpu", "tokens=20", "kernels=torch"]
@@ -34,6 +38,27 @@ def test_one_prompt_is_gone_on_from_and_lines_of_them_too(checkpoint, capsys, mo
     monkeypatch.setattr("sys.stdin", io.StringIO("why water\nbird\nfish tree stone\n"))
     lines = written(capsys, f"checkpoint={checkpoint}", "temperature=0").out.splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["why water", "bird", "fish tree stone"]
+
+
+def test_a_text_of_tokens_that_are_bytes_and_leave_out_its_first_space_is_written_once(checkpoint, capsys, monkeypatch):
+    words = small_tokenizers.llama2(["why water stone"] * 20, 280)
+    tokens = [
+        words.token_to_id(token) for token in ("▁", "w", "<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "▁", "y", "</s>")
+    ]
+
+    class Told(Generator):
+        tokenizer, stop = PreTrainedTokenizerFast(tokenizer_object=words), frozenset([2])
+
+        def __init__(self):
+            pass
+
+        def stream(self, prompts, *_):
+            assert prompts == [words.encode("why").ids]
+            yield from ([token] for token in tokens)
+
+    monkeypatch.setattr(generate, "_load", lambda *_: Told())
+    assert written(capsys, f"checkpoint={checkpoint}", "prompt=why").out == "why w\n日 y\n"
+    assert Told().text(["why"], 9) == [" w\n日 y"]
 
 
 def test_a_prompt_is_taken_as_it_was_typed():

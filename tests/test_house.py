@@ -10,7 +10,7 @@ PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
     {"console", "locks"}, {"ops", "figures", "files", "hub", "lifeline", "processes"},
-    {"config", "distributed", "run_layout"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
+    {"config", "distributed", "run_layout", "calibration"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
     {"sweeps", "benchmarks"}, {"commands"}, {"cli"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)

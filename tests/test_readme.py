@@ -9,28 +9,13 @@ from typing import NamedTuple
 import pytest
 
 from scripts import draw_readme
-from sparsellm.config import (
-    AnalyzeConfig,
-    BenchmarkConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-    analyze_mistakes,
-    benchmark_mistakes,
-    evaluate_mistakes,
-    from_overrides,
-    generate_mistakes,
-    import_mistakes,
-    mistakes,
-    push_mistakes,
-    sweep_request,
-)
+from sparsellm.cli import COMMANDS
+from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request
+from sparsellm.config.command import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
 HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
-COMMANDS = {"train", "prepare_data", "evaluate", "sweep", "analyze", "generate", "benchmark", "import_model", "push"}
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 
@@ -71,18 +56,9 @@ ALL = [command for document in DOCUMENTS if document != HISTORY for command in c
 def composed(command: Command) -> list[str]:
     """Every mistake in the values of `command`. Raises ConfigError for what does not compose."""
     name, overrides = command.name, command.arguments
-    if name == "evaluate":
-        return evaluate_mistakes(from_overrides(overrides, EvaluateConfig))
-    if name == "analyze":
-        return analyze_mistakes(from_overrides(overrides, AnalyzeConfig))
-    if name == "generate":
-        return generate_mistakes(from_overrides(overrides, GenerateConfig))
-    if name == "benchmark":
-        return benchmark_mistakes(from_overrides(overrides, BenchmarkConfig))
-    if name == "import_model":
-        return import_mistakes(from_overrides(overrides, ImportConfig))
-    if name == "push":
-        return push_mistakes(from_overrides(overrides, PushConfig))
+    if name in RULES and name not in ("train", "prepare_data"):
+        schema, rules = RULES[name]
+        return rules(from_overrides(overrides, schema))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)
@@ -105,8 +81,8 @@ def test_a_command_in_the_documents_is_accepted(command):
 
 
 def test_every_command_is_documented():
-    assert {command.name for command in ALL} == COMMANDS | {"bench_train", "ops.build"}
-    assert {c.name for c in ALL if c.document == ROOT / "README.md"} == COMMANDS
+    assert {command.name for command in ALL} == {*COMMANDS, "bench_train", "ops.build"}
+    assert {c.name for c in ALL if c.document == ROOT / "README.md"} == set(COMMANDS)
 
 
 def test_commands_are_found_in_blocks_and_in_sentences(tmp_path):

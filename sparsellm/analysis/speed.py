@@ -1,8 +1,6 @@
 """How much faster the CUDA kernels make each feedforward layer, on the inputs that it gets while the model reads."""
 
-import statistics
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +11,7 @@ from sparsellm.model.engine_choice import NeuronMajor
 from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.dispatch import room_for
 from sparsellm.ops.feedforward import forward
+from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refu
     from transformers import PreTrainedModel
 
 TOKENS = 16_384  # at most, in whole sequences: enough to fill the GPU
-ROUNDS, UNTIMED = 20, 3
-SPIN_CYCLES = 6_000_000  # about 3 ms, in which the host enqueues a round
+ROUNDS = 20
 
 Candidates = dict[str, Callable[[], object]]
 
@@ -84,20 +82,18 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
 
 
 def gpu_milliseconds(candidates: Candidates) -> dict[str, float]:
-    """The median time of each candidate by CUDA events: of the GPU's work, in alternation, so that all drift alike."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(UNTIMED + ROUNDS):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(candidates) + 1)]
-        torch.cuda._sleep(SPIN_CYCLES)
-        marks[0].record()
-        for candidate, mark in zip(candidates.values(), marks[1:], strict=True):
-            candidate()
-            mark.record()
-        marks[-1].synchronize()
-        if number >= UNTIMED:
-            for name, (start, end) in zip(candidates, pairwise(marks), strict=True):
-                times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(found) for name, found in times.items()}
+    """The median time of each candidate on the GPU. Raises what a candidate raises."""
+
+    def runs(candidate: Callable[[], object]) -> Callable[[int], object]:
+        return lambda _: candidate()
+
+    found: dict[str, float] = {}
+    times = alternating_ms({name: runs(run) for name, run in candidates.items()}, least=ROUNDS, most=ROUNDS)
+    for name, ms in times.items():
+        if isinstance(ms, Exception):
+            raise ms
+        found[name] = ms
+    return found
 
 
 def _dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:

@@ -77,17 +77,17 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
 
 def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
     """The prompt, and its continuation as it comes."""
-    ids: list[int] = []
-    shown, start = "", time.perf_counter()
+    prompt, ids = generator.tokenizer(prompts[0]).input_ids, list[int]()
+    shown, start = 0, time.perf_counter()  # characters
     print(prompts[0], end="", flush=True)
-    for (token,) in generator.stream([generator.tokenizer(prompts[0]).input_ids], new_tokens, sampling, seed):
+    for (token,) in generator.stream([prompt], new_tokens, sampling, seed):
         if token is None or token in generator.stop:
             break
         ids.append(token)
-        text = generator.tokenizer.decode(ids).rstrip(UNFINISHED)
-        print(text.removeprefix(shown), end="", flush=True)
-        shown = text
-    print(generator.tokenizer.decode(ids).removeprefix(shown), flush=True)
+        text = generator.continuation(prompt, ids).rstrip(UNFINISHED)
+        print(text[shown:], end="", flush=True)
+        shown = max(shown, len(text))  # of tokens of single bytes, a text may be shorter until its last one is there
+    print(generator.continuation(prompt, ids)[shown:], flush=True)
     seconds = time.perf_counter() - start
     print(f"sparsellm: {len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:,.0f} tokens/s", file=sys.stderr)
 

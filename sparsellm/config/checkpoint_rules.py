@@ -8,10 +8,12 @@ import os
 import re
 from pathlib import Path
 
+from sparsellm.config.overrides import choices
 from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes, unavailable_kernels
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
+    CalibrateConfig,
     Device,
     Dtype,
     EvaluateConfig,
@@ -22,6 +24,7 @@ from sparsellm.config.schema import (
 )
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
+LAYER = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})", re.ASCII)  # K, the width, and N, the neurons
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -101,6 +104,22 @@ def import_mistakes(config: ImportConfig) -> list[str]:
         found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
     found += _one_process("an import is one process")
     return found
+
+
+def calibrate_mistakes(config: CalibrateConfig) -> list[str]:
+    """Every value of `config` that breaks a rule, each with its remedy."""
+    known = choices("model")
+    remedy = f"one of {', '.join(known)}, or a layer's KxN, as 2048x5632"
+    found = [] if config.model else [f"model has no value: model=NAME, {remedy}"]
+    found += [
+        f"model={name} is no model: {remedy}"
+        for name in config.model
+        if name not in known and not LAYER.fullmatch(name)
+    ]
+    found += _one_process("a calibration is one process, and others take what it measured")
+    if config.kernels == Kernels.torch:
+        found.append("kernels=torch has no engines to choose from: auto, cuda or triton")
+    return found + kernel_mistakes("kernels", config.kernels, [])
 
 
 def push_mistakes(config: PushConfig) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from sparsellm.config.checkpoint_rules import (
     analyze_mistakes,
     benchmark_mistakes,
+    calibrate_mistakes,
     evaluate_mistakes,
     generate_mistakes,
     import_mistakes,
@@ -25,6 +26,7 @@ from sparsellm.config.rules import prepare_mistakes, value_mistakes
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
+    CalibrateConfig,
     Config,
     EvaluateConfig,
     GenerateConfig,
@@ -41,6 +43,7 @@ RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
     "analyze": (AnalyzeConfig, analyze_mistakes),
     "generate": (GenerateConfig, generate_mistakes),
     "benchmark": (BenchmarkConfig, benchmark_mistakes),
+    "calibrate": (CalibrateConfig, calibrate_mistakes),
     "import_model": (ImportConfig, import_mistakes),
     "push": (PushConfig, push_mistakes),
 }

@@ -22,6 +22,7 @@ from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
+    CalibrateConfig,
     Config,
     EvaluateConfig,
     GenerateConfig,
@@ -33,7 +34,15 @@ from sparsellm.config.values import build, definition, fingerprint, flat, from_d
 from sparsellm.files import write_whole
 
 AnyConfig = TypeVar(
-    "AnyConfig", Config, EvaluateConfig, AnalyzeConfig, GenerateConfig, BenchmarkConfig, ImportConfig, PushConfig
+    "AnyConfig",
+    Config,
+    EvaluateConfig,
+    AnalyzeConfig,
+    GenerateConfig,
+    BenchmarkConfig,
+    CalibrateConfig,
+    ImportConfig,
+    PushConfig,
 )
 Flat = dict[str, Any]  # group.key -> plain value
 

@@ -15,6 +15,7 @@ from sparsellm.config.overrides import EXPERIMENT, choices, groups
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
+    CalibrateConfig,
     Config,
     EvaluateConfig,
     GenerateConfig,
@@ -44,6 +45,7 @@ TAKEN = {
     "analyze": (Keys(AnalyzeConfig),),
     "generate": (Keys(GenerateConfig),),
     "benchmark": (Keys(BenchmarkConfig),),
+    "calibrate": (Keys(CalibrateConfig),),
     "import_model": (Keys(ImportConfig),),
     "push": (Keys(PushConfig),),
     "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
@@ -56,6 +58,7 @@ USAGE = {
     "analyze": "checkpoint=PATH [KEY=VALUE ...]",
     "generate": "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]",
     "benchmark": "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]",
+    "calibrate": "model=NAME [KEY=VALUE ...]",
     "import_model": "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]",
     "push": "checkpoint=PATH repo=OWNER/NAME [license=NAME] [KEY=VALUE ...]",
     "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",

@@ -422,6 +422,17 @@ class ImportConfig:
 
 
 @dataclass
+class CalibrateConfig:
+    """Of which layers the engines are timed on this GPU, on which kernels."""
+
+    model: list[str] = key(
+        [],
+        "whose layers: a choice of `train`'s group `model`, a layer's KxN, as 2048x5632, or several, [A,B]; not empty",
+    )
+    kernels: Kernels = key(Kernels.auto, "those of the GPU; or CUDA or Triton")
+
+
+@dataclass
 class PushConfig:
     """Which checkpoint goes to the hub, and where."""
 

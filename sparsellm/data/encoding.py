@@ -16,11 +16,11 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
+from sparsellm.data.tokenizer import Vocabulary
 from sparsellm.processes import end_with_parent
 
 PATIENCE = 16_000_000  # characters that are encoded without other processes: a few seconds' work
@@ -41,14 +41,14 @@ class Chunk(NamedTuple):
     at_rest: bool  # whether to bring what there is to disk: after as many chunks as there are processes, and at the end
 
 
-def encode(vocabulary: Tokenizer, texts: list[str], fraction: float, dtype: str) -> Encoded:
+def encode(vocabulary: Vocabulary, texts: list[str], fraction: float, dtype: str) -> Encoded:
     """`fraction`: of the documents that are held out. `dtype`: of the ids."""
     ids = [np.array(document, dtype) for document in tokenizer.encode(vocabulary, texts)]
     return Encoded(ids, [corpus.is_held_out(text, fraction) for text in texts])
 
 
 def encoded(
-    chunks: Iterator[list[Document]], vocabulary: Tokenizer, fraction: float, dtype: str
+    chunks: Iterator[list[Document]], vocabulary: Vocabulary, fraction: float, dtype: str
 ) -> Generator[Chunk, None, None]:
     """`chunks`, each with its tokens. What reading raises is raised after the chunks before. Close it when done."""
     characters = 0
@@ -61,7 +61,7 @@ def encoded(
 
 
 def _by_processes(
-    chunks: Iterator[list[Document]], cores: int, given: tuple[Tokenizer, float, str]
+    chunks: Iterator[list[Document]], cores: int, given: tuple[Vocabulary, float, str]
 ) -> Generator[Chunk, None, None]:
     pending: deque[tuple[list[Document], Future[Encoded]]] = deque()
     end: BaseException | None = None
@@ -98,7 +98,7 @@ def _texts(documents: list[Document]) -> list[str]:
 
 # In a process of its own.
 
-_given: tuple[Tokenizer, float, str]
+_given: tuple[Vocabulary, float, str]
 
 
 def _begin(*given: object) -> None:

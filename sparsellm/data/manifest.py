@@ -20,7 +20,6 @@ one stream; its last tokens are the validation split, the tokens before them the
 both. The document that the cut goes through is counted in both splits.
 """
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ class Split:
 class Manifest:
     recipe: dict[str, Any]  # the configuration that decides the tokens: see `Request.recipe`
     source_files: dict[str, int | None]  # in reading order; see corpus.Files
-    tokenizer_hash: str  # sha256 of tokenizer/tokenizer.json
+    tokenizer_hash: str  # tokenizer.digest of what is in tokenizer/
     vocab_size: int
     end_of_text_id: int
     sequence_length: int  # that was asked for when preparation began; decides whether the stream is cut, and where
@@ -253,13 +252,13 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Whether `manifest` says another thing of the tokenizer than tokenizer/tokenizer.json does."""
+    """Whether `manifest` says another thing of the tokenizer than the files in tokenizer/ do."""
     file = folder / "tokenizer" / "tokenizer.json"
     vocabulary = tokenizer.load(str(file))
     return [
         f"{folder}/manifest.json says {key} {getattr(manifest, key)} and {file} says {there}: {_again(folder)}"
         for key, there in (
-            ("tokenizer_hash", hashlib.sha256(file.read_bytes()).hexdigest()),
+            ("tokenizer_hash", tokenizer.digest(vocabulary, file.read_bytes())),
             ("vocab_size", tokenizer.vocabulary_size(vocabulary)),
             ("end_of_text_id", tokenizer.end_of_text_id(vocabulary)),
         )

@@ -184,6 +184,7 @@ class _Opening:
         vocabulary = tokenizer.load(data.tokenizer)
         if found := Request(self.config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
             raise DataError("; ".join(found))
+        tokenizer.say_what_ends_documents(vocabulary, data.tokenizer)
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         tokenizer.save(vocabulary, folder)

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from sparsellm import locks
@@ -52,6 +51,7 @@ from sparsellm.data.manifest import (
     write,
 )
 from sparsellm.data.request import Request
+from sparsellm.data.tokenizer import Vocabulary
 
 # Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
 # because one text of ten million characters would take twice the memory.
@@ -148,7 +148,7 @@ def prepare(config: Config) -> Manifest:
     return manifest
 
 
-def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
+def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
     data = config.data
     files: corpus.Files = {}
     licence, unparsable, characters = None, 0, None
@@ -162,6 +162,7 @@ def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
             vocabulary = tokenizer.load(data.tokenizer)
             if found := Request(config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
                 raise DataError("; ".join(found))
+            tokenizer.say_what_ends_documents(vocabulary, data.tokenizer)
         files = corpus.find_files(data)
         documents = corpus.read(list(files), data.text_column)
         if data.tokenizer is None:
@@ -186,7 +187,7 @@ def _start(config: Config) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
     return manifest, vocabulary, documents
 
 
-def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[Tokenizer, int]:
+def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[Vocabulary, int]:
     """A tokenizer of the first TOKENIZER_CHARACTERS characters of `documents`, or all there are, and how many."""
     texts, characters = [], 0
     for document in documents:
@@ -203,7 +204,7 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
     return tokenizer.train(texts, vocab_size), characters
 
 
-def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Tokenizer, Iterator[Document]]:
+def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
     """Hub files are those of the commit that preparation started with; local ones must not have changed."""
     data = config.data
     compare(manifest, folder, tokenizer_names(manifest))
@@ -274,7 +275,7 @@ def _write_tokens(
     config: Config,
     folder: Path,
     manifest: Manifest,
-    vocabulary: Tokenizer,
+    vocabulary: Vocabulary,
     documents: Iterator[Document],
     limit: int | None,
 ) -> None:

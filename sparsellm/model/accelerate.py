@@ -7,9 +7,10 @@ Both work on our Decoder and on Hugging Face models with blocks as sparsellm.mod
 Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
 
 Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
-(sparsellm.model.engine_choice); `engine=` fixes it. Sparse engines compute calls in bfloat16 on a GPU without
-gradients (torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients
-follow `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
+(sparsellm.model.engine_choice), by what `sparsellm calibrate` has measured on this GPU, or else by the package's
+constants; `engine=` fixes it. Sparse engines compute calls in bfloat16 on a GPU without gradients (torch.no_grad,
+torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
+`SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
 
 Tokens that an attention mask hides, as padding is, fire no neurons (sparsellm.model.padding).
 
@@ -23,6 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from sparsellm import calibration
 from sparsellm.model.acceptance import OWN, feedforward_blocks, kind
 from sparsellm.model.engine_choice import EngineChoice, register, sparse_engines_take
 from sparsellm.model.padding import spare_padding, stop_sparing
@@ -54,6 +56,9 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
         return model
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
+    if backend.loaded() and engine is None and kernels != "torch":
+        shapes = {block.get_parameter("down_proj.weight").shape for block in originals}
+        calibration.take((width, neurons) for width, neurons in shapes)
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
     spare_padding(model)
     return model

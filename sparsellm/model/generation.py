@@ -142,11 +142,17 @@ class Generator:
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""
         made: list[list[int]] = [[] for _ in prompts]
-        for tokens in self.stream([self.tokenizer(prompt).input_ids for prompt in prompts], new_tokens, sampling, seed):
+        given = [self.tokenizer(prompt).input_ids for prompt in prompts]
+        for tokens in self.stream(given, new_tokens, sampling, seed):
             for sequence, token in zip(made, tokens, strict=True):
                 if token is not None and token not in self.stop:
                     sequence.append(token)
-        return [self.tokenizer.decode(sequence) for sequence in made]
+        return [self.continuation(prompt, sequence) for prompt, sequence in zip(given, made, strict=True)]
+
+    def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """The text of the tokens `new` behind those of `prompt`. Some tokenizers, as Llama 2's, leave out the space
+        with which a text begins, so `new` alone might be another text."""
+        return str(self.tokenizer.decode([*prompt, *new]))[len(self.tokenizer.decode(prompt)) :]
 
     @torch.no_grad()
     def stream(

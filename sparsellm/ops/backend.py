@@ -6,6 +6,9 @@
     driver()        the module whose forward and backward run the kernels; None while none are loaded
     check(kernels)  raises KernelsUnavailable where load(kernels) would, as far as that shows beforehand
 
+    measured        by (K, N) of a layer: what its engines cost on this GPU, where that was measured; the policy goes by
+                    it, in place of the constants that the package has
+
 One process computes on one kind of kernels: what is saved for backward, and the policy, are of that kind.
 """
 
@@ -15,9 +18,11 @@ import torch
 
 from sparsellm.ops import build, cuda, dispatch
 from sparsellm.ops.compiler import KernelsUnavailable
+from sparsellm.ops.costs import Costs
 from sparsellm.ops.plan import Engine, Plan
 
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
+measured: dict[tuple[int, int], Costs] = {}
 _triton = False
 _said: set[str] = set()
 
@@ -96,6 +101,8 @@ def choose_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
 ) -> Engine:
     """As sparsellm.ops.dispatch.choose_engine, by the policy of the kernels that are loaded."""
+    if (costs := measured.get((width, neurons))) is not None:
+        return costs.choose_engine(tokens, nnz, union, current)
     return _policy().choose_engine(tokens, width, neurons, nnz, union, current)
 
 
@@ -103,11 +110,15 @@ def choose_training_engine(
     tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
 ) -> Engine:
     """As sparsellm.ops.dispatch.choose_training_engine, by the policy of the kernels that are loaded."""
+    if (costs := measured.get((width, neurons))) is not None:
+        return costs.choose_training_engine(tokens, nnz, union, current)
     return _policy().choose_training_engine(tokens, width, neurons, nnz, union, current)
 
 
 def row_density(tokens: int, width: int, neurons: int) -> float:
     """As sparsellm.ops.dispatch.row_density, by the policy of the kernels that are loaded."""
+    if (costs := measured.get((width, neurons))) is not None:
+        return costs.row_density(tokens)
     return _policy().row_density(tokens, width, neurons)
 
 

@@ -227,10 +227,14 @@ def _compile_error(log: Path) -> KernelsUnavailable:
     return KernelsUnavailable(f"the kernels do not compile (the whole log is {log}), the last lines being:\n{last}")
 
 
-def _cached() -> Path:
+def cache() -> Path:
+    """The folder of what is made once on a machine: ~/.cache/sparsellm, or what SPARSELLM_CACHE_DIR names."""
     root = os.environ.get("SPARSELLM_CACHE_DIR")
-    cache = (Path(root) if root else Path.home() / ".cache" / "sparsellm").absolute()
-    return cache / "kernels" / compiler.build_id() / LIBRARY
+    return (Path(root) if root else Path.home() / ".cache" / "sparsellm").absolute()
+
+
+def _cached() -> Path:
+    return cache() / "kernels" / compiler.build_id() / LIBRARY
 
 
 def main(arguments: list[str]) -> int:

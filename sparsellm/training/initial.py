@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsellm import hub
 from sparsellm.config import Activation, Config, ConfigError, ModelConfig, to_dict, typed_values
 from sparsellm.config.values import flat
+from sparsellm.console import warn
 from sparsellm.data import Data, DataError, tokenizer
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
@@ -57,16 +58,19 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
 
 
 def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
-    """Raise DataError, on the main rank, if `data` has another tokenizer than `init_from` or the teacher; the other
-    ranks get MainRankFailed. `init_from` is not looked at where the run has a checkpoint. Collective."""
+    """Raise DataError, on the main rank, if texts have other tokens in `data` than for `init_from` or the teacher; the
+    other ranks get MainRankFailed. If documents only end with another token, a line says so. `init_from` is not looked
+    at where the run has a checkpoint. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:
             own = tokenizer.load(checkpoint.model)
-        if tokenizer.digest(own) == tokenizer.digest(tokenizer.load(str(data.tokenizer_folder))):
-            return
-        corpus, used = config.data, config.data.tokenizer
+        prepared, corpus, used = tokenizer.load(str(data.tokenizer_folder)), config.data, config.data.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
+        if tokenizer.serialized(own) == tokenizer.serialized(prepared):
+            if own.end_of_text != prepared.end_of_text:  # as of a base model and its chat model
+                warn(f"documents of {where} end with {prepared.end_of_text}, those of {key}={name} {own.end_of_text}")
+            return
         raise DataError(
             f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
             f" and {key}={name} has another tokenizer, to which they mean other text: prepare them once more, in"

@@ -125,7 +125,7 @@ class Trainer:
             accelerate(self.decoder, runtime.kernels.name)
             self._agree_on_kernels()
             if backend.loaded():
-                self.plans = Plans(config, self.decoder, ranks.world_size)
+                self.plans = Plans(config, self.decoder, ranks)
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, config, ranks)
@@ -436,6 +436,8 @@ class Trainer:
             engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         print(report.aligned("micro-batch", str(self.micro_batch)))
+        if self.plans is not None and (policy := self.plans.policy()) is not None:
+            print(report.aligned("engines", policy))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
         self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 

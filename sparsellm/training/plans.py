@@ -5,6 +5,9 @@ host without blocking, and right before step s + DELAY it decides. The host then
 step s + 1 to do. So all ranks decide alike, always before the same steps, and a run that was stopped in between decides
 as if it had not been: `state` holds what is under way.
 
+Engines are chosen by what `sparsellm calibrate` measured on rank 0's GPU, or else by the package's constants. `state`
+has what the run began with, and a resume goes by it, whatever was measured since.
+
 A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
 result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
 """
@@ -17,9 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsellm import calibration
 from sparsellm.config import Config
+from sparsellm.console import is_main_rank, warn
+from sparsellm.distributed import Ranks, on_main
 from sparsellm.model import Decoder
-from sparsellm.ops import Engine, Plan, choose_training_engine
+from sparsellm.ops import Engine, Plan, backend, choose_training_engine
+from sparsellm.ops.costs import Costs
 from sparsellm.ops.dispatch import TILE_MAX_NONZEROS, room_for
 from sparsellm.training.metrics import StepSums, to_host
 
@@ -44,10 +51,12 @@ class Counts:
 class Plans:
     """The training plans of an accelerated decoder's layers: dense until something has been counted."""
 
-    def __init__(self, config: Config, decoder: Decoder, world_size: int) -> None:
+    def __init__(self, config: Config, decoder: Decoder, ranks: Ranks) -> None:
+        """Collective."""
         training, model = config.training, config.model
-        self.width, self.neurons = model.hidden_size, model.intermediate_size
-        self.sequences, self.sequence_length = training.batch_size // world_size, training.sequence_length
+        self.layer = model.hidden_size, model.intermediate_size  # K, N
+        self.sequences, self.sequence_length = training.batch_size // ranks.world_size, training.sequence_length
+        self._choose_by(on_main(ranks, self._costs))
         given = config.runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
@@ -68,6 +77,25 @@ class Plans:
         """The names of the engines in effect, by layer."""
         return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
+    def _choose_by(self, costs: dict[str, Any] | None) -> None:
+        """costs: as JSON has them; None: the package's constants."""
+        backend.measured.pop(self.layer, None)
+        if costs is not None:
+            backend.measured[self.layer] = Costs.of_json(costs)
+
+    def _costs(self) -> dict[str, Any] | None:
+        measured = backend.measured.get(self.layer)
+        return None if measured is None else measured.as_json()
+
+    def policy(self) -> str | None:
+        """By what engines are chosen, for people; None where the package's constants are of this GPU and layer."""
+        if self.layer in backend.measured:
+            return "chosen by what `sparsellm calibrate` measured on this GPU model"
+        if calibration.is_shipped(*self.layer):
+            return None
+        width, neurons = self.layer
+        return f"chosen by an H200's constants; `sparsellm calibrate model={width}x{neurons}` measures this GPU"
+
     def resize(self, size: int) -> None:
         """Decide from here on for micro-batches of `size` sequences."""
         micro_batches = math.ceil(self.sequences / size)
@@ -81,9 +109,7 @@ class Plans:
         share = self.tokens / self.tokens_per_step
         for tensor, nnz, union, fullest in zip(self.tensors, *counts, strict=True):
             plan = Plan.read(tensor)
-            engine = choose_training_engine(
-                self.tokens, self.width, self.neurons, nnz * share, union * share, current=plan.engine
-            )
+            engine = choose_training_engine(self.tokens, *self.layer, nnz * share, union * share, current=plan.engine)
             if fullest > TILE_MAX_NONZEROS:
                 engine = Engine.dense  # once without room, such a one would take far longer than the others win
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
@@ -101,7 +127,7 @@ class Plans:
     def state(self) -> dict[str, Any]:
         """All that the next steps depend on, for JSON. Waits for counts that are under way."""
         counts = None if self.counts is None else {"step": self.counts.step, "values": self.counts.read()}
-        return {"plans": [tensor.tolist() for tensor in self.tensors], "counts": counts}
+        return {"plans": [tensor.tolist() for tensor in self.tensors], "counts": counts, "costs": self._costs()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results."""
@@ -109,6 +135,14 @@ class Plans:
             self.tensors, state["plans"], strict=True
         ):  # older ones have three values
             tensor.copy_(Plan(Engine(engine), room).tensor())
+        costs = state.get("costs")  # older checkpoints have none, and went by the package's constants
+        if costs is None or costs["kernels"] == backend.loaded():
+            self._choose_by(costs)
+        elif is_main_rank():
+            warn(
+                f"the run chose engines by what was measured on {backend.NAMES[costs['kernels']]}, which do not compute"
+                f" here: from here on it chooses by {'what was measured here' if self._costs() else 'an H200'}"
+            )
         counts = state["counts"]
         if counts is not None:
             self.counts = Counts(counts["step"], torch.tensor(counts["values"], dtype=torch.float64), None)

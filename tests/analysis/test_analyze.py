@@ -95,7 +95,7 @@ def test_a_text_file_is_read_with_the_checkpoints_tokenizer(bare, text):
     counted = {int(row["id"]): int(row["count"]) for row in rows_of(folder / "tokens.csv")}
     read = expected[48:192] + expected[192 + 48 : 384]  # from position 48 on, a quarter of the context
     assert counted == {i: read.count(i) for i in set(read)}
-    assert vocabulary.token_to_id(tokenizer.END_OF_TEXT) not in counted  # spelled out, it is text
+    assert vocabulary.tokenizer.token_to_id(tokenizer.END_OF_TEXT) not in counted  # spelled out, it is text
 
 
 def test_a_parquet_file_and_a_run_of_shorter_sequences(run, tmp_path):

@@ -330,7 +330,7 @@ def test_a_vocabulary_above_65536_is_stored_as_uint32(
     make_config: MakeConfig, parquet: list[str], tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     large = tokenizer.load(str(tokenizer_folder))
-    large.add_tokens([f"<extra {i}>" for i in range(65_537 - 400)] + ["neuron"])
+    large.tokenizer.add_tokens([f"<extra {i}>" for i in range(65_537 - 400)] + ["neuron"])
     tokenizer.save(large, tmp_path / "large")
     config = make_config(parquet, tokenizer=str(tmp_path / "large"), max_tokens=500)
     config.model.vocab_size = 65_538

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig
 
-from sparsellm.data import DataError, tokenizer
+from sparsellm.data import DataError, pieces, tokenizer
 
 SAMPLE = "Hello  12345 wörld\n\n\tdef f(x):  return x"
 
@@ -14,8 +14,8 @@ def test_a_trained_tokenizer_is_deterministic_and_lossless(texts: list[str]) -> 
     trained = tokenizer.train(texts, 400)
     assert tokenizer.digest(trained) == tokenizer.digest(tokenizer.train(texts, 400))
     assert tokenizer.vocabulary_size(trained) == 400
-    assert trained.token_to_id(tokenizer.END_OF_TEXT) == 0
-    assert trained.decode(trained.encode(SAMPLE + "日本").ids) == SAMPLE + "日本"
+    assert trained.tokenizer.token_to_id(tokenizer.END_OF_TEXT) == 0
+    assert trained.tokenizer.decode(trained.tokenizer.encode(SAMPLE + "日本").ids) == SAMPLE + "日本"
 
 
 def test_documents_end_with_end_of_text_and_nothing_in_a_text_ends_it(tokenizer_folder: Path) -> None:
@@ -24,7 +24,7 @@ def test_documents_end_with_end_of_text_and_nothing_in_a_text_ends_it(tokenizer_
     assert ids[-1] == 0
     assert ids.count(0) == 1
     assert empty == [0]
-    assert vocabulary.decode(ids[:-1]) == "token <|endoftext|> stream"
+    assert vocabulary.tokenizer.decode(ids[:-1]) == "token <|endoftext|> stream"
 
 
 def test_a_long_document_is_encoded_in_pieces_to_the_same_ids(
@@ -34,10 +34,10 @@ def test_a_long_document_is_encoded_in_pieces_to_the_same_ids(
     long = "  \n".join(texts)
     documents = [texts[0], long, "", long[:1_000], texts[1]]
     whole = tokenizer.encode(vocabulary, documents)
-    monkeypatch.setattr(tokenizer, "LONG_DOCUMENT", 2_000)
+    monkeypatch.setattr(pieces, "LONG_DOCUMENT", 2_000)
     for piece in (1, 100, 5_000):
-        monkeypatch.setattr(tokenizer, "PIECE", piece)
-        sizes = [[len(piece) for _, piece in batch] for batch in tokenizer._batches(documents)]
+        monkeypatch.setattr(pieces, "PIECE", piece)
+        sizes = [[len(piece) for _, piece in batch] for batch in pieces.batches(vocabulary.tokenizer, documents)]
         assert max(map(sum, sizes)) < 2_000 + piece + 1_000 < len(long)
         assert tokenizer.encode(vocabulary, documents) == whole
 
@@ -63,13 +63,6 @@ def test_the_saved_smollm2_tokenizer_loads_alone_and_beside_a_model(tmp_path: Pa
         assert (len(auto), auto.eos_token_id, auto.pad_token_id) == (49_152, 0, 0)
         assert auto.decode(auto(SAMPLE).input_ids) == SAMPLE
         LlamaConfig().save_pretrained(tmp_path)  # as in an hf/ export, where its type must not choose the class
-
-
-def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
-    content = (tokenizer_folder / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(content.replace("<|endoftext|>", "</s>"))
-    with pytest.raises(DataError, match=r"has no <\|endoftext\|>, which ends every document"):
-        tokenizer.load(str(tmp_path))
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

@@ -225,6 +225,19 @@ def test_without_kernels_auto_leaves_the_model_and_cuda_refuses(monkeypatch):
         sparsellm.accelerate(make("llama", hidden_act="silu"))
 
 
+def test_engines_are_chosen_by_what_was_measured_of_the_layers(monkeypatch):
+    taken = []
+    monkeypatch.setattr(module.calibration, "take", lambda layers: taken.append(list(layers)))
+    monkeypatch.setattr(module.backend, "load", lambda _: None)
+    sparsellm.accelerate(make("llama"), "torch")
+    sparsellm.accelerate(make("llama"), "cuda")  # not loaded, in truth: the GPU is not asked for its name
+    monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
+    sparsellm.accelerate(make("llama"), "cuda", engine="dense")
+    assert taken == []
+    sparsellm.accelerate(make("llama"), "cuda")
+    assert taken == [[(32, 64)]]
+
+
 def test_a_module_changed_while_accelerated_is_refused(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda")
     blocks(model)[1].up_proj = Quantised(32, 64, bias=False)

@@ -91,10 +91,10 @@ def test_policy_and_saved_bytes_are_those_of_the_kernels_that_are_loaded(machine
 
 
 def test_a_gpu_gets_the_block_sizes_that_fit_it(machine):
-    tuning.of.cache_clear()
+    tuning._packaged.cache_clear()
     machine(shared=227 << 10)
     assert tuning.of(torch.device("cuda:0")) == (tuning.LARGE, 108 * tuning.LARGE.resident)
-    tuning.of.cache_clear()
+    tuning._packaged.cache_clear()
     machine()
     assert tuning.of(torch.device("cuda:0"))[0] is tuning.SMALL
-    tuning.of.cache_clear()
+    tuning._packaged.cache_clear()

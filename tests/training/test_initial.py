@@ -94,6 +94,15 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     assert run(train, *start, "run.restart=true") == 2
     assert "init_from=./source does not exist" in capsys.readouterr().err
 
+    # A run, or a checkpoint of it, is a source as any other: its tokenizer is in its hf/.
+    on = [f"data.path={tmp_path}/of_a_run", "sparsity=relu", *STANDS_STILL]
+    for path in (still, still / "checkpoints/step_00000004"):
+        assert run(prepare_data, f"init_from={path}", *on) == 0
+        assert run(train, f"init_from={path}", *on, "run.restart=true", "run.name=on") == 0
+        left = tensors(tmp_path / "runs/on/checkpoints/step_00000004/hf")
+        assert all(torch.equal(left[name], source[name]) for name in source)
+        shutil.rmtree(tmp_path / "of_a_run")
+
 
 def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp_path, capsys):
     def refusal(*overrides, command=train, code=2):

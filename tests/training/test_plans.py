@@ -12,7 +12,8 @@ import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
 from sparsellm.distributed import process_group
-from sparsellm.ops import Engine, Plan, dispatch, saved_bytes
+from sparsellm.ops import Engine, Plan, backend, dispatch, saved_bytes
+from sparsellm.ops.costs import Cost, Costs
 from sparsellm.ops.plan import ROOM
 from sparsellm.training import plans as module
 from sparsellm.training.metrics import METRICS, StepSums, read
@@ -34,7 +35,7 @@ def fake(*overrides, layers=2):
 
 def plans_of(*overrides, layers=2):
     decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace()) for _ in range(layers)])
-    made = Plans(small_config(*LARGE, *overrides), decoder, 1)
+    made = Plans(small_config(*LARGE, *overrides), decoder, SimpleNamespace(world_size=1, is_main=True))
     assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.tensors, strict=True))
     return made
 
@@ -129,6 +130,63 @@ def test_a_resume_after_any_step_decides_as_if_there_had_been_none():
             resumed.restore(json.loads(state))
             assert values(resumed) == straight[step - 1]
             assert run(resumed, step + 1) == (straight[step:], states[step:])
+
+
+def costs_of(kernels="cuda", dense=1.0):
+    """Costs by which the tile engine is chosen if its fixed second is less than `dense`."""
+    engines = {Engine.dense: Cost(dense), Engine.tile: Cost(1.0)}
+    return Costs(kernels, 2048, 5632, {1: engines}, {1: engines})
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What `sparsellm calibrate` measured of the layers on the CUDA kernels, which are loaded as far as that goes."""
+    monkeypatch.setattr(backend, "loaded", lambda: "cuda")
+    monkeypatch.setattr(backend, "measured", {(2048, 5632): costs_of(dense=1.5), (64, 128): costs_of()})
+    return backend.measured
+
+
+def test_a_run_decides_by_what_was_measured(measured):
+    with fake(layers=1) as plans:
+        assert "measured on this GPU model" in plans.policy()
+        plans.after(1, counted([300], [5632]))  # for which the package's constants say dense
+        plans.before(3)
+        assert plans.engines == ["tile"]
+
+
+def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, monkeypatch):
+    measured.clear()
+    with fake(layers=1) as plans:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+        assert plans.policy() == (
+            "chosen by an H200's constants; `sparsellm calibrate model=2048x5632` measures this GPU"
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        assert plans.policy() is None
+
+
+@pytest.mark.parametrize("began_with", [None, costs_of(dense=3.0)])
+def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
+    with fake(layers=1) as plans:
+        plans._choose_by(None if began_with is None else began_with.as_json())
+        state = json.loads(json.dumps(plans.state()))
+        measured[2048, 5632] = costs_of(dense=0.5)
+        resumed = plans_of(layers=1)
+        resumed.restore(state)
+        assert measured.get((2048, 5632)) == began_with
+        del state["costs"]  # as an older checkpoint
+        measured[2048, 5632] = costs_of(dense=0.5)
+        resumed.restore(state)
+        assert (2048, 5632) not in measured
+
+
+def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
+    with fake(layers=1) as plans:
+        state = plans.state()
+        state["costs"] = costs_of("triton").as_json()
+        plans.restore(state)
+        assert measured[2048, 5632] == costs_of(dense=1.5)
+        assert "measured on the Triton kernels, which do not compute here" in capsys.readouterr().err
 
 
 def test_the_fullest_micro_batch_counts_by_its_own_tokens():

@@ -14,7 +14,7 @@ from sparsellm.ops.twell import TOKEN_TILE
 
 
 class Constants(NamedTuple):
-    """All that a calibration replaces. Times are in seconds, for everything after the gate product."""
+    """Times are in seconds, for everything after the gate product."""
 
     few_tokens: int = 0  # up to which the row engine may compute; 0: never, for its decoding was not measured
     few_share: float = 1.0  # nonzeros of all tokens over N, up to which the row engine is faster on few tokens

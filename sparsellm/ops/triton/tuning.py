@@ -1,6 +1,6 @@
 """The block sizes of the Triton kernels by GPU. (The constants of the choice of engines are in policy.py.)
 
-None of it changes a result but in its rounding, so a calibration may replace any of it.
+None of it changes a result but in its rounding, so a calibration may replace any of it (sparsellm.calibration).
 """
 
 from functools import lru_cache
@@ -65,12 +65,26 @@ def shared_bytes(properties: Any) -> int:
     return properties.shared_memory_per_block_optin
 
 
-@lru_cache
+_measured: Tuning | None = None
+
+
+def use(tuning: Tuning | None) -> None:
+    """Compute with these block sizes from now on; None: with those that the package has for each device."""
+    global _measured
+    _measured = tuning
+
+
 def of(device: torch.device) -> tuple[Tuning, int]:
     """(the block sizes for a device; how many programs take items in turn). A CPU, on which only Triton's interpreter
     runs, has three programs."""
     if device.type == "cpu":
         return SMALL, 3
+    packaged, processors = _packaged(device)
+    tuning = _measured or packaged
+    return tuning, tuning.resident * processors
+
+
+@lru_cache
+def _packaged(device: torch.device) -> tuple[Tuning, int]:
     properties = torch.cuda.get_device_properties(device)
-    tuning = LARGE if shared_bytes(properties) >= LARGE_BYTES else SMALL
-    return tuning, tuning.resident * properties.multi_processor_count
+    return LARGE if shared_bytes(properties) >= LARGE_BYTES else SMALL, properties.multi_processor_count

@@ -1,0 +1,115 @@
+"""Whether calibrated costs choose well: at numbers of tokens and ways of firing that the calibration did not time.
+
+    python -m scripts.bench_calibration [--kernels cuda] [--layers 2048x5632 ...] [--m 1 2 ...] [--json FILE]
+
+For each layer, it calibrates (timing that, too), and then times every engine at each number of tokens and density. Of
+two policies, by the calibrated costs and by the package's constants, it prints in how many cells the chosen engine is
+within 5% of the fastest one, and the cells that are furthest behind. An engine that takes over SKIP times as long as
+dense, by the calibration, is not timed: it is not the fastest.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsellm.calibration import measure, report
+from sparsellm.calibration.layer import Call, Firing, Layer
+from sparsellm.ops import backend
+from sparsellm.ops.costs import Costs, costs_at
+from sparsellm.ops.dispatch import MANY_TOKENS, MANY_TRAINING_TOKENS
+from sparsellm.ops.plan import Engine
+
+LAYERS = ("1024x4096", "2048x5632", "4096x11008", "5120x13824")
+TOKENS = (1, 2, 7, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 12_000, 30_000, 131_072)
+SHARES = (0.001, 0.003, 0.0065, 0.013, 0.03, 0.055, 0.12, 0.3, 0.5)
+SKEW = 1.1
+SKIP = 4.0
+
+
+def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
+    """Of every density: what fires, seconds by engine, and what each policy chooses."""
+    found = []
+    for share in SHARES:
+        call = Call(tokens, Firing(share, SKEW), Engine.dense, training)
+        nonzeros, union = layer.counts(call)
+        at = costs_at(costs.training if training else costs.forward, tokens)
+        dense = at[Engine.dense].fixed
+        engines = [engine for engine in sorted(at) if at[engine].seconds(nonzeros, union) <= SKIP * dense]
+        times = measure.gpu_milliseconds(layer, [call._replace(engine=engine) for engine in engines])
+        if None in times:
+            print(f"    {tokens:,} tokens do not fit into memory", flush=True)
+            return found
+        choose = backend.choose_training_engine if training else backend.choose_engine
+        size = tokens, layer.width, layer.neurons
+        union = union if tokens >= MANY_TOKENS else -1.0
+        backend.measured[layer.width, layer.neurons] = costs
+        calibrated = choose(*size, nonzeros, union)
+        del backend.measured[layer.width, layer.neurons]
+        found.append(
+            {
+                "tokens": tokens,
+                "training": training,
+                "nonzeros": nonzeros / tokens,
+                "seconds": {engine.name: (ms or 0) / 1e3 for engine, ms in zip(engines, times, strict=True)},
+                "calibrated": calibrated.name,
+                "packaged": choose(*size, nonzeros, union).name,
+            }
+        )
+    return found
+
+
+def behind(cell: dict[str, Any], policy: str) -> float:
+    seconds = cell["seconds"]
+    return seconds.get(cell[policy], SKIP * seconds["dense"]) / min(seconds.values()) - 1
+
+
+def show(title: str, found: list[dict[str, Any]]) -> None:
+    for policy in ("calibrated", "packaged"):
+        worst = sorted(found, key=lambda cell: -behind(cell, policy))[:3]
+        near = sum(behind(cell, policy) <= report.NEAR for cell in found)
+        listed = "; ".join(
+            f"{behind(cell, policy):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
+            f" {cell['nonzeros']:.0f} nonzeros ({cell[policy]})"
+            for cell in worst
+        )
+        print(
+            f"{title:<14} {policy:<10} {near:>4} of {len(found)} within {report.NEAR:.0%}; behind: {listed}", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", choices=("cuda", "triton", "auto"), default="auto")
+    parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="KxN")
+    parser.add_argument("--m", type=int, nargs="+", default=TOKENS, help="tokens")
+    parser.add_argument("--json", type=Path, help="every cell goes into this file")
+    args = parser.parse_args()
+    backend.load(args.kernels)
+    kernels = backend.loaded() or "cuda"
+    print(f"{torch.cuda.get_device_name()}, {backend.NAMES[kernels]}, torch {torch.__version__}")
+    everything: list[dict[str, Any]] = []
+    for name in args.layers:
+        width, neurons = (int(size) for size in name.split("x"))
+        torch.cuda.empty_cache()
+        layer = Layer(width, neurons, max(*args.m, measure.SIZES[-1]), torch.device("cuda", 0), torch.bfloat16)
+        started = time.monotonic()
+        costs, times = measure.measure(kernels, layer)
+        print(f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; of what it timed: ", end="")
+        print(report.summary(report.choices(costs, times)), flush=True)
+        found = [cell for tokens in args.m for cell in cells(layer, costs, tokens, training=False)]
+        trained = [tokens for tokens in args.m if MANY_TRAINING_TOKENS <= tokens <= measure.TRAINING_SIZES[-1]]
+        found += [cell for tokens in trained for cell in cells(layer, costs, tokens, training=True)]
+        show(name, found)
+        everything += [{"layer": name, **cell} for cell in found]
+        del layer
+    show("all layers", everything)
+    if args.json:
+        args.json.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The block sizes of the Triton kernels that are fastest on this GPU, of a short list."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from sparsellm.calibration.layer import Call, Firing, Layer
+from sparsellm.ops.gpu_timing import alternating_ms
+from sparsellm.ops.plan import Engine
+from sparsellm.ops.triton import tuning
+from sparsellm.ops.triton.tuning import LARGE, SMALL, Shape, Tuning
+
+TOKENS = 8192
+CALL = Call(TOKENS, Firing(0.0065), Engine.tile, training=True)
+LISTED: dict[str, tuple[Shape | int, ...]] = {
+    "sampled": (SMALL.sampled, LARGE.sampled, Shape(128, 64, 8, 4), Shape(128, 64, 4, 3), Shape(128, 32, 8, 3)),
+    "gathered": (SMALL.gathered, LARGE.gathered, Shape(128, 64, 8, 5), Shape(128, 32, 4, 5)),
+    "neurons": (64, 128),
+    "weights": (SMALL.weights, LARGE.weights, Shape(128, 64, 8, 5)),
+    "down_weights": (SMALL.down_weights, LARGE.down_weights, Shape(128, 64, 4, 5)),
+    "resident": (1, 2),
+}
+
+Timer = Callable[[dict[str, Tuning]], dict[str, float | Exception]]  # milliseconds of CALL by these block sizes
+
+
+def find(layer: Layer, timer: Timer | None = None, advance: Callable[[int], object] = lambda _: None) -> Tuning:
+    """The block sizes with which a layer's forward and backward pass takes least, looked for one after the other.
+
+    Sizes that need more shared memory or registers than this GPU has are no candidates. Raises what Triton raises if
+    the block sizes that the package has for this GPU do not run either. timer: by default of this GPU.
+    """
+    timer, best = timer or (lambda sizes: gpu_milliseconds(layer, sizes)), tuning.of(layer.device)[0]
+    for name in LISTED:
+        times = timer({str(each): each for each in others(best, name)})
+        first = times[str(best)]
+        if isinstance(first, Exception):
+            raise first
+        found = {text: ms for text, ms in times.items() if not isinstance(ms, Exception)}
+        best = {str(each): each for each in others(best, name)}[min(found, key=found.__getitem__)]
+        advance(1)
+    return best
+
+
+def others(best: Tuning, name: str) -> Iterator[Tuning]:
+    """`best`, and it with the listed values of one block size."""
+    yield best
+    for value in LISTED[name]:
+        if value != getattr(best, name):
+            yield Tuning(**{**best._asdict(), name: value})
+
+
+def gpu_milliseconds(layer: Layer, sizes: dict[str, Tuning]) -> dict[str, float | Exception]:
+    def runs(each: Tuning) -> Callable[[int], object]:
+        def run(_: int) -> object:
+            tuning.use(each)
+            return layer.run(CALL)
+
+        return run
+
+    try:
+        return alternating_ms({name: runs(each) for name, each in sizes.items()}, 40, most=15)
+    finally:
+        tuning.use(None)
+        torch.cuda.empty_cache()

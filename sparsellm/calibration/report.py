@@ -1,0 +1,83 @@
+"""What was measured and what the policy makes of it, as a table."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from sparsellm.calibration.layer import Call
+from sparsellm.calibration.measure import Timed
+from sparsellm.ops.costs import Costs, costs_at
+from sparsellm.ops.plan import Engine
+
+NEAR = 0.05  # behind the fastest engine by so much at most is as good as it
+
+
+class Choice(NamedTuple):
+    """Of a number of tokens that fire alike: what each engine takes, and what is chosen."""
+
+    call: Call  # of the dense engine
+    nonzeros: float
+    union: float  # -1: the tile engine, which counts it, computes no call of so few tokens
+    seconds: dict[Engine, float]
+    predicted: dict[Engine, float]
+    chosen: Engine
+
+    @property
+    def behind(self) -> float:
+        """By how much the chosen engine takes longer than the fastest, of its time."""
+        return self.seconds[self.chosen] / min(self.seconds.values()) - 1
+
+
+def choices(costs: Costs, times: list[Timed]) -> list[Choice]:
+    """What is chosen for every call that was timed, if it is known what fires."""
+    dense, by_call = {}, defaultdict(list)
+    for each in times:
+        if each.call.engine == Engine.dense:
+            dense[each.call.tokens, each.call.training] = each.seconds
+        else:
+            by_call[each.call._replace(engine=Engine.dense)].append(each)
+    found = []
+    for call, others in by_call.items():
+        nonzeros = others[0].nonzeros
+        union = next((each.union for each in others if each.call.engine == Engine.tile), -1.0)
+        choose = costs.choose_training_engine if call.training else costs.choose_engine
+        at = costs_at(costs.training if call.training else costs.forward, call.tokens)
+        seconds = {Engine.dense: dense[call.tokens, call.training]}
+        seconds |= {each.call.engine: each.seconds for each in others}
+        predicted = {engine: at[engine].seconds(nonzeros, union) for engine in seconds}
+        chosen = choose(call.tokens, nonzeros, union)
+        found.append(Choice(call, nonzeros, union, seconds, predicted, chosen if chosen in seconds else Engine.dense))
+    return found
+
+
+def summary(found: list[Choice]) -> str:
+    near = sum(choice.behind <= NEAR for choice in found)
+    worst = max(found, key=lambda choice: choice.behind)
+    return (
+        f"chosen is the fastest engine, or one within {NEAR:.0%} of it, in {near} of {len(found)} cases; at most"
+        f" {worst.behind:.1%} behind ({worst.call.tokens:,} tokens, {worst.nonzeros / worst.call.tokens:.1f} nonzeros)"
+    )
+
+
+def text(found: list[Choice]) -> str:
+    """A line for each case: microseconds of a call, and, in brackets, what the fit says."""
+    engines = tuple(Engine)
+    lines = []
+    for training in (False, True):
+        lines += ["", f"{'forward and backward' if training else 'forward'}: microseconds of a call (by the fit)"]
+        names = "".join(f"{engine.name:>20}" for engine in engines)
+        lines.append(f"{'tokens':>8}{'nonzeros':>10}{'union':>8}{names}  chosen   behind")
+        for choice in found:
+            if choice.call.training != training:
+                continue
+            tokens = choice.call.tokens
+            union = f"{choice.union / -(-tokens // 128):,.0f}" if choice.union >= 0 else "-"
+            cells = [
+                f"{choice.seconds[engine] * 1e6:,.1f} ({choice.predicted[engine] * 1e6:,.1f})"
+                if engine in choice.seconds else "-"
+                for engine in engines
+            ]  # fmt: skip
+            lines.append(
+                f"{tokens:>8,}{choice.nonzeros / tokens:>10,.1f}{union:>8}{''.join(f'{cell:>20}' for cell in cells)}"
+                f"  {choice.chosen.name:<7}{choice.behind:>7.1%}"
+            )
+    return "\n".join([*lines[1:], "", summary(found)])

@@ -1,0 +1,178 @@
+"""Which token ends documents: <|endoftext|>, or what the files beside a tokenizer.json name, wherever it goes."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import small_tokenizers
+import torch
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from sparsellm import hub
+from sparsellm.config import Config
+from sparsellm.data import DataError, corpus, mistakes, mix, open_data, prepare, tokenizer
+from sparsellm.data.manifest import read
+from sparsellm.data.open import open_validation
+from sparsellm.distributed import process_group
+
+ADDED = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
+SPELLED = "the <s> gate</s> opens <|begin_of_text|> <|end_of_text|>\n\n  日本"
+
+
+@pytest.fixture(scope="module")
+def made(texts: list[str]) -> dict[str, Tokenizer]:
+    return {make.__name__: make(texts) for make in (
+        small_tokenizers.llama2, small_tokenizers.mistral, small_tokenizers.llama3
+    )}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "eos", "file"), [
+    ("llama2", "</s>", "tokenizer_config.json"), ("llama2", ADDED, "special_tokens_map.json"),
+    ("mistral", ADDED, "tokenizer_config.json"), ("llama3", "<|end_of_text|>", "tokenizer_config.json"),
+    ("llama3", "<|eot_id|>", "special_tokens_map.json"),
+])  # fmt: skip
+def test_documents_end_with_the_tokenizers_own_eos_token_and_have_no_other_special_one(name, eos, file, made, tmp_path):
+    end = eos if isinstance(eos, str) else eos["content"]
+    folder = small_tokenizers.write(made[name], tmp_path / "source", eos, file)
+    if file == "special_tokens_map.json":
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
+    loaded = tokenizer.load(str(folder))
+    assert loaded.end_of_text == tokenizer.load(str(folder / "tokenizer.json")).end_of_text == end
+    ids, empty = tokenizer.encode(loaded, [SPELLED, ""])
+    special = {made[name].token_to_id(token) for token in small_tokenizers.SENTENCEPIECE + small_tokenizers.LLAMA3}
+    assert empty == [made[name].token_to_id(end)] == [tokenizer.end_of_text_id(loaded)]
+    assert ids[-1:] == empty
+    assert special.isdisjoint(ids[:-1])
+    assert made[name].decode(ids[:-1]) == SPELLED
+
+    # Saved, it is the same to us and to transformers, whose prompts begin as the tokenizer says.
+    assert tokenizer.save(loaded, tmp_path / "saved") == tokenizer.digest(loaded)
+    again = tokenizer.load(str(tmp_path / "saved"))
+    assert (again.end_of_text, tokenizer.digest(again)) == (end, tokenizer.digest(loaded))
+    auto = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (auto.eos_token, auto.pad_token) == (end, end)
+    (plain,) = tokenizer.encode(loaded, ["the gate  opens\n"])
+    begin = "<s>" if name != "llama3" else "<|begin_of_text|>"
+    assert auto("the gate  opens\n").input_ids == [made[name].token_to_id(begin), *plain[:-1]]
+
+
+def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_the_usual_one(made, tmp_path):
+    base, chat = (
+        tokenizer.load(str(small_tokenizers.write(made["llama3"], tmp_path / eos, eos)))
+        for eos in ("<|end_of_text|>", "<|eot_id|>")
+    )
+    assert tokenizer.serialized(base) == tokenizer.serialized(chat)
+    assert tokenizer.digest(base) != tokenizer.digest(chat)
+    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file.
+    own = Tokenizer.from_str(made["llama3"].to_str())
+    own.add_special_tokens(["<|endoftext|>"])
+    usual = tokenizer.load(str(small_tokenizers.write(own, tmp_path / "usual", "<|eot_id|>")))
+    assert usual.end_of_text == tokenizer.END_OF_TEXT
+    tokenizer.save(usual, tmp_path / "saved")
+    assert tokenizer.digest(usual) == tokenizer.digest(usual, (tmp_path / "saved/tokenizer.json").read_bytes())
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    ({"eos_token": "<eos>"}, "source/tokenizer_config.json names '<eos>' as eos_token, which ends every document"),
+    ({"eos_token": ["</s>"]}, "source/tokenizer_config.json names ['</s>'] as eos_token"),
+    ({"bos_token": "<s>"}, "neither tokenizer_config.json nor special_tokens_map.json beside its tokenizer.json"),
+    (None, "name a token of tokenizer.json in tokenizer_config.json (\"eos_token\": \"TOKEN\")"),
+    ([], "source/tokenizer_config.json"),
+])  # fmt: skip
+def test_a_tokenizer_whose_end_of_text_is_not_known_is_refused(config, said, made, tmp_path):
+    folder = small_tokenizers.write(made["llama2"], tmp_path / "source", "</s>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if config is None:
+        (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError) as refusal:
+        tokenizer.load(str(folder))
+    assert said in str(refusal.value)
+    assert "cannot be loaded" not in str(refusal.value)
+
+
+def test_the_hubs_copies_say_what_ends_documents(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "answers", lambda what: False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--owner--llama"
+    folder = small_tokenizers.write(made["llama2"], cached / "snapshots/commit", "</s>")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("commit")
+    assert tokenizer.load("owner/llama").end_of_text == "</s>"
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=r"its tokenizer_config\.json, which names .* is not among the hub's copies"):
+        tokenizer.load("owner/llama")
+
+    def missing(*_):
+        raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    monkeypatch.setattr(tokenizer, "Tokenizer", type("Answering", (), {"from_pretrained": lambda _: made["llama2"]}))
+    with pytest.raises(DataError, match=r"neither tokenizer_config\.json nor special_tokens_map\.json beside its"):
+        tokenizer.load("owner/llama")
+
+
+def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_are_told_apart(
+    made, make_config: Callable[..., Config], parquet: list[str], texts: list[str], tmp_path: Path, capsys
+):
+    base, chat = (
+        str(small_tokenizers.write(made["llama3"], tmp_path / name, eos))
+        for name, eos in (("base", "<|end_of_text|>"), ("chat", "<|eot_id|>"))
+    )
+    config, other = (
+        make_config(parquet, tokenizer=source, path=str(tmp_path / f"{Path(source).name}_tokens"))
+        for source in (base, chat)
+    )
+    manifest, others = prepare(config), prepare(other)
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"data.tokenizer={base}: every document ends with <|end_of_text|> (id 1), its eos_token.",
+        f"data.tokenizer={chat}: every document ends with <|eot_id|> (id 2), its eos_token.",
+    ]
+    assert (manifest.end_of_text_id, others.end_of_text_id) == (1, 2)
+    kept = [text for i, text in enumerate(texts) if i % 50 != 49 and not corpus.is_held_out(text, 0.1)]
+    plain = made["llama3"].encode_batch(kept, add_special_tokens=False)
+    for end, folder in ((1, config.data.folder), (2, other.data.folder)):
+        tokens = np.fromfile(folder / "train.tokens", "<u2")
+        assert tokens.tolist() == [i for encoding in plain for i in (*encoding.ids, end)]
+    assert prepare(config) == read(config.data.folder) == manifest  # all is there, and nothing is said of it
+    assert capsys.readouterr().out == ""
+
+    # A run reads the one, and not the other.
+    assert mistakes(config) == []
+    assert tokenizer.load(str(config.data.folder / "tokenizer")).end_of_text == "<|end_of_text|>"
+    run = tmp_path / "runs" / "mine"
+    held_out = open_validation(config, config.data.folder / "tokenizer", run)
+    with pytest.raises(DataError, match="prepared with another tokenizer than"):
+        open_validation(config, other.data.folder / "tokenizer", run)
+    mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, other)]
+    assert (
+        "different tokenizers"
+        in mix.mistakes(replace(config, data=replace(config.data, mix=mixed, max_tokens=None)))[0]
+    )
+    named = Path(base, "tokenizer_config.json")
+    content = named.read_text()
+    named.write_text(content.replace("end_of_text", "eot_id"))
+    assert "has changed since" in mistakes(config)[0]
+    named.write_text(content)
+
+    streams = [replace(each, data=replace(each.data, streaming=True)) for each in (config, other)]
+    with process_group("cpu") as ranks:
+        packed = open_data(config, ranks)
+        streamed, apart = (open_data(each, ranks) for each in streams)
+        (batch, _), (batch_apart, _) = (next(data.batches(None)) for data in (streamed, apart))
+    assert (packed.end_of_text_id, streamed.end_of_text_id, apart.end_of_text_id) == (1, 1, 2)
+    assert torch.equal(streamed.validation[: len(held_out)], held_out[: len(streamed.validation)])
+    assert (batch == 1).sum() == (batch_apart == 2).sum() > 0 == (batch == 2).sum()
+    # In one data.path, each has its own tokenizer's folder.
+    again = replace(streams[1], data=replace(streams[1].data, path=streams[0].data.path))
+    with process_group("cpu") as ranks:
+        folder = open_data(again, ranks).tokenizer_folder
+    assert folder.parent == streamed.tokenizer_folder.parent
+    assert tokenizer.load(str(folder)).end_of_text == "<|eot_id|>"
+    assert tokenizer.load(str(streamed.tokenizer_folder)).end_of_text == "<|end_of_text|>"
