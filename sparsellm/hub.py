@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sparsellm.console import warn
+from sparsellm.console import is_main_rank, warn
 
 SECONDS = 5  # for the hub's answer
 
 
 def answers(what: str) -> bool:
-    """Whether the hub answers. A line on stderr says before that `what` is looked for there; another one, if not."""
-    warn(f"looking for {what} on the hub")
-    if (reason := obstacle()) is not None:
+    """Whether the hub answers. A line on stderr of the main rank says before that `what` is looked for there; another
+    one, if not."""
+    if is_main_rank():
+        warn(f"looking for {what} on the hub")
+    if (reason := obstacle()) is not None and is_main_rank():
         warn(f"{reason}: only copies of its files on this machine can be used")
     return reason is None
 

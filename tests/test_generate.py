@@ -85,5 +85,6 @@ def test_what_cannot_be_written_is_refused(arguments, code, words, checkpoint, t
     broken = damaged(checkpoint, tmp_path / "hf", cut("model.safetensors", 0.5))
     arguments = [a.replace("WHOLE", str(checkpoint)).replace("CUT", str(broken)) for a in arguments]
     assert main(arguments + [s for s in SETTINGS if s.split("=")[0] not in " ".join(arguments)], PROGRAM) == code
-    said = capsys.readouterr().err
-    assert all(word in said for word in words), said
+    shown = capsys.readouterr()
+    assert all(word in shown.err for word in words), shown.err
+    assert shown.out == ""  # no prompt without a continuation

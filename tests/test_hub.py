@@ -73,6 +73,13 @@ def test_a_name_without_a_network_ends_in_seconds_with_a_sentence(typed, no_netw
     assert not (tmp_path / "runs").exists()
 
 
+def test_of_several_ranks_one_says_what_is_looked_for(no_network, monkeypatch, capsys):
+    for rank, lines in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert not hub.answers("init_from=owner/name")
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
 def test_a_name_that_the_hub_does_not_have_ends_in_seconds_with_a_sentence(tmp_path):
     class Nothing(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

@@ -76,8 +76,8 @@ def test_a_write_that_fails_leaves_nothing_and_what_lies_in_its_way_stays(publis
     assert not list(tmp_path.iterdir())
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine").touch()
-    assert main([f"checkpoint={published}", f"output_dir={tmp_path}/out"], PROGRAM) == 1
-    assert "out.partial" in capsys.readouterr().err
+    assert main([f"checkpoint={published}", f"output_dir={tmp_path}/out"], PROGRAM) == 2
+    assert "out.partial is there, from an import that is under way or was killed" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.partial", "mine"]
 
 
@@ -86,6 +86,8 @@ def test_a_write_that_fails_leaves_nothing_and_what_lies_in_its_way_stays(publis
     [
         ([], 2, ["checkpoint has no value", "output_dir has no value"]),
         (["checkpoint=WHOLE", "output_dir=WHOLE"], 2, ["exists"]),
+        (["checkpoint=WHOLE", "output_dir="], 2, ["output_dir has no value"]),
+        (["checkpoint=WHOLE", "output_dir=/"], 2, ["output_dir=/ exists"]),
         (["checkpoint=nope/nope/nope", "output_dir=OUT"], 2, ["nope/nope/nope"]),
         (["checkpoint=CUT", "output_dir=OUT"], 1, ["cannot be read", "model.safetensors"]),
         (["checkpoint=STRANGE", "output_dir=OUT"], 1, ["model.layers.0.mlp.scale"]),

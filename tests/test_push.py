@@ -410,6 +410,8 @@ def test_a_changed_byte_of_a_checkpoint_is_found(run, online, tmp_path, capsys):
         (["checkpoint=RUN", "repo=tiny", "license=Apache 2"], ["repo=tiny is no name", "license=Apache 2 is not how"]),
         (["checkpoint=RUN", "repo=a/b--c", "license=other"], ["repo=a/b--c is no name", "license_link"]),
         (["checkpoint=RUN", REPO, "revision=''"], ["revision is empty"]),
+        (["checkpoint=RUN", REPO, "revision=a..b"], ["revision=a..b is no name of a branch"]),
+        (["checkpoint=RUN", REPO, "revision=step 4"], ["revision=step 4 is no name of a branch"]),
     ],
 )
 def test_mistakes_are_listed_with_their_remedies(arguments, words, run, online, capsys):

@@ -26,14 +26,15 @@ def mistakes(config: BenchmarkConfig) -> list[str]:
     if config.text is not None and not Path(config.text).expanduser().is_file():
         found.append(f"text={config.text} is not a file: it should be plain text, or parquet with a column `text`")
     for name in (*config.checkpoint, *config.baseline):
+        key = "checkpoint" if name in config.checkpoint else "baseline"
         try:
             checkpoint = locate(name)
         except CheckpointNotFound as error:
-            found.append(str(error))
+            found.append(str(error).replace("checkpoint=", f"{key}=", 1))
             continue
         if config.text is None and checkpoint.run is None:
             what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
-            found.append(f"checkpoint={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
+            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
     return found
 
 

@@ -79,8 +79,9 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
     """The prompt, and its continuation as it comes."""
     prompt, ids = generator.tokenizer(prompts[0]).input_ids, list[int]()
     shown, start = 0, time.perf_counter()  # characters
+    stream = generator.stream([prompt], new_tokens, sampling, seed)
     print(prompts[0], end="", flush=True)
-    for (token,) in generator.stream([prompt], new_tokens, sampling, seed):
+    for (token,) in stream:
         if token is None or token in generator.stop:
             break
         ids.append(token)

@@ -17,9 +17,17 @@ from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate, not_found, unreadable
 
 
-@entry_point(
-    lambda config, _typed: import_mistakes(config) + not_found(config.checkpoint), import_mistakes, ImportConfig
-)
+def _mistakes(config: ImportConfig, _typed: list[str]) -> list[str]:
+    found = import_mistakes(config) + not_found(config.checkpoint)
+    if not found and (partial := _partial(Path(str(config.output_dir)).expanduser())).exists():
+        found.append(
+            f"output_dir={config.output_dir}: {partial} is there, from an import that is under way or was killed: wait"
+            " for it, remove that folder, or give another output_dir"
+        )
+    return found
+
+
+@entry_point(_mistakes, import_mistakes, ImportConfig)
 def main(config: ImportConfig) -> int:
     import torch
 
@@ -48,12 +56,17 @@ def main(config: ImportConfig) -> int:
     return 0
 
 
+def _partial(output: Path) -> Path:
+    """Where the folder `output` is written, before it is renamed."""
+    return output.with_name(f"{output.name}.partial")
+
+
 def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
     """The stock model, and the tokenizer of the folder `source`, in `output`, whole or not at all. Raises OSError, and
     BrokenModel if another class than `tokenizer`'s would be chosen for the same files beside a stock config.json."""
     from sparsellm.model import pretrained
 
-    partial = output.with_name(f"{output.name}.partial")
+    partial = _partial(output)
     partial.mkdir(parents=True)
     try:
         model.save_pretrained(partial)

@@ -14,7 +14,8 @@ from sparsellm.training import initial
 
 def check(config: Config, typed: list[str]) -> list[str]:
     """What keeps `config`, which is given the model of init_from, from being prepared."""
-    return initial.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
+    found = initial.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
+    return found or initial.tokenizer_mistakes(config)
 
 
 @entry_point(check, prepare_mistakes, Config, initial.adopt)

@@ -47,7 +47,7 @@ def values(config: Config) -> list[str]:
 
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """Everything that keeps `config` from being trained: the model of init_from, which it is given, its values, its
-    data, its tasks, its teacher, the run of the same name.
+    data, its tasks, its teacher, the weights that it reads, the run of the same name.
 
     `typed`: the overrides that `config` was composed from.
     """
@@ -60,7 +60,8 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     found += run_folder.mistakes(config, typed)
     if finished:
         return found
-    return found + data.mistakes(config, typed) + live.mistakes(config) + distillation.mistakes(config)
+    found += data.mistakes(config, typed) + live.mistakes(config)
+    return found + distillation.mistakes(config) + initial.weight_mistakes(config)
 
 
 @entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config, initial.adopt)

@@ -25,6 +25,7 @@ from sparsellm.config.schema import (
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
 LAYER = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})", re.ASCII)  # K, the width, and N, the neurons
+BRANCH = re.compile(r"(?!.*(\.\.|//|\.lock$))\w([\w./+-]*\w)?", re.ASCII)  # fewer than git allows
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -98,7 +99,7 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
 def import_mistakes(config: ImportConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy."""
     found = _checkpoint_mistakes(config.checkpoint)
-    if config.output_dir is None:
+    if not config.output_dir:
         found.append("output_dir has no value: output_dir=FOLDER, of the stock model, which must not exist yet")
     elif Path(config.output_dir).expanduser().exists():
         found.append(f"output_dir={config.output_dir} exists: give another folder, or remove that one")
@@ -143,6 +144,10 @@ def push_mistakes(config: PushConfig) -> list[str]:
         )
     if not config.revision:
         found.append("revision is empty: give a branch, or leave it out for main")
+    elif not BRANCH.fullmatch(config.revision):
+        found.append(
+            f"revision={config.revision} is no name of a branch: letters, digits, '.', '_', '+', '-' and '/', as v2"
+        )
     found += _one_process("a push is one process")
     return found
 

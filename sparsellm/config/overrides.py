@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.schema import Config, SweepConfig, Verbatim
+from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, unknown_key
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -106,7 +106,10 @@ def _choose(typed: Typed, group: str, raw: str) -> None:
 def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     kinds = flat_types(schema)
     if name not in kinds:
-        typed.mistakes.append(unknown_key(name, schema))
+        grouped = schema is Config and "." not in name
+        group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if grouped else []
+        meant = f"{name} is not a key: did you mean {group[0]}={raw}?" if group else unknown_key(name, schema)
+        typed.mistakes.append(meant)
         return
     if Verbatim in typing.get_args(kinds[name]):
         typed.keys[name] = raw
@@ -185,7 +188,8 @@ def _without_value(name: str, schema: type) -> str:
 def sweep_request(overrides: list[str]) -> SweepRequest:
     """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
 
-    Raises ConfigError, with every mistake, for what the grammar or `SweepConfig` does not have.
+    Raises ConfigError for what the grammar or `SweepConfig` does not have, with every mistake of the runs' and the
+    evaluation's overrides, too.
     """
     axes: dict[str, list[str]] = {}
     evaluate: list[str] = []
@@ -217,7 +221,9 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
             axes[key] = texts
     typed = parse(options, SweepConfig)
     if found := found + [f"sweep.{mistake}" for mistake in typed.mistakes]:
-        raise ConfigError(found)
+        found += parse([text for texts in axes.values() for text in texts]).mistakes
+        found += [f"evaluate: {mistake}" for mistake in parse(evaluate, EvaluateConfig).mistakes]
+        raise ConfigError(list(dict.fromkeys(found)))
     return SweepRequest(build(SweepConfig, typed.keys), axes, evaluate)
 
 

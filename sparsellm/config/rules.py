@@ -238,6 +238,10 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-'",
     )
 
+    require(
+        bool(data.name) and ".." not in Path(data.name).parts and not Path(data.name).is_absolute(),
+        f"data.name is {data.name!r}: it names a folder in data/; give another place by data.path",
+    )
     if data.source == Source.hub:
         require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
     if data.source != Source.files:

@@ -20,11 +20,8 @@ from sparsellm.evaluation.tasks import LoadedTask
 # template depends on its source alone. In lm-eval, `apply_template` would call a cached `env.from_string` instead.
 setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
 
-
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # of texts
-
-
 TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
 
 
@@ -59,7 +56,7 @@ class Share:
         return getattr(self.task, name)
 
     def build_all_requests(self, **_: Any) -> None:
-        """They are built."""
+        """Nothing, where lm-eval would build the requests, for the constructor has built them."""
 
     def doc_iterator(self, **_: Any) -> Iterator[tuple[int, Any]]:
         """(number, row) of this rank's rows, in their order."""
@@ -77,7 +74,7 @@ class Builder:
         self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most one, by task and limit
 
     def announce(self, loaded: list[LoadedTask], limit: int | None) -> None:
-        """That these tasks will be taken, in this order, each of its first `limit` rows."""
+        """Say which tasks will be taken, in this order, each of its first `limit` rows, so that the first is begun."""
         self.announced = [(task, limit) for task in loaded]
         self.begun.clear()
         self._begin_next()

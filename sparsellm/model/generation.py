@@ -154,18 +154,22 @@ class Generator:
         with which a text begins, so `new` alone might be another text."""
         return str(self.tokenizer.decode([*prompt, *new]))[len(self.tokenizer.decode(prompt)) :]
 
-    @torch.no_grad()
     def stream(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0
     ) -> Iterator[list[int | None]]:
         """Up to `new_tokens` times the next token of each sequence; None after one that is in `stop`. Ends early when
         all sequences have ended.
 
-        Raises ValueError for a prompt without tokens or with ids that the vocabulary lacks, and for prompts that have
-        no room for `new_tokens` in the model's context.
+        Raises ValueError, at once, for a prompt without tokens or with ids that the vocabulary lacks, and for prompts
+        that have no room for `new_tokens` in the model's context.
         """
-        lengths = self._check(prompts, new_tokens)
-        batch = self._take(len(prompts), max(lengths) + new_tokens)
+        return self._stream(prompts, max(self._check(prompts, new_tokens)) + new_tokens, new_tokens, sampling, seed)
+
+    @torch.no_grad()
+    def _stream(
+        self, prompts: Sequence[Sequence[int]], positions: int, new_tokens: int, sampling: Sampling, seed: int
+    ) -> Iterator[list[int | None]]:
+        batch = self._take(len(prompts), positions)
         try:
             batch.generator.manual_seed(seed)
             self._prefill(batch, prompts, sampling)

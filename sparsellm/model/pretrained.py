@@ -62,6 +62,8 @@ def read_config(path: str | Path) -> Any:
                 raise BrokenModel(
                     f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
                 )
+    if local and not Path(path, "config.json").is_file():
+        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     given = _config_json(path)
 
     def described() -> Any:

@@ -127,7 +127,7 @@ def plan(arguments: list[str]) -> Sweep:
     request = sweep_request(arguments)
     points, found = _points(request)
     if not points:
-        raise ConfigError(found)
+        raise ConfigError(list(dict.fromkeys(found)))
     options, processes = request.sweep, request.sweep.nproc_per_node
     if processes is None:
         on_cpu = all(point.config.runtime.device == Device.cpu for point in points)
@@ -202,6 +202,6 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
         if not point.is_finished():
             wrong += data.mistakes(point.config, point.overrides) + live.mistakes(point.config)
-            wrong += distillation.mistakes(point.config)
+            wrong += distillation.mistakes(point.config) + initial.weight_mistakes(point.config)
         found += [mistake + hint for mistake in wrong]
     return found

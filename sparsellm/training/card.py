@@ -1,12 +1,13 @@
 """The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
 
 Made of the configuration and of the rows of metrics.jsonl that the checkpoint counts on, so the same state gives the
-same text. Times, folders and names of machines are left out.
+same text. Times and names of machines are left out, and of absolute paths the folders: the card may become public.
 """
 
 import re
 import shlex
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from sparsellm.config import Activation, Config, ModelConfig, RopeType, definition, from_overrides, parameters, quoted
@@ -14,6 +15,7 @@ from sparsellm.model import huggingface
 
 WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
 LICENCE = "FILL IN"
+FOLDER = "FOLDER"  # in place of an absolute path's folders
 
 _TEXT = """\
 ---
@@ -73,7 +75,7 @@ def licensed(card: str, name: str) -> str:
         parsed.data.license = name
         card = parsed.content
     said = f"{name}, of the weights. Data and tokenizer have licences of their own."
-    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", said, card, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
 def _parsed(card: str) -> Any:
@@ -86,7 +88,10 @@ def _parsed(card: str) -> Any:
 
 
 def commands_of(config: Config) -> list[str]:
-    """The command lines that prepare the data, where it is prepared from one source, and train the same model."""
+    """The command lines that prepare the data, where it is prepared from one source, and train the same model.
+
+    Who types them replaces FOLDER, which stands for the folders of this machine.
+    """
     default, typed = definition(from_overrides([])), []
     for key, value in definition(config).items():
         if config.init_from is not None and key.startswith("model."):
@@ -105,6 +110,8 @@ def _spelled(value: Any) -> str:
         return f"{{{','.join(f'{key}:{_spelled(each)}' for key, each in value.items())}}}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        value = f"{FOLDER}/{Path(value).name}"
     return quoted(value.name if isinstance(value, Enum) else value) if isinstance(value, str | Enum) else str(value)
 
 

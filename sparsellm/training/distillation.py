@@ -7,6 +7,7 @@ its logits exist for one chunk of tokens at a time (model/cross_entropy.py).
 """
 
 import torch
+import xxhash
 from torch import Tensor
 
 from sparsellm.config import Activation, Config, ConfigError, ModelConfig
@@ -46,20 +47,29 @@ def mistakes(config: Config) -> list[str]:
 class Teacher:
     """The teacher of a run, on this rank's device, which never changes."""
 
-    def __init__(self, config: Config, ranks: Ranks, autocast: torch.autocast) -> None:
-        """Reads it on the main rank. Collective. Raises ConfigError there, and MainRankFailed on the others, if its
-        files cannot be read."""
+    def __init__(self, config: Config, ranks: Ranks, autocast: torch.autocast, before: str | None = None) -> None:
+        """Reads it on the main rank. `before`: the digest of what has taught this run up to its checkpoint, if known.
+
+        Collective. Raises ConfigError there, and MainRankFailed on the others, if its files cannot be read, or are
+        another model than before.
+        """
         self.config, self.autocast = config.distill, autocast
         dtype, weights = DTYPES[config.runtime.precision], dict[str, Tensor]()
 
-        def read() -> tuple[ModelConfig, Activation]:
-            with source(KEY, str(config.distill.teacher)) as checkpoint:
+        def read() -> tuple[ModelConfig, Activation, str]:
+            name = str(config.distill.teacher)
+            with source(KEY, name) as checkpoint:
                 checkpoint.identity()  # a checkpoint of ours is held to its checksums
                 model, activation, found = huggingface.load(checkpoint.model)
+            if before not in (None, digest := _digest(found)):
+                raise ConfigError([
+                    f"{KEY}={name} is not the model any more that has taught run {config.run.name} so far: bring that"
+                    " back, choose another run.name, or add run.restart=true"
+                ])  # fmt: skip
             weights.update(found)
-            return model, activation
+            return model, activation, digest
 
-        model, activation = on_main(ranks, read)
+        model, activation, self.digest = on_main(ranks, read)
         with torch.device(ranks.device), torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
             self.decoder = Decoder(model, activation).requires_grad_(False)
         send(weights, self.decoder, ranks)
@@ -81,3 +91,12 @@ class Teacher:
         with self.autocast:
             hidden, _ = self.decoder.hidden(tokens)
         return Lesson(hidden.flatten(0, 1).to(self.head.dtype), self.head, self.config.weight, self.config.temperature)
+
+
+def _digest(weights: dict[str, Tensor]) -> str:
+    """xxh3_128, in hex, of float32 tensors on the CPU and their names."""
+    digest = xxhash.xxh3_128()
+    for name, weight in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(weight.contiguous().numpy().data)
+    return digest.hexdigest()

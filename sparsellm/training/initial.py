@@ -7,19 +7,20 @@ the source any more.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm import hub
-from sparsellm.config import Activation, Config, ConfigError, ModelConfig, to_dict, typed_values
+from sparsellm.config import Activation, Config, ConfigError, ModelConfig, Source, to_dict, typed_values
 from sparsellm.config.values import flat
 from sparsellm.console import warn
 from sparsellm.data import Data, DataError, tokenizer
 from sparsellm.distributed import Ranks, on_main
 from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
-from sparsellm.model import Decoder, huggingface
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.training import run_folder, sharding
 
 
@@ -71,20 +72,60 @@ def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
             if own.end_of_text != prepared.end_of_text:  # as of a base model and its chat model
                 warn(f"documents of {where} end with {prepared.end_of_text}, those of {key}={name} {own.end_of_text}")
             return
+        # The embedded corpus trains its own tokenizer, whatever it is told.
+        text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
         raise DataError(
             f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
-            f" and {key}={name} has another tokenizer, to which they mean other text: prepare them once more, in"
-            f" another data.path, with data.tokenizer={name}"
+            f" and {key}={name} has another tokenizer, to which they mean other text: prepare"
+            f" {'a text of yours' if text else 'them once more'}, in another data.path, with"
+            f" {text}data.tokenizer={checkpoint.model}"
         )
 
     def compare_all() -> None:
-        begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
-        if config.init_from is not None and begins:
-            compare("init_from", config.init_from)
-        if config.distill.teacher is not None:
-            compare("distill.teacher", config.distill.teacher)
+        for key, name in read_at_start(config).items():
+            compare(key, name)
 
     on_main(ranks, compare_all)
+
+
+def tokenizer_mistakes(config: Config) -> list[str]:
+    """Whether data.tokenizer, before it makes tokens, is another one than that of init_from or of the teacher."""
+    given, found = config.data.tokenizer, []
+    for key, name in (("init_from", config.init_from), ("distill.teacher", config.distill.teacher)):
+        if given is None or name in (None, given):
+            continue
+        try:
+            with source(key, str(name)) as checkpoint:
+                own = tokenizer.load(checkpoint.model)
+            if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
+                found.append(
+                    f"data.tokenizer={given} is another tokenizer than that of {key}={name}, to which its tokens mean"
+                    f" other text: give data.tokenizer={checkpoint.model}"
+                )
+        except (ConfigError, DataError) as error:
+            found += error.mistakes if isinstance(error, ConfigError) else [str(error)]
+    return found
+
+
+def read_at_start(config: Config) -> dict[str, str]:
+    """The models whose files this start of the run reads, {key: name}: init_from while there is no checkpoint, and the
+    teacher."""
+    begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
+    named = {"init_from": config.init_from if begins else None, "distill.teacher": config.distill.teacher}
+    return {key: name for key, name in named.items() if name is not None}
+
+
+def weight_mistakes(config: Config) -> list[str]:
+    """What is wrong with the weights in the folders that this start reads, as far as the headers of their files say."""
+    found = []
+    for key, name in read_at_start(config).items():
+        if Path(name).expanduser().exists():
+            try:
+                with source(key, name) as checkpoint:
+                    pretrained.verify_files(Path(checkpoint.model), pretrained.read_config(checkpoint.model))
+            except ConfigError as error:
+                found += error.mistakes
+    return found
 
 
 def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:

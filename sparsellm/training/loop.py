@@ -133,6 +133,7 @@ class Trainer:
         if config.sparsity.relu_tokens:
             self.gradual = GradualRelu(config.sparsity, self.decoder, self.plans, device)
         self.teacher: Teacher | None = None  # read in `fit`
+        self.taught_by: str | None = None  # the digest of the teacher up to the checkpoint that the run goes on from
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.silent = SilentNeurons(config.model, device)
@@ -175,13 +176,14 @@ class Trainer:
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
 
-        Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError.
+        Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError, and ConfigError for an initial model or
+        a teacher that cannot be read, or is not what it was.
         """
         self._resume()
         if self.step >= self.config.training.steps:
             return 0
         if self.config.distill.teacher is not None:
-            self.teacher = Teacher(self.config, self.ranks, self.autocast)
+            self.teacher = Teacher(self.config, self.ranks, self.autocast, self.taught_by)
             self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
@@ -382,6 +384,7 @@ class Trainer:
             "step": self.step,
             "plans": None if self.plans is None else self.plans.state(),
             "micro_batch": self.micro_batch.state(),
+            "teacher": None if self.teacher is None else self.teacher.digest,
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
         }
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
@@ -398,6 +401,7 @@ class Trainer:
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
         self.micro_batch.restore(values.get("micro_batch"))
+        self.taught_by = values.get("teacher")
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)

@@ -96,7 +96,7 @@ class MicroBatch:
         self.first = self.size  # what the run started with, which layers that are all dense have room for
         self.grown: int | None = None
         self.growing = Growing(self.size, 0)
-        self.most: int | None = None  # a size that is known not to be too large, after one that was
+        self.most: int | None = None  # the largest size that is tried, once a larger one has run out of memory
         # Bytes, on the rank that has least: of the GPU that may be taken, and of those what the arithmetic may use.
         self.limit: int | None = None
         self.capacity: int | None = None  # None: it does not grow
@@ -126,7 +126,7 @@ class MicroBatch:
         self._use_all_libraries()
         available = min(gather(self.gpu.available()))
         size = self.size if self.restored else self._largest(available, self._sizes())
-        left_out = 0  # by the arithmetic, and as large in other sizes
+        left_out = 0  # bytes at the measured peak that the arithmetic does not count, taken to be as many in any size
         if self.sharing == Sharing():
             size = self._check(size)
             assert self.peak is not None

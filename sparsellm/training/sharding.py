@@ -19,6 +19,7 @@ those of DDP up to float32 rounding.
 """
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -61,11 +62,14 @@ def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | Distr
         return model
     if runtime.shard == Shard.none:
         torch._dynamo.config.optimize_ddp = False  # the layers are compiled one by one: nothing to split
-        copies = DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
-            broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            # torch 2.13 has each rank say so, and what replaces it is in no earlier version.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            copies = DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
+                broadcast_buffers=False,  # the only ones are the handles of accelerated blocks, which never change
+            )  # fmt: skip
         communication.arrange(copies, runtime)
         return copies
     mesh = _mesh(ranks)

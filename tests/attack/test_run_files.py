@@ -274,12 +274,20 @@ def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, le
     assert "Logging error" not in said
 
 
+def heed_interrupts():
+    """What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves, maybe."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_an_interrupt_at_any_instant_of_a_start(tmp_path):
     command = [sys.executable, "-m", "sparsellm.train", "experiment=smoke", "runtime.device=cpu", "logging=disabled"]
     chance, failed = random.Random(SEED), []
     for _ in range(INTERRUPTS):
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
         process.stderr.readline()  # it is starting
         time.sleep(delay := chance.uniform(0, 3))
         process.send_signal(signal.SIGINT)

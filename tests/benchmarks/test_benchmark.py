@@ -213,7 +213,8 @@ def test_candidates_take_turns_and_rates_are_of_what_they_took(monkeypatch):
         ([], 2, ["checkpoint has no value"]),
         (["checkpoint=nope/nope/nope", "seconds=0", "new_tokens=2"], 2, ["nope/nope/nope", "seconds is 0", "least 3"]),
         (["checkpoint=RUN", "baseline=[RUN,RUN]"], 2, ["baseline has 2 and checkpoint 1"]),
-        (["checkpoint=RUN", "baseline=BARE"], 2, ["is of no run", "text=FILE"]),
+        (["checkpoint=RUN", "baseline=BARE"], 2, ["baseline=BARE is of no run", "text=FILE"]),
+        (["checkpoint=RUN", "baseline=./nope"], 2, ["baseline=./nope does not exist"]),
         (["checkpoint=RUN", "text=nowhere.txt"], 2, ["text=nowhere.txt is not a file"]),
         (["checkpoint=RUN", "kernels=cuda"], 2, ["kernels=cuda", "has no GPU"]),
         (["checkpoint=RUN", "baselin=RUN"], 2, ["did you mean baseline"]),
@@ -224,7 +225,7 @@ def test_what_cannot_be_measured_is_refused(arguments, code, words, run, bare, t
     broken = shutil.copytree(bare, tmp_path / "cut")
     (broken / "model.safetensors").write_bytes((bare / "model.safetensors").read_bytes()[:999])
     for word, path in (("RUN", run), ("BARE", bare), ("CUT", broken), ("TEXT", text)):
-        arguments = [argument.replace(word, str(path)) for argument in arguments]
+        arguments, words = ([each.replace(word, str(path)) for each in texts] for texts in (arguments, words))
     typed = {argument.partition("=")[0] for argument in arguments}
     assert main([*arguments, *(q for q in QUICK if q.partition("=")[0] not in typed)], PROGRAM) == code
     said = capsys.readouterr().err

@@ -87,6 +87,8 @@ def test_yaml_round_trip(tmp_path):
         ("traning.steps=3", "traning.steps is not a key: did you mean training.steps? there are model, data"),
         ("l1_coefficient=3", "l1_coefficient is not a key: did you mean sparsity.l1_coefficient? "),
         ("seed=3", "seed is not a key: did you mean data.seed or training.seed? "),
+        ("experimnt=smoke", "experimnt is not a key: did you mean experiment=smoke?"),
+        ("modle=tiny", "modle is not a key: did you mean model=tiny?"),
         ("+spelling=3", "spelling is not a key: there are model"),
         ("+model.layer.depth=3", "model.layer.depth is not a key: model has vocab_size"),
         ("training=3", "training is a group of keys: write training.KEY=VALUE; it has steps, batch_size"),

@@ -24,6 +24,9 @@ from sparsellm.ops import build
     [
         (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it must be zero or a positive number"),
         (["sparsity.l1_coefficient=nan"], "sparsity.l1_coefficient is nan"),
+        (["data.name=../corpus"], "data.name is '../corpus': it names a folder in data/; give another"),
+        (["data.name=/corpus"], "data.name is '/corpus': it names"),
+        (["data.name="], "data.name is '': it names"),
         (["training.batch_size=7"], "training.batch_size 7 does not divide over 2 ranks"),
         (["training.sequence_length=512"], "training.sequence_length 512 is longer than model.context_length 256"),
         (["model.intermediate_size=500"], "model.intermediate_size is 500: it must be a multiple of 8"),

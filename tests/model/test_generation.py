@@ -112,6 +112,11 @@ def test_what_cannot_be_generated_is_refused(prompts, new, message):
         next(Generator(make("decoder")).stream(prompts, new))
 
 
+def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, as the hf/ of a"):
+        Generator.load(tmp_path)
+
+
 def test_streams_that_are_under_way_at_once_do_not_disturb_each_other():
     generator = Generator(make("decoder"))
     lists = [PROMPTS, [[7], [8, 9, 10], [11]]]  # of one size, and about one length

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from attack.small_export import cut, damaged, write_export
 
 from sparsellm.config import Activation, ConfigError, from_overrides, sweep_request
 from sparsellm.sweeps import commands
@@ -147,6 +148,23 @@ def test_all_mistakes_of_all_points_at_once_each_once():
         "sparsity.l1_coefficient is -1.0", "training.batch_size 7 does not divide over 2 ranks",
         "sparsity.l1_coefficient is -2.0",
     ]  # fmt: skip
+
+
+def test_mistakes_in_what_was_typed_for_the_sweep_its_runs_and_its_evaluations_are_listed_together():
+    found = refused("sweep.mod=print", "sparsity.l1_coeficient=1,2", "evaluate.limt=3")
+    assert [mistake.split(" is not a key")[0] for mistake in found] == [
+        "sweep.mod", "sparsity.l1_coeficient", "evaluate: limt",
+    ]  # fmt: skip
+
+
+def test_a_model_that_no_point_can_read_is_named_once(tmp_path):
+    source = f"init_from={tmp_path}/none"
+    (mistake,) = refused("experiment=smoke", COEFFICIENTS, source)
+    assert mistake.startswith(f"{source} does not exist")
+    whole = write_export(tmp_path)
+    torn = damaged(whole, tmp_path / "torn", cut("model.safetensors", 0.5))
+    found = refused("experiment=smoke", COEFFICIENTS, f"init_from={torn}", "training.sequence_length=64")
+    assert len([each for each in found if each.startswith(f"init_from={torn} cannot be read")]) == 1
 
 
 def test_under_torchrun_it_is_refused(monkeypatch):

@@ -80,6 +80,15 @@ def test_its_commands_give_the_same_run(overrides):
         assert definition(from_overrides(typed)) == definition(config)
 
 
+def test_its_commands_name_no_folders_of_the_machine():
+    private = ["data.files=[/home/me/corpus/*.parquet]", "data.tokenizer=~/me/words", "distill.teacher=/home/me/dense"]
+    for command in card.commands_of(from_overrides(["experiment=smoke", "data=files", *private, "init_from=/home/me"])):
+        typed = shlex.split(command)
+        assert "data.files=['FOLDER/*.parquet']" in typed
+        assert {"data.tokenizer=FOLDER/words", "distill.teacher=FOLDER/dense", "init_from=FOLDER/me"} <= set(typed)
+        assert "home" not in command
+
+
 def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():
     text = card.text(small_config(), 6, [row(6)])
     assert card.licence(text) is None
@@ -93,6 +102,7 @@ def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open(
     assert yaml.safe_load(filled.split("---\n", 2)[1]) == {**yaml.safe_load(head), "license": "mit"}
     more = filled.replace("mit, of", "FILL IN: one\nof") + "\n## More\n"
     assert card.licensed(more, "mit") == filled + "\n## More\n"
+    assert r"a\1, of the weights." in card.licensed(text, r"a\1")
     own = "---\nlicense: other  # ours\n---\n# Mine\n"
     assert card.licensed(own, "other") == own
     with pytest.raises(ValueError, match="its head is not a model card's"):

@@ -1,14 +1,17 @@
 """Learning from a teacher: the chunked loss, the gradient of a step, and the rows of a run."""
 
+import shutil
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
 from model.small_families import stock_model
 from processes import joined
-from small_run import RandomTokens, first_gradients, small_config, small_trainer
+from small_run import RandomTokens, first_gradients, signal_after, small_config, small_trainer
 from training.test_sharding import on_ranks, wholes
 
-from sparsellm.config import Config
+from sparsellm.config import Config, ConfigError
 from sparsellm.model import cross_entropy
 from sparsellm.model.cross_entropy import Lesson, distilled_cross_entropy, distilled_softmax_cross_entropy
 from sparsellm.training import distillation
@@ -136,6 +139,23 @@ def test_rows_have_loss_cross_entropy_and_kl_apart(teacher, tmp_path):
         assert row["loss"] == pytest.approx(row["ce"] + extra)
     assert rows[-1]["distill_kl"] < rows[0]["distill_kl"]
     assert rows[-1]["val_ce"] == validated  # of the cross entropy alone
+
+
+def test_a_resume_takes_no_other_teacher_of_the_same_name(teacher, tmp_path):
+    folder = shutil.copytree(teacher, tmp_path / "teacher")
+    run, given = tmp_path / "run", overrides(folder, "run.name=taught", "run.checkpoint_every=4")
+    with small_trainer(run, *given) as trainer:
+        signal_after(trainer, 5)
+        assert trainer.fit() == 128 + signal.SIGTERM
+    other = stock_model("llama3")
+    other.model.norm.weight.data[3] += 1e-6
+    other.save_pretrained(folder)
+    with small_trainer(run, *given) as trainer, pytest.raises(ConfigError, match="has taught run taught so far"):
+        trainer.fit()
+    stock_model("llama3").save_pretrained(folder)
+    (folder / "README.md").write_text("no part of the model")
+    with small_trainer(run, *given) as trainer:
+        assert trainer.fit() == 0
 
 
 def test_a_teacher_that_does_not_fit_is_refused_by_name(teacher, tmp_path):

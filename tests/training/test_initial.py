@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,8 @@ from training.test_sharding import on_ranks, wholes
 
 from sparsellm.commands import prepare_data, train
 from sparsellm.config import fingerprint, from_overrides, load
-from sparsellm.data import tokenizer
+from sparsellm.data import DataError, tokenizer
+from sparsellm.distributed import process_group
 from sparsellm.model import huggingface
 from sparsellm.training import initial
 from sparsellm.training.gradual import MixedFeedForward
@@ -94,14 +96,19 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     assert run(train, *start, "run.restart=true") == 2
     assert "init_from=./source does not exist" in capsys.readouterr().err
 
-    # A run, or a checkpoint of it, is a source as any other: its tokenizer is in its hf/.
-    on = [f"data.path={tmp_path}/of_a_run", "sparsity=relu", *STANDS_STILL]
-    for path in (still, still / "checkpoints/step_00000004"):
-        assert run(prepare_data, f"init_from={path}", *on) == 0
-        assert run(train, f"init_from={path}", *on, "run.restart=true", "run.name=on") == 0
-        left = tensors(tmp_path / "runs/on/checkpoints/step_00000004/hf")
-        assert all(torch.equal(left[name], source[name]) for name in source)
-        shutil.rmtree(tmp_path / "of_a_run")
+
+def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_path):
+    assert run(prepare_data, "init_from=source") == 0
+    assert run(train, "init_from=source", "run.name=first") == 0
+    for name, given in (("second", "runs/first"), ("third", "runs/first/checkpoints/step_00000004")):
+        again = [f"init_from={given}", f"data.path={name}", f"run.name={name}"]
+        assert run(prepare_data, *again) == 0
+        assert run(train, *again) == 0
+        config = load(tmp_path / "runs" / name / "config.yaml")
+        assert config.init_from == config.data.tokenizer == given
+    shutil.rmtree(tmp_path / "runs/third/checkpoints/step_00000004")
+    shutil.rmtree(tmp_path / "runs/first")
+    assert run(train, *again) == 0  # the resume does not look at the source
 
 
 def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp_path, capsys):
@@ -124,12 +131,26 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
 
     # Data of another tokenizer: nothing is left behind.
     other = [source, f"data.tokenizer={folder / 'other'}"]
-    assert run(prepare_data, *other) == 0
+    for key in ("init_from", "distill.teacher"):
+        said = refusal(f"{key}=source", other[1], command=prepare_data)
+        assert f"is another tokenizer than that of {key}=source" in said
+        assert said.endswith("give data.tokenizer=source")
+    assert not (tmp_path / "tokens").exists()
+    assert run(prepare_data, other[1]) == 0
     said = refusal(*other, code=1)
     assert f"data.path=tokens has tokens of the tokenizer {folder / 'other'}, and init_from=source has another" in said
     said = refusal("distill.teacher=source", f"data.tokenizer={folder / 'other'}", "model.vocab_size=320", code=1)
     assert "and distill.teacher=source has another tokenizer" in said
+    assert said.endswith("prepare them once more, in another data.path, with data.tokenizer=source")
     assert not (tmp_path / "runs").exists()
+    saved = tmp_path / "saved"  # a checkpoint, in which data.tokenizer would find none
+    shutil.copytree("source", saved / "hf")
+    (saved / "COMMITTED").touch()
+    assert refusal("init_from=saved", other[1], code=1).endswith("with data.tokenizer=saved/hf")
+    with process_group("cpu") as ranks:
+        own = from_overrides(["experiment=smoke", "init_from=saved"])  # whose source takes no data.tokenizer
+        with pytest.raises(DataError, match=r"with data=files data.files=\[PATTERN,...\] data.tokenizer=saved/hf"):
+            initial.require_one_tokenizer(own, SimpleNamespace(tokenizer_folder=folder / "other"), ranks)
 
     relu = json.loads((tmp_path / "source/config.json").read_text()) | {"hidden_act": "relu"}
     (tmp_path / "source/config.json").write_text(json.dumps(relu))
@@ -194,11 +215,19 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
     assert run(prepare_data, "init_from=source") == 0
     file = tmp_path / "source/model.safetensors"
     whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
-    assert run(train, "init_from=source", "run.name=r") == 2
-    assert "init_from=source cannot be read" in capsys.readouterr().err
+    for damage in (partial(file.write_bytes, whole[:-100]), file.unlink):
+        damage()
+        teaches = ["distill.teacher=source", "model.vocab_size=320"]
+        for key, model in (("init_from", ["init_from=source"]), ("distill.teacher", teaches)):
+            assert run(train, *model, "data.tokenizer=source", "run.name=r") == 2
+            assert f"{key}=source cannot be read: " in capsys.readouterr().err
+        assert not (tmp_path / "runs").exists()  # so another source may be given under the same run.name
     # Begun, and not saved: it starts from the source, and from no other one.
-    file.write_bytes(whole)
+    source = stock_model("qwen3", vocab_size=320)
+    source.model.norm.weight.data[3] = torch.nan
+    source.save_pretrained(tmp_path / "source")
+    assert run(train, "init_from=source", "run.name=r") == 2
+    assert "not finite: model.norm.weight" in capsys.readouterr().err
     stock_model("qwen3", vocab_size=320, num_hidden_layers=3).save_pretrained(tmp_path / "source")
     assert run(train, "init_from=source", "run.name=r") == 2
     said = capsys.readouterr().err

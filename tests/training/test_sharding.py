@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from processes import PATIENCE, SERVER, joined
 from safetensors.torch import load_file
 from small_run import RandomTokens, small_config
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from sparsellm import calibration
 from sparsellm.config import ConfigError
 from sparsellm.distributed import whole
 from sparsellm.ops import build
@@ -109,6 +112,7 @@ def train_every_way(rank, world_size, folder):
         # The dense engine of the operator, on the terms of the kernels: accelerated blocks, whose plans decide.
         patch.object(loop, "takes_kernels", lambda config, *_: config.runtime.compile),
         patch.multiple(build, load=lambda: None, loaded=lambda: True, available=lambda: (True, "")),
+        patch.object(calibration, "take", lambda _: None),  # there is no GPU to ask for its name
         # The graphs matter here, which torch's shards must not break, and this backend is quick.
         patch.object(torch, "compile", partial(torch.compile, backend="eager")),
     ):
@@ -211,3 +215,11 @@ def test_one_rank_shares_with_nobody_and_says_so(tmp_path, capsys):
         model = sharding.decoder(small_config("runtime.shard=full"), ranks)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     assert "runtime.shard=full: one rank has nobody to share with, and holds all" in capsys.readouterr().err
+
+
+def test_copies_begin_without_a_warning_of_torch(tmp_path, recwarn):
+    with joined(tmp_path / "store") as ranks:
+        config = small_config()
+        copies = sharding.distributed(sharding.decoder(config, ranks), config, replace(ranks, world_size=2))
+    assert isinstance(copies, DistributedDataParallel)
+    assert not [each for each in recwarn if each.category is FutureWarning]
