@@ -32,6 +32,8 @@ def small_programs(monkeypatch):
     """Large parts, for the interpreter's time is that of its steps."""
     monkeypatch.setattr(engines, "PLAN", {"ROWS": 16, "WORDS": 16})
     monkeypatch.setattr(engines, "ROWS", 64)
+    monkeypatch.setattr(engines, "REGROUP", {"ROWS": 64, "WORDS": 8})
+    monkeypatch.setattr(engines, "REGROUP_PROGRAMS", 1)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from sparsellm.ops import cuda, dispatch
@@ -30,8 +31,9 @@ from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKEN
 from sparsellm.ops.twell import tiles
 
 ARRAY_ALIGNMENT = 256  # bytes, of the arrays of a saved buffer
-ROWS = 16  # of an item that are kept at a time: the tokens of a tile are a multiple
-KEEP_PROGRAMS = 4  # times as many programs as of a product, which need more registers and shared memory
+ROWS = 1  # of tokens in a program of `keep` and `gradient`: those of a tile are a multiple
+REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
+REGROUP_PROGRAMS = 16  # times as many as of a product, which need more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
@@ -67,7 +69,7 @@ class Kept(NamedTuple):
     items: Tensor
     order: Tensor  # int32 [M]: the token at each position; [0] where tokens are not ordered, as is the next one
     positions: Tensor  # int32 [M]: of each token
-    starts: Tensor  # int64, by item: where its nonzeros start in gates and ups
+    starts: Tensor  # int64 [ceil(M / ROWS)]: where the nonzeros of each ROWS positions start in gates and ups
     gates: Tensor  # [capacity]: g of each nonzero
     ups: Tensor  # [capacity], or [0] if the layer is not gated: u
 
@@ -108,14 +110,13 @@ def forward(
     _plan(kept.bits, unions, m, n, None if few else fired)  # the union that is counted is of the tiles in their order
     if few:  # and of 128 tokens, always
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
-    hidden = x.new_empty((len(kept.sizes) * unions.tile, unions.pitch))
-    sums = x.new_zeros(len(kept.starts), dtype=torch.float32)
-    if w_gate is not None:
-        _sampled(unions, shape, programs, x, w_up, hidden, m)
-    nonzeros.keep[KEEP_PROGRAMS * programs,](
-        z, hidden, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
-        kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
-        BLOCK=unions.block, ORDERED=unions.order is not None, GATED=w_gate is not None, SAVING=saving,
+    hidden, *u = (x.new_empty((len(kept.sizes) * unions.tile, unions.pitch)) for _ in range(1 if w_gate is None else 2))
+    if u:
+        _sampled(unions, shape, programs, x, w_up, u[0], m)
+    sums = x.new_empty(len(kept.starts), dtype=torch.float32)
+    nonzeros.keep[len(kept.starts),](
+        z, u[0] if u else hidden, hidden, kept.bits, _order(unions), kept.places, kept.sizes, totals, sums, kept.gates,
+        kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=bool(u), SAVING=saving, **_by_token(unions, n),
     )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
@@ -140,31 +141,30 @@ def backward(
     unions = _unions_of_tokens(kept, TOKENS, sizes.sampled)
     ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
+    by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
+    of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # as many as of tokens
+    stacked, turned = x.new_empty((2 if gated else 1, *of_neurons)), x.new_empty(of_neurons)
+    z, u = stacked[0], stacked[-1]  # until `regroup`
     capacity = len(kept.gates)
     _sampled(unions, sizes.sampled, programs, dy, w_down_t, hidden, m)
-    _sampled(unions, sizes.sampled, programs, x, first, dz, m, unless=capacity)
+    _sampled(unions, sizes.sampled, programs, x, first, z, m, unless=capacity)
     if gated:
-        _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
-    nonzeros.gradient[KEEP_PROGRAMS * programs,](
-        hidden, dz, du[0] if gated else dz, dl1, kept.bits, _order(unions), kept.slots, kept.sizes, kept.items,
-        kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
-        ROWS=ROWS, BLOCK=unions.block, ORDERED=ordered, GATED=gated,
+        _sampled(unions, sizes.sampled, programs, x, w_up, u, m, unless=capacity)
+    nonzeros.gradient[len(kept.starts),](
+        hidden, dz, du[0] if gated else dz, z, u, dl1, kept.bits, _order(unions), kept.places, kept.sizes, kept.totals,
+        kept.gates, kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=gated, **_by_token(unions, n),
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
 
-    by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
-    stacks = 2 if gated else 1  # dz and, below it, du
-    rows = len(by_neuron.sizes) * by_neuron.tile
-    stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
-    nonzeros.regroup[programs,](
+    nonzeros.regroup[REGROUP_PROGRAMS * programs,](
         dz, du[0] if gated else dz, hidden, bits, kept.places, kept.positions if ordered else kept.places,
-        by_neuron.order, by_neuron.slots, by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m,
-        by_neuron.pitch, N=n, PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block,
-        ORDERED=ordered, GATED=gated, num_warps=8,
+        by_neuron.order, by_neuron.slots, by_neuron.places, by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked,
+        turned, m, by_neuron.pitch, N=n, PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile,
+        BLOCK=by_neuron.block, ORDERED=ordered, GATED=gated, **REGROUP,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
-    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
+    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(3 if gated else 2))
     _gathered(by_neuron, sizes.weights, stacked, x, firsts[0], n, more_out=firsts[1] if gated else None)
     _gathered(by_neuron, sizes.down_weights, turned, dy, dw_down_t, n)
     return [dx, *firsts, transposed(dw_down_t, weights)]
@@ -182,6 +182,15 @@ def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
 
 def _launch(shape: Shape) -> dict[str, int]:
     return {"DEPTH": shape.depth, "num_warps": shape.warps, "num_stages": shape.stages}
+
+
+def _by_token(unions: Unions, n: int) -> dict[str, Any]:
+    """Of `keep` and `gradient`: eight words of bits for each thread."""
+    rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
+    return {
+        "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
+        "ORDERED": unions.order is not None, "num_warps": min(32, max(1, rows * words // 256)),
+    }  # fmt: skip
 
 
 def _unions_of_tokens(kept: Kept, tile: int, shape: Shape) -> Unions:
@@ -279,7 +288,7 @@ def _layout(
         ((plan.TOTALS,), torch.int64), ((m, tiles(n, 32)), torch.int32),
         ((count, pitch), torch.int32), ((count, pitch), torch.int32), ((count,), torch.int32), ((count,), torch.int32),
         ((items,), torch.int32), ((ordered,), torch.int32), ((ordered,), torch.int32),
-        ((items * tile // min(ROWS, tile),), torch.int64),
+        ((tiles(m, min(ROWS, tile)),), torch.int64),
         ((capacity,), dtype), ((capacity if gated else 0,), dtype),
     ]  # fmt: skip
     return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]

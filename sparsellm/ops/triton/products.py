@@ -14,7 +14,6 @@ Sums are float32 over K or over the tile's slots in ascending order, and are rou
 import triton
 import triton.language as tl
 
-from sparsellm.ops.triton.nonzeros import entries
 from sparsellm.ops.triton.plan import ITEMS, NONZEROS
 
 
@@ -43,7 +42,8 @@ def sampled(
     K: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots; x [M, K], w [N, K].
+    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots, also where they do not fire;
+    x [M, K], w [N, K].
 
     A call with up to `capacity` nonzeros is left alone: -1 where all calls are to be computed. Programs take items in
     turn.
@@ -53,7 +53,14 @@ def sampled(
         count = 0
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         item = tl.load(items + i)
-        position, token, slot, neuron, _ = entries(item, 0, order, slots, sizes, m, PITCH, TILE, TILE, BLOCK, ORDERED)
+        tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
+        position = tile * TILE + tl.arange(0, TILE)
+        token = tl.where(position < m, position, 0)  # behind the last one any other
+        if ORDERED:
+            token = tl.load(order + token)
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        there = slot < tl.load(sizes + tile)
+        neuron = tl.load(slots + tile.to(tl.int64) * PITCH + slot, mask=there, other=0)
         result = product(x, w, token, neuron, K, TILE, BLOCK, DEPTH).to(x.dtype.element_ty)
         tl.store(out + position.to(tl.int64)[:, None] * PITCH + slot[None, :], result)
 
