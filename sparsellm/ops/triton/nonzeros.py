@@ -2,9 +2,9 @@
 same nonzeros once more by neuron. Tiles and slots are those of sparsellm.ops.triton.plan, tile matrices those of
 sparsellm.ops.triton.products.
 
-One entry of a tile matrix in thirty is not zero, say, so no kernel looks at entries one by one. A program clears its part
-of a tile matrix, and then fills in the nonzeros: each round takes the lowest bit that is left of each word of its bits.
-There are as many rounds as the fullest word has bits:
+Of a tile matrix some 3% are not zero, so no kernel looks at all entries. A program clears its part of a tile matrix,
+then fills in the nonzeros: each round takes the lowest bit that is left of each word of its bits. There are as many
+rounds as the fullest word has bits:
 
     word            0    1    2      3      round 0: neurons 1, 69, 98, whose places in the list are 0, 1 and 3
     bits that are   1    .    5, 7   2      round 1: neuron 71, whose place is 2, because words 0 and 1 and one bit
