@@ -37,6 +37,8 @@ REGROUP_PROGRAMS = 16  # times as many as of a product, which need more register
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
+PARTS = 32  # of the tokens, of which neurons are alike that fire most in the same
+CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 8, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
 RANK = {"ROWS": 32, "COLUMNS": 512}
@@ -141,7 +143,7 @@ def backward(
     unions = _unions_of_tokens(kept, TOKENS, sizes.sampled)
     ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
-    by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
+    by_neuron, bits = _by_neurons(kept, m, n, sizes.neurons)
     of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # as many as of tokens
     stacked, turned = x.new_empty((2 if gated else 1, *of_neurons)), x.new_empty(of_neurons)
     z, u = stacked[0], stacked[-1]  # until `regroup`
@@ -198,13 +200,17 @@ def _unions_of_tokens(kept: Kept, tile: int, shape: Shape) -> Unions:
     return Unions(tile, shape.columns, kept.slots.shape[1], ordered, *kept[2:7], kept.totals)
 
 
-def _plan(bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True) -> None:
-    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too."""
+def _plan(
+    bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True,
+    names: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too.
+    names: of the columns, if not their numbers."""
     plan.plan[tiles(rows, unions.tile),](
-        bits, _order(unions), unions.slots, unions.places, unions.sizes,
+        bits, _order(unions), unions.slots if names is None else names, unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
-        TILE=unions.tile, BLOCK=unions.block, ORDERED=unions.order is not None, LISTING=listing,
-        COUNTING=fired is not None, num_warps=8, **PLAN,
+        TILE=unions.tile, BLOCK=unions.block, ORDERED=unions.order is not None, NAMED=names is not None,
+        LISTING=listing, COUNTING=fired is not None, num_warps=8, **PLAN,
     )  # fmt: skip
     if listing:
         _descending(unions.sizes, unions.longest)
@@ -214,22 +220,27 @@ def _descending(keys: Tensor, order: Tensor) -> None:
     plan.descending[tiles(len(keys), RANK["ROWS"]),](keys, order, len(keys), **RANK)
 
 
-def _by_neurons(bits: Tensor, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
-    """(tiles of `tile` neurons that fire about as often, with tokens as slots; the bits by neuron)."""
+def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
+    """(tiles of `tile` neurons that are alike, with tokens as slots; the bits by neuron and position)."""
 
     def integers(*shape: int) -> Tensor:
-        return bits.new_empty(shape)
+        return kept.bits.new_empty(shape)
 
-    turned, frequencies, order = integers(n, tiles(m, 32)), bits.new_zeros(n), integers(n)
+    turned, counts, keys, order = integers(n, tiles(m, 32)), kept.bits.new_zeros((PARTS, n)), integers(n), integers(n)
     grid = tiles(m, 32 * TURN["GROUPS"]), tiles(n, 32 * TURN["WORDS"])
-    plan.turn[grid](bits, turned, frequencies, m, n, num_warps=8, **TURN)
-    _descending(frequencies, order)
+    named = kept.order if len(kept.order) else None
+    plan.turn[grid](
+        kept.bits, kept.bits if named is None else named, turned, counts, m, n, PARTS=PARTS, ORDERED=named is not None,
+        num_warps=8, **TURN,
+    )  # fmt: skip
+    plan.classify[tiles(n, CLASSIFY["COLUMNS"]),](counts, keys, n, PARTS=PARTS, **CLASSIFY)
+    _descending(keys, order)
     count, pitch, block = tiles(n, tile), _rounded(m, PITCH_MULTIPLE), PITCH_MULTIPLE
     unions = Unions(
         tile, block, pitch, order, integers(count, pitch), integers(count, pitch), integers(count), integers(count),
-        integers(count * pitch // block), bits.new_zeros(plan.TOTALS, dtype=torch.int64),
+        integers(count * pitch // block), kept.bits.new_zeros(plan.TOTALS, dtype=torch.int64),
     )  # fmt: skip
-    _plan(turned, unions, n, m, None)
+    _plan(turned, unions, n, m, None, names=named)
     return unions, turned
 
 

@@ -166,8 +166,8 @@ def regroup(
 ):  # fmt: skip
     """Tile matrices by tokens once more, by neurons: `stacked` from dz and, below it, du; `turned` from hidden.
 
-    bits [N, ceil(M / 32)], slots, columns (their places), sizes, items and pitch are those of tiles of TILE neurons;
-    places [., PITCH] is of tiles of TOKENS tokens, where a token has the row positions[token] (ORDERED; else `token`).
+    bits [N, ceil(M / 32)], by position, slots, columns (their places), sizes, items and pitch are those of tiles of
+    TILE neurons; places [., PITCH] is of tiles of TOKENS tokens; positions is of the tokens that slots name (ORDERED).
     Programs take parts in turn: ROWS rows of an item, WORDS words of each at a time.
     """
     PARTS: tl.constexpr = TILE // ROWS
@@ -190,6 +190,8 @@ def regroup(
         of_tile = slots + tile.to(tl.int64) * pitch
         first = tl.load(of_tile + begin)
         last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
+        if ORDERED:
+            first, last = tl.load(positions + first), tl.load(positions + last)
         tl.debug_barrier()  # an entry is cleared before it is filled in
         for start in range(first // 32, last // 32 + 1, WORDS):
             word = (start + tl.arange(0, WORDS))[None, :]
@@ -200,15 +202,13 @@ def regroup(
             words = tl.where(word == last // 32, words << (31 - last % 32) >> (31 - last % 32), words)
             for _ in range(0, most(ones(words))):
                 active = words != 0
-                token = word * 32 + lowest(words)
+                position = word * 32 + lowest(words)
                 words &= words - 1
-                slot = tl.load(columns + tile.to(tl.int64) * pitch + token, mask=active, other=0)
-                position = token
-                if ORDERED:
-                    position = tl.load(positions + token, mask=active, other=0)
+                slot = tl.load(columns + tile.to(tl.int64) * pitch + position, mask=active, other=0)
                 of_tokens = places + (position // TOKENS).to(tl.int64) * PITCH
                 at = position.to(tl.int64) * PITCH + tl.load(of_tokens + neuron, mask=active, other=0)
-                tl.store(upper + slot, tl.load(dz + at, mask=active, other=0.0), mask=active)
+                h, upper_value = tl.load(hidden + at, mask=active, other=0.0), tl.load(dz + at, mask=active, other=0.0)
                 if GATED:
                     tl.store(lower + slot, tl.load(du + at, mask=active, other=0.0), mask=active)
-                tl.store(to + slot, tl.load(hidden + at, mask=active, other=0.0), mask=active)
+                tl.store(upper + slot, upper_value, mask=active)
+                tl.store(to + slot, h, mask=active)
