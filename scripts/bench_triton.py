@@ -67,10 +67,12 @@ def ordering(orders: bool, call: Callable[[int], object]) -> Callable[[int], obj
     return run
 
 
-def both_ways(m: int, sizes: dict[str, tuning.Tuning], call: Callable[[int], object]) -> dict[str, Callable]:
+def both_ways(
+    m: int, saving: bool, sizes: dict[str, tuning.Tuning], call: Callable[[int], object]
+) -> dict[str, Callable]:
     """The variants of `call` on m tokens by name: with each of `sizes`, and not as the policy orders."""
-    found = {text: tuned(each, call) for text, each in sizes.items()}
-    found["not ordered" if dispatch.orders(m) else "ordered"] = ordering(not dispatch.orders(m), call)
+    found, orders = {text: tuned(each, call) for text, each in sizes.items()}, engines.orders(m, saving)
+    found["not ordered" if orders else "ordered"] = ordering(not orders, call)
     return found
 
 
@@ -137,7 +139,7 @@ def main() -> None:
             with torch.no_grad():
                 own, ordered = (int(ordering(way, forward)(0)[3][3]) / tiles(m, TOKEN_TILE) for way in (False, True))
                 print(f"union {m:,}, {name}: {own:,.0f} neurons in the tokens' own order, {ordered:,.0f} ordered")
-                times = alternating_ms({"torch compiled": base, **both_ways(m, sizes, forward)}, args.budget_ms)
+                times = alternating_ms({"torch compiled": base, **both_ways(m, False, sizes, forward)}, args.budget_ms)
                 note = f"error {error_ratio(x, weights, w_down_t):.2f} of dense"
                 show(f"forward {m:,}", name, times, note)
                 if args.kernels:
@@ -156,7 +158,7 @@ def main() -> None:
             def base_step(i: int, steps: list[Step] = steps) -> object:
                 return forward_backward(compiled, steps[i % len(steps)])
 
-            calls = {"torch compiled": base_step, **both_ways(m, sizes, step)}
+            calls = {"torch compiled": base_step, **both_ways(m, True, sizes, step)}
             show(f"and backward {m:,}", name, alternating_ms(calls, args.budget_ms), "")
             if args.kernels:
                 print(by_kernel(step))

@@ -39,10 +39,8 @@ def by_position(x, ws, active):
     """The rows of `active` as the tile engine orders the tokens, which is as specified."""
     from triton_order import order_of
 
-    from sparsellm.ops.triton import engines
-
     _, saved = forward("tile", x, ws, saving=True)
-    kept = engines._found(saved, x, active.shape[1], len(ws) == 3)
+    kept = backend.driver()._found(saved, x, active.shape[1], len(ws) == 3)
     assert_equal(kept.order, order_of(active).int(), "order")
     assert_equal(kept.positions[kept.order.long()], torch.arange(len(x), device=DEVICE).int(), "positions")
     return active[kept.order.long()]
@@ -50,6 +48,7 @@ def by_position(x, ws, active):
 
 def check_forward(x, ws, what, engines=ENGINES):
     g, h, y = cases.stepwise(x, ws)
+    driver = backend.driver()
     l1 = h.abs().sum(dtype=torch.float64)
     for engine in engines:
         name = f"{what}, {engine}"
@@ -59,7 +58,7 @@ def check_forward(x, ws, what, engines=ENGINES):
         active = g != 0
         assert_equal(out.nnz, active.sum(), f"{name}: nnz")
         assert_equal(out.fired, active.any(0), f"{name}: fired")
-        tiled = by_position(x, ws, active) if engine == "tile" and dispatch.orders(len(x)) else active
+        tiled = by_position(x, ws, active) if engine == "tile" and driver.orders(len(x), saving=False) else active
         assert_equal(out.union, reference.union(tiled), f"{name}: union")
         assert not out.wide_segments + out.rest_calls, name
 
@@ -96,7 +95,7 @@ def small(m, k, seed):
 @GATED
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_exact_whatever_fires(pattern, gated, monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 200)
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 70)  # forward alone orders the 300 tokens, not the 129
     for m, n in ((300, 1000), (129, 264)):
         gate = cases.small_integers(cases.firing(pattern, m, n), seed=n)
         check_forward(*cases.layer_of(gate, gated), f"{pattern}, M {m}, N {n}")
@@ -113,7 +112,8 @@ def test_exact_at_any_shape(m, gated):
 
 @GATED
 @pytest.mark.parametrize("m", [8192, 20_001])  # of which the policy orders the second
-def test_exact_for_many_tokens(m, gated):
+def test_exact_for_many_tokens(m, gated, monkeypatch):
+    monkeypatch.setattr(backend.driver(), "ALONE", 1)  # forward passes alone, too
     fires = cases.firing("synthetic29", 256, 5632)
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))

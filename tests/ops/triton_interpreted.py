@@ -34,6 +34,7 @@ def small_programs(monkeypatch):
     monkeypatch.setattr(engines, "ROWS", 64)
     monkeypatch.setattr(engines, "REGROUP", {"ROWS": 64, "WORDS": 8})
     monkeypatch.setattr(engines, "REGROUP_PROGRAMS", 1)
+    monkeypatch.setattr(engines, "RANK", {"ROWS": 128, "COLUMNS": 512})
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def check(x, ws, what, dtype=torch.float32, engine="tile", rest=0, room=320):
     assert out.l1 == h.float().abs().sum(), f"{what}: l1"
     cases.assert_equal(out.fired, active.any(0), f"{what}: fired")
     tiled = active
-    if engine == "tile" and dispatch.orders(len(x)):
+    if engine == "tile" and engines.orders(len(x), saving):
         kept = engines._found(saved, x, g.shape[1], len(ws) == 3)
         tiled = active[kept.order.long()]
         cases.assert_equal(kept.order, order_of(active).int(), f"{what}: order")

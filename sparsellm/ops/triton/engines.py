@@ -41,7 +41,13 @@ PARTS = 32  # of the tokens, of which neurons are alike that fire most in the sa
 CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 8, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
-RANK = {"ROWS": 32, "COLUMNS": 512}
+RANK = {"ROWS": 8, "COLUMNS": 2048}
+ALONE = 4  # times as many tokens are needed for an order to pay in a forward pass without a backward
+
+
+def orders(m: int, saving: bool) -> bool:
+    """Whether the tile engine orders m tokens, in a forward pass that saves for backward, or in one that does not."""
+    return dispatch.orders(m if saving else m // ALONE)
 
 
 class Unions(NamedTuple):
@@ -176,7 +182,7 @@ def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
     """The length of what `forward` by the tile engine saves for its backward, in bfloat16."""
     if not m:
         return 0
-    return _length(m, n, gated, _capacity(m, n, room), TOKENS, torch.bfloat16) + int(Engine.tile)
+    return _length(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16) + int(Engine.tile)
 
 
 # Stages.
@@ -290,15 +296,15 @@ def _capacity(m: int, n: int, room: int) -> int:
 
 
 def _layout(
-    m: int, n: int, gated: bool, capacity: int, tile: int, dtype: torch.dtype
+    m: int, n: int, gated: bool, capacity: int, tile: int, ordered: bool, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
     """(shape, dtype, bytes) of each array of Kept."""
     pitch, count = _rounded(n, PITCH_MULTIPLE), tiles(m, tile)
-    items, ordered = count * pitch // FEWEST_SLOTS, m if tile == TOKENS and dispatch.orders(m) else 0
+    positions = m if ordered else 0
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((plan.TOTALS,), torch.int64), ((m, tiles(n, 32)), torch.int32),
         ((count, pitch), torch.int32), ((count, pitch), torch.int32), ((count,), torch.int32), ((count,), torch.int32),
-        ((items,), torch.int32), ((ordered,), torch.int32), ((ordered,), torch.int32),
+        ((count * pitch // FEWEST_SLOTS,), torch.int32), ((positions,), torch.int32), ((positions,), torch.int32),
         ((tiles(m, min(ROWS, tile)),), torch.int64),
         ((capacity,), dtype), ((capacity if gated else 0,), dtype),
     ]  # fmt: skip
@@ -311,26 +317,28 @@ def _length(*shape: Any) -> int:
 
 def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
     """(the arrays of a new buffer; the buffer, or, unless `saving`, an empty one)."""
-    length = _length(len(x), n, gated, capacity, tile, x.dtype) + int(Engine.tile)
+    ordered = tile == TOKENS and orders(len(x), saving)
+    length = _length(len(x), n, gated, capacity, tile, ordered, x.dtype) + int(Engine.tile)
     saved = x.new_empty(length, dtype=torch.uint8)
-    return _arrays(saved, x, n, gated, capacity, tile), saved if saving else saved.new_empty(0)
+    return _arrays(saved, x, n, gated, capacity, tile, ordered), saved if saving else saved.new_empty(0)
 
 
 def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
     """The arrays of a buffer that `forward` filled. Raises ValueError for a buffer of another length."""
-    fixed = _length(len(x), n, gated, 0, TOKENS, x.dtype) + int(Engine.tile)
+    ordered = orders(len(x), True)
+    fixed = _length(len(x), n, gated, 0, TOKENS, ordered, x.dtype) + int(Engine.tile)
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
     if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
         raise ValueError(
             f"saved has {saved.numel():,} bytes: the tile engine saves {fixed:,} and room for nonzeros, for"
             f" {len(x):,} tokens of {n:,} neurons"
         )
-    return _arrays(saved, x, n, gated, capacity, TOKENS)
+    return _arrays(saved, x, n, gated, capacity, TOKENS, ordered)
 
 
-def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int) -> Kept:
+def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int, ordered: bool) -> Kept:
     found, at = [], 0
-    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, x.dtype):
+    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, ordered, x.dtype):
         found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
         at += size
     return Kept(*found)
