@@ -193,11 +193,11 @@ def _launch(shape: Shape) -> dict[str, int]:
 
 
 def _by_token(unions: Unions, n: int) -> dict[str, Any]:
-    """Of `keep` and `gradient`: eight words of bits for each thread."""
+    """Of `keep` and `gradient`: four words of bits for each thread."""
     rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
     return {
         "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
-        "ORDERED": unions.order is not None, "num_warps": min(32, max(1, rows * words // 256)),
+        "ORDERED": unions.order is not None, "num_warps": min(32, max(1, rows * words // 128)),
     }  # fmt: skip
 
 

@@ -76,33 +76,35 @@ def keep(
     words = words_of(bits, token, there, of_row, WORDS)
     counts = ones(words)
     row = position.to(tl.int64)[:, None] * PITCH
-    clear(hidden + row, tl.load(sizes + tile), ROWS, BLOCK)
+    hidden, u, z = hidden + row, u + row, z + token.to(tl.int64)[:, None] * N
+    clear(hidden, tl.load(sizes + tile), ROWS, BLOCK)
     fits = tl.load(totals + NONZEROS) <= capacity
     if SAVING:
         at, count = offsets(counts)
         start = tl.atomic_add(totals + LISTED, count.to(tl.int64))
         tl.store(starts + tl.program_id(0), start)
+        gates, ups = gates + start, ups + start
         if tl.program_id(0) == 0:
             tl.store(totals + REST, tl.where(fits, 0, 1).to(tl.int64))
     tl.debug_barrier()  # an entry is cleared before it is filled in
-    first = (tl.arange(0, WORDS) * 32)[None, :]
+    first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     l1 = tl.zeros((ROWS, WORDS), tl.float32)
     for done in range(0, most(counts)):
         active = words != 0
         neuron = first + lowest(words)
         words &= words - 1
-        to = row + tl.load(places + tile.to(tl.int64) * PITCH + neuron, mask=active, other=0)
-        g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron, mask=active, other=0.0)
+        place = tl.load(places + neuron, mask=active, other=0)
+        g = tl.load(z + neuron, mask=active, other=0.0)
         h = g
         if GATED:
-            up = tl.load(u + to, mask=active, other=0.0)
+            up = tl.load(u + place, mask=active, other=0.0)
             h = (g.to(tl.float32) * up.to(tl.float32)).to(g.dtype)
-        tl.store(hidden + to, h, mask=active)
+        tl.store(hidden + place, h, mask=active)
         l1 += tl.abs(h.to(tl.float32))
         if SAVING:
-            tl.store(gates + start + at + done, g, mask=active & fits)
+            tl.store(gates + at + done, g, mask=active & fits)
             if GATED:
-                tl.store(ups + start + at + done, up, mask=active & fits)
+                tl.store(ups + at + done, up, mask=active & fits)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(l1, 1), 0))
 
 
@@ -125,37 +127,35 @@ def gradient(
     words = words_of(bits, token, there, of_row, WORDS)
     counts = ones(words)
     row = position.to(tl.int64)[:, None] * PITCH
-    size = tl.load(sizes + tile)
-    clear(dz + row, size, ROWS, BLOCK)
+    dh, dz, du, size = dh + row, dz + row, du + row, tl.load(sizes + tile)
+    clear(dz, size, ROWS, BLOCK)
     if GATED:
-        clear(du + row, size, ROWS, BLOCK)
+        clear(du, size, ROWS, BLOCK)
     at, _ = offsets(counts)
     fits = tl.load(totals + NONZEROS) <= capacity
     start, of_l1 = tl.load(starts + tl.program_id(0)), tl.load(dl1)
-    of_g, of_u = gates, ups
-    if not fits:
-        of_g, of_u = z, u
+    of_g, of_u = tl.where(fits, gates + start, z + row), tl.where(fits, ups + start, u + row)
     tl.debug_barrier()  # an entry is cleared before it is filled in
-    first = (tl.arange(0, WORDS) * 32)[None, :]
+    first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     for done in range(0, most(counts)):
         active = words != 0
         neuron = first + lowest(words)
         words &= words - 1
-        to = row + tl.load(places + tile.to(tl.int64) * PITCH + neuron, mask=active, other=0)
-        d = tl.load(dh + to, mask=active, other=0.0).to(tl.float32)
-        kept = tl.where(fits, start + at + done, to)
+        place = tl.load(places + neuron, mask=active, other=0)
+        d = tl.load(dh + place, mask=active, other=0.0).to(tl.float32)
+        kept = tl.where(fits, at + done, place)
         g = tl.load(of_g + kept, mask=active, other=0.0).to(tl.float32)
         g = tl.where(g <= 0, 0.0, g)
         if GATED:
             up = tl.load(of_u + kept, mask=active, other=0.0).to(tl.float32)
             h = (g * up).to(dh.dtype.element_ty)
             d = d + of_l1 * tl.where(h > 0, 1.0, tl.where(h < 0, -1.0, 0.0))
-            tl.store(dz + to, (d * up).to(dz.dtype.element_ty), mask=active)
-            tl.store(du + to, (d * g).to(du.dtype.element_ty), mask=active)
+            tl.store(dz + place, (d * up).to(dz.dtype.element_ty), mask=active)
+            tl.store(du + place, (d * g).to(du.dtype.element_ty), mask=active)
         else:
             h = g.to(dh.dtype.element_ty)
-            tl.store(dz + to, (d + of_l1).to(dz.dtype.element_ty), mask=active)
-        tl.store(dh + to, h, mask=active)
+            tl.store(dz + place, (d + of_l1).to(dz.dtype.element_ty), mask=active)
+        tl.store(dh + place, h, mask=active)
 
 
 @triton.jit(do_not_specialize=["m", "pitch"])
