@@ -144,6 +144,14 @@ def test_similar_tokens_share_tiles(monkeypatch):
     assert ours < 0.45 * natural  # of 2 or 3 kinds
 
 
+def test_neurons_that_fire_for_the_same_tokens_share_tiles():
+    """Of 128 neurons, every other one fires for the first half of 256 tokens, the others for the second."""
+    fires = (torch.arange(256)[:, None] < 128) == (torch.arange(128)[None, :] % 2 == 0)
+    x, ws = cases.layer_of(torch.where(fires, 1.0, -1.0), gated=True)
+    kept = engines._found(check(x, ws, "halves"), x.float(), 128, True)
+    assert engines._by_neurons(kept, 256, 128, 64)[0].sizes.tolist() == [128, 128]
+
+
 @pytest.mark.parametrize("engine", ["row", "dense"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_the_other_engines_are_exact(engine, gated):

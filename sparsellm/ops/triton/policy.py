@@ -2,8 +2,8 @@
 
 The constants are for an H200. Those of the tile engine are fitted to layer 1 and layer 4 at 16,384 tokens (LOG.md,
 "Triton fills in nonzeros bit by bit"); all others are estimates, from counts of bytes and of multiplications. On
-another GPU both sides of a comparison scale about alike; where they do not, the fixed times weigh too much, so dense is chosen too
-often rather than too seldom.
+another GPU both sides of a comparison scale about alike; where they do not, the fixed times weigh too much, so dense is
+chosen too often rather than too seldom.
 """
 
 from typing import NamedTuple
