@@ -177,16 +177,18 @@ def regroup(
     for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
         item = tl.load(items + i // PARTS)
         tile, begin = item // (pitch // BLOCK), item % (pitch // BLOCK) * BLOCK
-        line = i % PARTS * ROWS + tl.arange(0, ROWS)
-        there = tile * TILE + line < N
-        neuron = tl.load(neurons + tile * TILE + line, mask=there, other=0)[:, None]
-        upper = stacked + (tile * TILE * STACKED + line).to(tl.int64)[:, None] * pitch
-        lower = upper + TILE * pitch
-        to = turned + (tile * TILE + line).to(tl.int64)[:, None] * pitch
-        clear(upper + begin, BLOCK, ROWS, BLOCK)
+        row = i % PARTS * ROWS
+        upper = stacked + (tile * TILE * STACKED + row).to(tl.int64) * pitch
+        lower, to = upper + TILE * pitch, turned + (tile * TILE + row).to(tl.int64) * pitch
+        rows = begin + (tl.arange(0, ROWS) * pitch)[:, None]
+        clear(upper + rows, BLOCK, ROWS, BLOCK)
         if GATED:
-            clear(lower + begin, BLOCK, ROWS, BLOCK)
-        clear(to + begin, BLOCK, ROWS, BLOCK)
+            clear(lower + rows, BLOCK, ROWS, BLOCK)
+        clear(to + rows, BLOCK, ROWS, BLOCK)
+        # One dimension, so that all loads of a round have their values in the same threads.
+        line = tl.arange(0, ROWS * WORDS) // WORDS
+        there = tile * TILE + row + line < N
+        neuron = tl.load(neurons + tile * TILE + row + line, mask=there, other=0)
         of_tile = slots + tile.to(tl.int64) * pitch
         first = tl.load(of_tile + begin)
         last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
@@ -194,21 +196,21 @@ def regroup(
             first, last = tl.load(positions + first), tl.load(positions + last)
         tl.debug_barrier()  # an entry is cleared before it is filled in
         for start in range(first // 32, last // 32 + 1, WORDS):
-            word = (start + tl.arange(0, WORDS))[None, :]
-            inside = there[:, None] & (word <= last // 32)
+            word = start + tl.arange(0, ROWS * WORDS) % WORDS
+            inside = there & (word <= last // 32)
             words = tl.load(bits + neuron.to(tl.int64) * of_row + word, mask=inside, other=0)
             words = words.to(tl.uint32, bitcast=True)
             words = tl.where(word == first // 32, words >> (first % 32) << (first % 32), words)
             words = tl.where(word == last // 32, words << (31 - last % 32) >> (31 - last % 32), words)
-            for _ in range(0, most(ones(words))):
+            for _ in range(0, tl.max(ones(words), 0)):
                 active = words != 0
                 position = word * 32 + lowest(words)
                 words &= words - 1
-                slot = tl.load(columns + tile.to(tl.int64) * pitch + position, mask=active, other=0)
+                slot = line * pitch + tl.load(columns + tile.to(tl.int64) * pitch + position, mask=active, other=0)
                 of_tokens = places + (position // TOKENS).to(tl.int64) * PITCH
                 at = position.to(tl.int64) * PITCH + tl.load(of_tokens + neuron, mask=active, other=0)
-                h, upper_value = tl.load(hidden + at, mask=active, other=0.0), tl.load(dz + at, mask=active, other=0.0)
+                h, z_gradient = tl.load(hidden + at, mask=active, other=0.0), tl.load(dz + at, mask=active, other=0.0)
                 if GATED:
                     tl.store(lower + slot, tl.load(du + at, mask=active, other=0.0), mask=active)
-                tl.store(upper + slot, upper_value, mask=active)
+                tl.store(upper + slot, z_gradient, mask=active)
                 tl.store(to + slot, h, mask=active)
