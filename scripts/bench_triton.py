@@ -3,11 +3,12 @@
     python -m scripts.bench_triton --activations DIR [--m 16384 131072] [--patterns sparse layer1 ...] [--kernels]
     python -m scripts.bench_triton --activations DIR --try sampled=128,64,8,3 gathered=256,64,8,4 resident=1
 
-A line for each M and pattern (scripts/ffn_patterns.py): the times of compiled dense PyTorch and of the tile engine in
-Triton, their ratio, and the errors of y against float64 over those of dense PyTorch, on 2,048 tokens; forward, and, up
-to --training-m tokens, forward and backward. --kernels: the time of each kernel of one pass. --try: block sizes in the
-place of those of sparsellm/ops/triton/tuning.py, each as columns, depth, warps and stages; several values of one name
-are measured one after the other, against the same base.
+Lines for each M and pattern (scripts/ffn_patterns.py): the mean union of 128 tokens, in their own order and ordered;
+the times of compiled dense PyTorch and of the tile engine in Triton, as the policy orders and the other way, their
+ratio, and the errors of y against float64 over those of dense PyTorch, on 2,048 tokens; forward, and, up to
+--training-m tokens, forward and backward. --kernels: the time of each kernel of one pass, and how many times it was
+launched if not once. --try: block sizes in the place of those of sparsellm/ops/triton/tuning.py, each as columns,
+depth, warps and stages; several values of one name are measured one after the other, against the same base.
 
 Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py), on copies of the inputs that take turns.
 """
@@ -23,9 +24,10 @@ from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import dense_gated
 from scripts.ffn_training import Step, forward_backward
 from sparsellm.model.engine_choice import NeuronMajor
-from sparsellm.ops import Plan, backend, feedforward
+from sparsellm.ops import Plan, backend, dispatch, feedforward
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.triton import engines, tuning
+from sparsellm.ops.twell import TOKEN_TILE, tiles
 
 TILE = Plan.of("tile")
 ERROR_TOKENS = 2048
@@ -55,14 +57,34 @@ def tuned(sizes: tuning.Tuning, call: Callable[[int], object]) -> Callable[[int]
     return run
 
 
-def by_kernel(call: Callable[[int], object], calls: int = 5) -> list[tuple[str, float]]:
-    """(name, milliseconds in one call) of every kernel, the longest first."""
+def ordering(orders: bool, call: Callable[[int], object]) -> Callable[[int], object]:
+    """`call` with tokens ordered or not, whatever the policy says."""
+
+    def run(i: int) -> object:
+        with patch.object(dispatch, "orders", lambda _: orders):
+            return call(i)
+
+    return run
+
+
+def both_ways(
+    m: int, saving: bool, sizes: dict[str, tuning.Tuning], call: Callable[[int], object]
+) -> dict[str, Callable]:
+    """The variants of `call` on m tokens by name: with each of `sizes`, and not as the policy orders."""
+    found, orders = {text: tuned(each, call) for text, each in sizes.items()}, engines.orders(m, saving)
+    found["not ordered" if orders else "ordered"] = ordering(not orders, call)
+    return found
+
+
+def by_kernel(call: Callable[[int], object], calls: int = 5) -> str:
+    """The milliseconds in one call of every kernel of at least 1 us, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for i in range(calls):
             call(i)
         torch.cuda.synchronize()
-    rows = [(event.key, event.self_device_time_total / calls / 1e3) for event in profile.key_averages()]
-    return sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
+    rows = [(e.self_device_time_total / calls / 1e3, e.key[:40], e.count // calls) for e in profile.key_averages()]
+    rows = sorted((row for row in rows if row[0] >= 1e-3), reverse=True)
+    return "    " + "  ".join(f"{name}{f' x{count}' if count > 1 else ''} {ms:.3f}" for ms, name, count in rows)
 
 
 def show(what: str, name: str, times: dict[str, float | Exception], note: str) -> None:
@@ -114,13 +136,14 @@ def main() -> None:
             def base(i: int, copies: list[Tensor] = copies, weights: list = weights) -> object:
                 return compiled(copies[i % len(copies)], *weights)
 
-            calls = {"torch compiled": base, **{text: tuned(each, forward) for text, each in sizes.items()}}
             with torch.no_grad():
-                times = alternating_ms(calls, args.budget_ms)
+                own, ordered = (int(ordering(way, forward)(0)[3][3]) / tiles(m, TOKEN_TILE) for way in (False, True))
+                print(f"union {m:,}, {name}: {own:,.0f} neurons in the tokens' own order, {ordered:,.0f} ordered")
+                times = alternating_ms({"torch compiled": base, **both_ways(m, False, sizes, forward)}, args.budget_ms)
                 note = f"error {error_ratio(x, weights, w_down_t):.2f} of dense"
                 show(f"forward {m:,}", name, times, note)
                 if args.kernels:
-                    print("    " + "  ".join(f"{kernel[:40]} {ms:.3f}" for kernel, ms in by_kernel(forward)[:12]))
+                    print(by_kernel(forward))
             if m > args.training_m:
                 continue
             dy = torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
@@ -135,10 +158,10 @@ def main() -> None:
             def base_step(i: int, steps: list[Step] = steps) -> object:
                 return forward_backward(compiled, steps[i % len(steps)])
 
-            calls = {"torch compiled": base_step, **{text: tuned(each, step) for text, each in sizes.items()}}
+            calls = {"torch compiled": base_step, **both_ways(m, True, sizes, step)}
             show(f"and backward {m:,}", name, alternating_ms(calls, args.budget_ms), "")
             if args.kernels:
-                print("    " + "  ".join(f"{kernel[:40]} {ms:.3f}" for kernel, ms in by_kernel(step)[:16]))
+                print(by_kernel(step))
             del steps, leaves, calls
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, layer
 
-from sparsellm.ops import Plan, backend, feedforward, reference
+from sparsellm.ops import Plan, backend, dispatch, feedforward, reference
 from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.ops.feedforward import output_of
 
@@ -35,8 +35,20 @@ def forward(engine, x, ws, saving=False, room=320):
     return output_of(*results), saved
 
 
+def by_position(x, ws, active):
+    """The rows of `active` as the tile engine orders the tokens, which is as specified."""
+    from triton_order import order_of
+
+    _, saved = forward("tile", x, ws, saving=True)
+    kept = backend.driver()._found(saved, x, active.shape[1], len(ws) == 3)
+    assert_equal(kept.order, order_of(active).int(), "order")
+    assert_equal(kept.positions[kept.order.long()], torch.arange(len(x), device=DEVICE).int(), "positions")
+    return active[kept.order.long()]
+
+
 def check_forward(x, ws, what, engines=ENGINES):
     g, h, y = cases.stepwise(x, ws)
+    driver = backend.driver()
     l1 = h.abs().sum(dtype=torch.float64)
     for engine in engines:
         name = f"{what}, {engine}"
@@ -46,7 +58,8 @@ def check_forward(x, ws, what, engines=ENGINES):
         active = g != 0
         assert_equal(out.nnz, active.sum(), f"{name}: nnz")
         assert_equal(out.fired, active.any(0), f"{name}: fired")
-        assert_equal(out.union, reference.union(active), f"{name}: union")
+        tiled = by_position(x, ws, active) if engine == "tile" and driver.orders(len(x), saving=False) else active
+        assert_equal(out.union, reference.union(tiled), f"{name}: union")
         assert not out.wide_segments + out.rest_calls, name
 
 
@@ -81,7 +94,8 @@ def small(m, k, seed):
 
 @GATED
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
-def test_exact_whatever_fires(pattern, gated):
+def test_exact_whatever_fires(pattern, gated, monkeypatch):
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 70)  # forward alone orders the 300 tokens, not the 129
     for m, n in ((300, 1000), (129, 264)):
         gate = cases.small_integers(cases.firing(pattern, m, n), seed=n)
         check_forward(*cases.layer_of(gate, gated), f"{pattern}, M {m}, N {n}")
@@ -97,8 +111,9 @@ def test_exact_at_any_shape(m, gated):
 
 
 @GATED
-@pytest.mark.parametrize("m", [8192, 20_001])
-def test_exact_for_many_tokens(m, gated):
+@pytest.mark.parametrize("m", [8192, 20_001])  # of which the policy orders the second
+def test_exact_for_many_tokens(m, gated, monkeypatch):
+    monkeypatch.setattr(backend.driver(), "ALONE", 1)  # forward passes alone, too
     fires = cases.firing("synthetic29", 256, 5632)
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
@@ -168,15 +183,17 @@ def test_results_repeat_bit_for_bit_and_nothing_waits(gated):
         assert_equal(a, b, f"result {i}, twice")
 
 
-def test_a_cuda_graph_replays_and_nothing_is_compiled_for_another_number_of_tokens():
-    from sparsellm.ops.triton import nonzeros, plan, products
+def test_a_cuda_graph_replays_and_nothing_is_compiled_for_another_number_of_tokens(monkeypatch):
+    from sparsellm.ops.triton import clusters, nonzeros, plan, products
 
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 1)
+    monkeypatch.setattr(backend.driver(), "ALONE", 1)
     x, ws = cases.normal(3000, 264, 1000, rate=0.02)
     for m in (3000, 2999, 2048):
         forward("tile", x[:m], ws)
 
     def kernels():
-        found = [vars(module).values() for module in (plan, products, nonzeros)]
+        found = [vars(module).values() for module in (plan, clusters, products, nonzeros)]
         caches = [kernel.device_caches for values in found for kernel in values if hasattr(kernel, "device_caches")]
         return sum(len(cache[0]) for of_kernel in caches for cache in of_kernel.values())
 

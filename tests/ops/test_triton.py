@@ -42,8 +42,11 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that what is tested is compiled
     backend, architecture = gpu
     shared, sizes = limit
-    launches = of_layers(sizes, k=2048, n=5632, gated=(True, False) if gpu == ("cuda", 90) else (True,))
-    assert len(launches) > 15
+    most = gpu == ("cuda", 90)  # the others compile what needs most
+    launches = of_layers(sizes, k=2048, n=5632, gated=(True, False) if most else (True,))
+    assert len(launches) > 25
+    if most:
+        launches += of_layers(sizes, k=2048, n=5632, gated=(True,), ordered=False)
     for launch in launches:
         found = compiled(launch, backend, architecture)
         what = f"{launch.kernel} {launch.options} on {architecture}: {found[:3]}"

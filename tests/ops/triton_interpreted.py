@@ -13,10 +13,11 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
 # ruff: noqa: E402
 import kernel_cases as cases
+from triton_order import order_of
 
 from sparsellm.ops import Plan, dispatch, reference
 from sparsellm.ops.feedforward import output_of
-from sparsellm.ops.triton import engines, plan, tuning
+from sparsellm.ops.triton import clusters, engines, plan, tuning
 
 cases.DEVICE = "cpu"
 DL1 = 0.5
@@ -29,8 +30,19 @@ assert plan.triton.knobs.runtime.interpret
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
     """Large parts, for the interpreter's time is that of its steps."""
-    monkeypatch.setattr(engines, "PLAN_WORDS", 16)
+    monkeypatch.setattr(engines, "PLAN", {"ROWS": 16, "WORDS": 16})
     monkeypatch.setattr(engines, "ROWS", 64)
+    monkeypatch.setattr(engines, "REGROUP", {"ROWS": 64, "WORDS": 8})
+    monkeypatch.setattr(engines, "REGROUP_PROGRAMS", 1)
+    monkeypatch.setattr(engines, "RANK", {"ROWS": 128, "COLUMNS": 512})
+
+
+@pytest.fixture
+def ordered(monkeypatch):
+    """Tokens are ordered however few there are, in 16 clusters."""
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 1)
+    for name, value in {"CLUSTERS": 16, "SAMPLES": 100, "MEMBERS": 20}.items():
+        monkeypatch.setattr(clusters, name, value)
 
 
 def layer(ws):
@@ -66,8 +78,14 @@ def check(x, ws, what, dtype=torch.float32, engine="tile", rest=0, room=320):
     cases.assert_equal(out.y, y, f"{what}: y")
     assert out.l1 == h.float().abs().sum(), f"{what}: l1"
     cases.assert_equal(out.fired, active.any(0), f"{what}: fired")
+    tiled = active
+    if engine == "tile" and engines.orders(len(x), saving):
+        kept = engines._found(saved, x, g.shape[1], len(ws) == 3)
+        tiled = active[kept.order.long()]
+        cases.assert_equal(kept.order, order_of(active).int(), f"{what}: order")
+        cases.assert_equal(kept.positions[kept.order.long()], torch.arange(len(x)).int(), f"{what}: positions")
     counts = [int(count) for count in (out.nnz, out.wide_segments, out.rest_calls, out.union)]
-    assert counts == [int(active.sum()), 0, rest, int(reference.union(active))], what
+    assert counts == [int(active.sum()), 0, rest, int(reference.union(tiled))], what
     if saving:
         found = engines.backward(x, *layer(ws), dy, torch.tensor(DL1), saved)
         for i, (ours, right) in enumerate(zip(found, gradients, strict=True)):
@@ -96,6 +114,44 @@ def test_exact_whatever_fires(pattern):
     check(*cases.layer_of(gate, gated=i % 2 == 0), pattern, DTYPES[i // 2 % 2])
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_exact_whatever_fires_in_another_order(pattern, ordered):
+    i = PATTERNS.index(pattern)
+    gate = cases.small_integers(cases.firing(pattern, 131, 264)).sign()
+    check(*cases.layer_of(gate, gated=i % 2 == 1), pattern, DTYPES[i // 2 % 2])
+
+
+def test_exact_at_any_shape_in_another_order(ordered, monkeypatch):
+    for i, (m, k, n, chunk) in enumerate(((1, 8, 8, 128), (3, 8, 2056, 128), (300, 24, 40, 256), (129, 16, 40, 128))):
+        monkeypatch.setattr(clusters, "CHUNK", chunk)
+        check(*cases.integers(m, k, n, gated=i % 2 == 0, seed=i), f"M {m}, K {k}, N {n}", DTYPES[i % 2])
+
+
+def test_similar_tokens_share_tiles(monkeypatch):
+    """Of tokens of 8 kinds, each fires 30 neurons of its kind's 64."""
+    monkeypatch.setattr(clusters, "CLUSTERS", 32)
+    m, kinds = 512, 8
+    fires, draw = torch.zeros((m, kinds, 64), dtype=torch.bool), cases.random(1)
+    kind = torch.randint(kinds, (m,), generator=draw)
+    fires[torch.arange(m), kind] = torch.rand((m, 64), generator=draw).argsort(1).argsort(1) < 30
+    fires = fires.view(m, -1)
+    bits, order, positions = (torch.empty(shape, dtype=torch.int32) for shape in ((m, kinds * 2), (m,), (m,)))
+    plan.mark[m // 8, 1](torch.where(fires, 1.0, -1.0), bits, m, N=kinds * 64, **engines.MARK)
+    clusters.order_tokens(bits, order, positions)
+    cases.assert_equal(order, order_of(fires).int(), "order")
+    natural, ours = (int(reference.union(rows)) for rows in (fires, fires[order.long()]))
+    assert natural > 2000  # 4 tiles of 8 kinds
+    assert ours < 0.45 * natural  # of 2 or 3 kinds
+
+
+def test_neurons_that_fire_for_the_same_tokens_share_tiles():
+    """Of 128 neurons, every other one fires for the first half of 256 tokens, the others for the second."""
+    fires = (torch.arange(256)[:, None] < 128) == (torch.arange(128)[None, :] % 2 == 0)
+    x, ws = cases.layer_of(torch.where(fires, 1.0, -1.0), gated=True)
+    kept = engines._found(check(x, ws, "halves"), x.float(), 128, True)
+    assert engines._by_neurons(kept, 256, 128, 64)[0].sizes.tolist() == [128, 128]
+
+
 @pytest.mark.parametrize("engine", ["row", "dense"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_the_other_engines_are_exact(engine, gated):
@@ -106,7 +162,7 @@ def test_the_other_engines_are_exact(engine, gated):
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_exact_at_any_shape(gated, monkeypatch):
-    monkeypatch.setattr(engines, "PLAN_WORDS", 8)  # so that unions are made in several rounds
+    monkeypatch.setattr(engines, "PLAN", {"ROWS": 8, "WORDS": 8})  # so that unions are made in several rounds
     for i, (m, k, n) in enumerate(((1, 8, 8), (128, 136, 40), (129, 72, 264))):
         check(*cases.integers(m, k, n, gated, seed=i), f"M {m}, K {k}, N {n}", DTYPES[i % 2])
 
@@ -143,6 +199,21 @@ def test_what_is_not_a_number_fires_and_zero_times_infinity_does_not():
     assert all(found.all() for found in (fired, l1.isnan(), y[1].isnan()))
 
 
+def test_tokens_that_are_not_numbers_are_ordered_too(ordered):
+    x, ws = cases.integers(140, 16, 40)
+    x = x.float()
+    x[3], x[7] = torch.nan, torch.inf
+    y, *_, saved = engines.forward(x, *(w.float() for w in ws), Plan.of("tile"), None, True)
+    order = engines._found(saved, x, 40, True).order
+    assert order.sort().values.tolist() == list(range(140))
+    again, *_, none = engines.forward(x, *(w.float() for w in ws), Plan.of("tile"), None, False)
+    assert not len(none)
+    assert torch.equal(y.isnan(), again.isnan())
+    assert torch.equal(y.nan_to_num(), again.nan_to_num())
+    assert y[3].isnan().all()
+    assert not y[8:].isnan().any()
+
+
 def test_no_tokens():
     x, ws = cases.integers(3, 16, 40)
     for engine in ("dense", "tile", "row"):
@@ -154,11 +225,14 @@ def test_no_tokens():
             assert not any(gradient.any() for gradient in found)
 
 
-def test_the_length_of_what_is_saved_is_foretold_and_checked():
+def test_the_length_of_what_is_saved_is_foretold_and_checked(ordered, monkeypatch):
     x, ws = cases.integers(20, 16, 40)
     x, *ws = (t.half() for t in (x, *ws))  # of the size of bfloat16
+    *_, longer = engines.forward(x, *ws, Plan.of("tile"), None, True)
+    assert len(longer) == engines.saved_bytes(20, 40, 320, gated=True)
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 21)
     *_, saved = engines.forward(x, *ws, Plan.of("tile"), None, True)
-    assert len(saved) == engines.saved_bytes(20, 40, 320, gated=True)
+    assert len(saved) == engines.saved_bytes(20, 40, 320, gated=True) < len(longer)
     with pytest.raises(ValueError, match="saved has 18 bytes: the tile engine saves"):
         engines.backward(x, *ws, x, torch.tensor(DL1), saved[:18])
     with pytest.raises(ValueError, match="has no backward"):

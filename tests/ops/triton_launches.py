@@ -14,14 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsellm.ops import Plan
-from sparsellm.ops.triton import dense, engines, nonzeros, plan, products, tuning
+from sparsellm.ops import Plan, dispatch
+from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (plan, products, nonzeros, dense)
+MODULES = (plan, clusters, products, nonzeros, dense, transpose)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-    torch.bool: "*i1",
+    torch.bool: "*i1", torch.int8: "*i8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
@@ -89,10 +89,10 @@ def recording(sizes: tuning.Tuning) -> Iterator[dict[str, Launch]]:
 
 
 def of_layers(
-    sizes: tuning.Tuning, k: int, n: int, m: int = 130, gated: tuple[bool, ...] = (True, False)
+    sizes: tuning.Tuning, k: int, n: int, m: int = 130, gated: tuple[bool, ...] = (True, False), ordered: bool = True
 ) -> list[Launch]:
-    """Every launch of the engines on a layer, forward and backward."""
-    with recording(sizes) as found:
+    """Every launch of the engines on a layer, forward and backward. ordered: the tile engine orders the tokens."""
+    with recording(sizes) as found, patch.object(dispatch, "MIN_ORDERED_TOKENS", 1 if ordered else m + 1):
         x = torch.zeros((m, k), dtype=torch.bfloat16)
         first, down = torch.zeros((n, k), dtype=torch.bfloat16), torch.zeros((k, n), dtype=torch.bfloat16)
         for gate in (first if each else None for each in gated):

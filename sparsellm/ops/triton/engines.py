@@ -6,10 +6,10 @@ and no size but those of a layer, K and N, is compiled into a kernel.
 
 The stages of the sparse engines; tile and row differ in the tokens of a tile alone, 128 or 16:
 
-    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; plan, which makes each tile's union;
-                up: h, and what is kept for backward; gathered: y
-    backward    gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the neurons that
-                fire about as often; regroup: dz, du and h by these tiles; gathered: dW
+    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; of many tokens, an order (clusters.py);
+                plan, which makes each tile's union; sampled: u; keep: h, and what is kept for backward; gathered: y
+    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the
+                neurons that fire about as often; regroup: dz, du and h by these tiles; gathered: dW
 
 z and the tile matrices have room for any pattern, so the forward pass knows no rest. What is kept for backward has
 `room` nonzeros a token; of a call with more, backward computes z and u again, at the places that fire.
@@ -19,24 +19,35 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from sparsellm.ops import cuda, dispatch
 from sparsellm.ops.cuda import Forward, readable
 from sparsellm.ops.plan import Engine, Plan
-from sparsellm.ops.triton import dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton.transpose import transposed
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
 
 ARRAY_ALIGNMENT = 256  # bytes, of the arrays of a saved buffer
-ROWS = 16  # of an item that are kept at a time: the tokens of a tile are a multiple
-KEEP_PROGRAMS = 4  # times as many programs as of a product, which need more registers and shared memory
+ROWS = 1  # of tokens in a program of `keep` and `gradient`: those of a tile are a multiple
+REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
+REGROUP_PROGRAMS = 16  # times as many as of a product, which need more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
-PLAN_WORDS = 128
+PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
+PARTS = 32  # of the tokens, of which neurons are alike that fire most in the same
+CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 8, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
-RANK = {"ROWS": 32, "COLUMNS": 512}
+RANK = {"ROWS": 8, "COLUMNS": 2048}
+ALONE = 4  # times as many tokens are needed for an order to pay in a forward pass without a backward
+
+
+def orders(m: int, saving: bool) -> bool:
+    """Whether the tile engine orders m tokens, in a forward pass that saves for backward, or in one that does not."""
+    return dispatch.orders(m if saving else m // ALONE)
 
 
 class Unions(NamedTuple):
@@ -64,7 +75,9 @@ class Kept(NamedTuple):
     sizes: Tensor
     longest: Tensor
     items: Tensor
-    starts: Tensor  # int64, by item: where its nonzeros start in gates and ups
+    order: Tensor  # int32 [M]: the token at each position; [0] where tokens are not ordered, as is the next one
+    positions: Tensor  # int32 [M]: of each token
+    starts: Tensor  # int64 [ceil(M / ROWS)]: where the nonzeros of each ROWS positions start in gates and ups
     gates: Tensor  # [capacity]: g of each nonzero
     ups: Tensor  # [capacity], or [0] if the layer is not gated: u
 
@@ -99,20 +112,20 @@ def forward(
     totals, fired = kept.totals.zero_(), x.new_zeros(n, dtype=torch.uint8)
     plan.mark[tiles(m, MARK["ROWS"]), tiles(n, 32 * MARK["WORDS"])](z, kept.bits, m, N=n, **MARK)
     shape = sizes.few_sampled if few else sizes.sampled
-    unions = Unions(FEW if few else TOKENS, shape.columns, kept.slots.shape[1], None, *kept[2:7], totals)
-    _plan(kept.bits, unions, m, n, None if few else fired)
-    if few:  # the union that is counted is of 128 tokens
+    unions = _unions_of_tokens(kept, FEW if few else TOKENS, shape)
+    if unions.order is not None:
+        clusters.order_tokens(kept.bits, kept.order, kept.positions)
+    _plan(kept.bits, unions, m, n, None if few else fired)  # the union that is counted is of the tiles in their order
+    if few:  # and of 128 tokens, always
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
-    hidden = x.new_empty((len(kept.sizes) * unions.tile, unions.pitch))
-    sums = x.new_zeros(len(kept.starts), dtype=torch.float32)
-    if w_gate is not None:
-        _sampled(unions, shape, programs, x, w_up, hidden, m, None if saving else (z, kept.bits, sums))
-    if saving or w_gate is None:
-        nonzeros.keep[KEEP_PROGRAMS * programs,](
-            z, hidden, kept.bits, kept.slots, kept.sizes, kept.items, totals, sums, kept.gates,
-            kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=unions.tile, ROWS=min(ROWS, unions.tile),
-            BLOCK=unions.block, GATED=w_gate is not None, SAVING=saving,
-        )  # fmt: skip
+    hidden, *u = (x.new_empty((len(kept.sizes) * unions.tile, unions.pitch)) for _ in range(1 if w_gate is None else 2))
+    if u:
+        _sampled(unions, shape, programs, x, w_up, u[0], m)
+    sums = x.new_empty(len(kept.starts), dtype=torch.float32)
+    nonzeros.keep[len(kept.starts),](
+        z, u[0] if u else hidden, hidden, kept.bits, _order(unions), kept.places, kept.sizes, totals, sums, kept.gates,
+        kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=bool(u), SAVING=saving, **_by_token(unions, n),
+    )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
     return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
@@ -133,43 +146,43 @@ def backward(
     k, gated, (sizes, programs) = x.shape[1], w_gate is not None, tuning.of(x.device)
     w_down_t, first = _by_neuron(w_down, None, x.dtype), w_up if w_gate is None else w_gate
     kept = _found(saved, x, n, gated)
-    unions = Unions(TOKENS, sizes.sampled.columns, kept.slots.shape[1], None, *kept[2:7], kept.totals)
+    unions = _unions_of_tokens(kept, TOKENS, sizes.sampled)
+    ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
+    by_neuron, bits = _by_neurons(kept, m, n, sizes.neurons)
+    of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # as many as of tokens
+    stacked, turned = x.new_empty((2 if gated else 1, *of_neurons)), x.new_empty(of_neurons)
+    z, u = stacked[0], stacked[-1]  # until `regroup`
     capacity = len(kept.gates)
     _sampled(unions, sizes.sampled, programs, dy, w_down_t, hidden, m)
-    _sampled(unions, sizes.sampled, programs, x, first, dz, m, unless=capacity)
+    _sampled(unions, sizes.sampled, programs, x, first, z, m, unless=capacity)
     if gated:
-        _sampled(unions, sizes.sampled, programs, x, w_up, du[0], m, unless=capacity)
-    nonzeros.gradient[KEEP_PROGRAMS * programs,](
-        hidden, dz, du[0] if gated else dz, dl1, kept.bits, kept.slots, kept.sizes, kept.items,
-        kept.totals, kept.gates, kept.ups, kept.starts, m, capacity, N=n, PITCH=unions.pitch, TILE=TOKENS,
-        ROWS=ROWS, BLOCK=unions.block, GATED=gated,
+        _sampled(unions, sizes.sampled, programs, x, w_up, u, m, unless=capacity)
+    nonzeros.gradient[len(kept.starts),](
+        hidden, dz, du[0] if gated else dz, z, u, dl1, kept.bits, _order(unions), kept.places, kept.sizes, kept.totals,
+        kept.gates, kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=gated, **_by_token(unions, n),
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
 
-    by_neuron, bits = _by_neurons(kept.bits, m, n, sizes.neurons)
-    stacks = 2 if gated else 1  # dz and, below it, du
-    rows = len(by_neuron.sizes) * by_neuron.tile
-    stacked, turned = (x.new_empty((count * rows, by_neuron.pitch)) for count in (stacks, 1))
-    nonzeros.regroup[programs,](
-        dz, du[0] if gated else dz, hidden, bits, kept.places, by_neuron.order, by_neuron.slots,
-        by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked, turned, m, by_neuron.pitch, N=n,
-        PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile, BLOCK=by_neuron.block, GATED=gated,
-        num_warps=8,
+    nonzeros.regroup[REGROUP_PROGRAMS * programs,](
+        dz, du[0] if gated else dz, hidden, bits, kept.places, kept.positions if ordered else kept.places,
+        by_neuron.order, by_neuron.slots, by_neuron.places, by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked,
+        turned, m, by_neuron.pitch, N=n, PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile,
+        BLOCK=by_neuron.block, ORDERED=ordered, GATED=gated, **REGROUP,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
-    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(stacks + 1))
+    *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(3 if gated else 2))
     _gathered(by_neuron, sizes.weights, stacked, x, firsts[0], n, more_out=firsts[1] if gated else None)
     _gathered(by_neuron, sizes.down_weights, turned, dy, dw_down_t, n)
-    return [dx, *firsts, dw_down_t.T]
+    return [dx, *firsts, transposed(dw_down_t, weights)]
 
 
 def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
     """The length of what `forward` by the tile engine saves for its backward, in bfloat16."""
     if not m:
         return 0
-    return _length(m, n, gated, _capacity(m, n, room), TOKENS, torch.bfloat16) + int(Engine.tile)
+    return _length(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16) + int(Engine.tile)
 
 
 # Stages.
@@ -179,13 +192,31 @@ def _launch(shape: Shape) -> dict[str, int]:
     return {"DEPTH": shape.depth, "num_warps": shape.warps, "num_stages": shape.stages}
 
 
-def _plan(bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True) -> None:
-    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too."""
+def _by_token(unions: Unions, n: int) -> dict[str, Any]:
+    """Of `keep` and `gradient`: four words of bits for each thread."""
+    rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
+    return {
+        "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
+        "ORDERED": unions.order is not None, "num_warps": min(32, max(1, rows * words // 128)),
+    }  # fmt: skip
+
+
+def _unions_of_tokens(kept: Kept, tile: int, shape: Shape) -> Unions:
+    ordered = kept.order if len(kept.order) else None
+    return Unions(tile, shape.columns, kept.slots.shape[1], ordered, *kept[2:7], kept.totals)
+
+
+def _plan(
+    bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True,
+    names: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too.
+    names: of the columns, if not their numbers."""
     plan.plan[tiles(rows, unions.tile),](
-        bits, _order(unions), unions.slots, unions.places, unions.sizes,
+        bits, _order(unions), unions.slots if names is None else names, unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
-        TILE=unions.tile, BLOCK=unions.block, WORDS=PLAN_WORDS, ORDERED=unions.order is not None, LISTING=listing,
-        COUNTING=fired is not None, num_warps=8,
+        TILE=unions.tile, BLOCK=unions.block, ORDERED=unions.order is not None, NAMED=names is not None,
+        LISTING=listing, COUNTING=fired is not None, num_warps=8, **PLAN,
     )  # fmt: skip
     if listing:
         _descending(unions.sizes, unions.longest)
@@ -195,22 +226,27 @@ def _descending(keys: Tensor, order: Tensor) -> None:
     plan.descending[tiles(len(keys), RANK["ROWS"]),](keys, order, len(keys), **RANK)
 
 
-def _by_neurons(bits: Tensor, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
-    """(tiles of `tile` neurons that fire about as often, with tokens as slots; the bits by neuron)."""
+def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
+    """(tiles of `tile` neurons that are alike, with tokens as slots; the bits by neuron and position)."""
 
     def integers(*shape: int) -> Tensor:
-        return bits.new_empty(shape)
+        return kept.bits.new_empty(shape)
 
-    turned, frequencies, order = integers(n, tiles(m, 32)), bits.new_zeros(n), integers(n)
+    turned, counts, keys, order = integers(n, tiles(m, 32)), kept.bits.new_zeros((PARTS, n)), integers(n), integers(n)
     grid = tiles(m, 32 * TURN["GROUPS"]), tiles(n, 32 * TURN["WORDS"])
-    plan.turn[grid](bits, turned, frequencies, m, n, num_warps=8, **TURN)
-    _descending(frequencies, order)
+    named = kept.order if len(kept.order) else None
+    plan.turn[grid](
+        kept.bits, kept.bits if named is None else named, turned, counts, m, n, PARTS=PARTS, ORDERED=named is not None,
+        num_warps=8, **TURN,
+    )  # fmt: skip
+    plan.classify[tiles(n, CLASSIFY["COLUMNS"]),](counts, keys, n, PARTS=PARTS, **CLASSIFY)
+    _descending(keys, order)
     count, pitch, block = tiles(n, tile), _rounded(m, PITCH_MULTIPLE), PITCH_MULTIPLE
     unions = Unions(
         tile, block, pitch, order, integers(count, pitch), integers(count, pitch), integers(count), integers(count),
-        integers(count * pitch // block), bits.new_zeros(plan.TOTALS, dtype=torch.int64),
+        integers(count * pitch // block), kept.bits.new_zeros(plan.TOTALS, dtype=torch.int64),
     )  # fmt: skip
-    _plan(turned, unions, n, m, None)
+    _plan(turned, unions, n, m, None, names=named)
     return unions, turned
 
 
@@ -219,15 +255,12 @@ def _order(unions: Unions) -> Tensor:
 
 
 def _sampled(
-    unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int,
-    hidden: tuple[Tensor, Tensor, Tensor] | None = None, unless: int = -1,
-) -> None:  # fmt: skip
-    """hidden: (z, bits, sums), to make h of the product. unless: a call with up to so many nonzeros is left alone."""
-    z, bits, sums = hidden or (x, unions.slots, unions.slots)
+    unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int, unless: int = -1
+) -> None:
+    """unless: a call with up to so many nonzeros is left alone."""
     products.sampled[programs,](
-        x, w, z, bits, unions.slots, unions.sizes, unions.items, unions.totals, out, sums, m, unless,
-        K=x.shape[1], N=len(w), PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns,
-        HIDDEN=hidden is not None, **_launch(shape),
+        x, w, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
+        PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, ORDERED=unions.order is not None, **_launch(shape),
     )  # fmt: skip
 
 
@@ -247,7 +280,7 @@ def _gathered(
 
 def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_down_t, or w_down transposed, in `dtype`."""
-    return readable(w_down.T.to(dtype) if w_down_t is None else w_down_t, dtype)
+    return transposed(readable(w_down), dtype) if w_down_t is None else readable(w_down_t, dtype)
 
 
 # What is kept for backward.
@@ -263,15 +296,16 @@ def _capacity(m: int, n: int, room: int) -> int:
 
 
 def _layout(
-    m: int, n: int, gated: bool, capacity: int, tile: int, dtype: torch.dtype
+    m: int, n: int, gated: bool, capacity: int, tile: int, ordered: bool, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
     """(shape, dtype, bytes) of each array of Kept."""
     pitch, count = _rounded(n, PITCH_MULTIPLE), tiles(m, tile)
-    items = count * pitch // FEWEST_SLOTS
+    positions = m if ordered else 0
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((plan.TOTALS,), torch.int64), ((m, tiles(n, 32)), torch.int32),
         ((count, pitch), torch.int32), ((count, pitch), torch.int32), ((count,), torch.int32), ((count,), torch.int32),
-        ((items,), torch.int32), ((items * tile // min(ROWS, tile),), torch.int64),
+        ((count * pitch // FEWEST_SLOTS,), torch.int32), ((positions,), torch.int32), ((positions,), torch.int32),
+        ((tiles(m, min(ROWS, tile)),), torch.int64),
         ((capacity,), dtype), ((capacity if gated else 0,), dtype),
     ]  # fmt: skip
     return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]
@@ -283,26 +317,28 @@ def _length(*shape: Any) -> int:
 
 def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
     """(the arrays of a new buffer; the buffer, or, unless `saving`, an empty one)."""
-    length = _length(len(x), n, gated, capacity, tile, x.dtype) + int(Engine.tile)
+    ordered = tile == TOKENS and orders(len(x), saving)
+    length = _length(len(x), n, gated, capacity, tile, ordered, x.dtype) + int(Engine.tile)
     saved = x.new_empty(length, dtype=torch.uint8)
-    return _arrays(saved, x, n, gated, capacity, tile), saved if saving else saved.new_empty(0)
+    return _arrays(saved, x, n, gated, capacity, tile, ordered), saved if saving else saved.new_empty(0)
 
 
 def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
     """The arrays of a buffer that `forward` filled. Raises ValueError for a buffer of another length."""
-    fixed = _length(len(x), n, gated, 0, TOKENS, x.dtype) + int(Engine.tile)
+    ordered = orders(len(x), True)
+    fixed = _length(len(x), n, gated, 0, TOKENS, ordered, x.dtype) + int(Engine.tile)
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
     if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
         raise ValueError(
             f"saved has {saved.numel():,} bytes: the tile engine saves {fixed:,} and room for nonzeros, for"
             f" {len(x):,} tokens of {n:,} neurons"
         )
-    return _arrays(saved, x, n, gated, capacity, TOKENS)
+    return _arrays(saved, x, n, gated, capacity, TOKENS, ordered)
 
 
-def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int) -> Kept:
+def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int, ordered: bool) -> Kept:
     found, at = [], 0
-    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, x.dtype):
+    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, ordered, x.dtype):
         found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
         at += size
     return Kept(*found)

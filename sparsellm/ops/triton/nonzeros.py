@@ -1,164 +1,216 @@
 """What happens to single nonzeros between the products: h, what is kept of g and u for backward, dz and du, and the
-same nonzeros once more by neuron. Tiles, slots and items are those of sparsellm.ops.triton.plan, tile matrices those of
+same nonzeros once more by neuron. Tiles and slots are those of sparsellm.ops.triton.plan, tile matrices those of
 sparsellm.ops.triton.products.
 
-An item, TILE rows of BLOCK slots, is done in parts of ROWS rows. Whether an entry fires is a bit; what is kept lies
-side by side for each part, from starts[part] on, in the order of the entries: so a value needs no index beside it.
+Of a tile matrix some 3% are not zero, so no kernel looks at all entries. A program clears its part of a tile matrix,
+then fills in the nonzeros: each round takes the lowest bit that is left of each word of its bits. There are as many
+rounds as the fullest word has bits:
+
+    word            0    1    2      3      round 0: neurons 1, 69, 98, whose places in the list are 0, 1 and 3
+    bits that are   1    .    5, 7   2      round 1: neuron 71, whose place is 2, because words 0 and 1 and one bit
+    set                                              of word 2 are before it
+
+What is kept lies side by side for each row, from starts[row] on, in the order of the columns: so a value needs no index
+beside it.
 """
 
 import triton
 import triton.language as tl
 
-from sparsellm.ops.triton.plan import ITEMS, LISTED, NONZEROS, REST
+from sparsellm.ops.triton.plan import ITEMS, LISTED, NONZEROS, REST, ones
 
 
 @triton.jit
-def firing(bits, rows, columns, N: tl.constexpr):
-    """Whether rows [R] of bits [., ceil(N / 32)] fire columns [C]: bool [R, C]."""
-    words = tl.load(bits + rows.to(tl.int64)[:, None] * ((N + 31) // 32) + (columns >> 5)[None, :])
-    return ((words >> (columns & 31)[None, :]) & 1) != 0
+def lowest(words):
+    """Which bit of each uint32 is the lowest that is set."""
+    return ones((words ^ (words - 1)) >> 1)
 
 
 @triton.jit
-def entries(
-    item, first, slots, sizes, m, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """ROWS rows of an item, from `first` on: (their positions, also behind the last token; the tokens there, 0 behind
-    the last one; the slots; their neurons, 0 behind the last one; bool [ROWS, BLOCK]: whether both are there)."""
-    tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
-    position = tile * TILE + first + tl.arange(0, ROWS)
-    token = tl.where(position < m, position, 0)
-    slot = block * BLOCK + tl.arange(0, BLOCK)
-    there = slot < tl.load(sizes + tile)
-    neuron = tl.load(slots + tile.to(tl.int64) * PITCH + slot, mask=there, other=0)
-    return position, token, slot, neuron, (position < m)[:, None] & there[None, :]
+def most(counts):
+    return tl.max(tl.max(counts, 1), 0)
 
 
 @triton.jit
-def offsets(active):
-    """(the place of each true entry among all, row by row; how many there are) of bool [R, C]."""
-    true = active.to(tl.int32)
-    of_rows = tl.sum(true, 1)
-    return (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(true, 1) - true, tl.sum(of_rows, 0)
+def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
+    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is no constant, so
+    that neighbouring threads get neighbouring words, in all that follows."""
+    word = tl.arange(0, WORDS)
+    at = bits + rows.to(tl.int64)[:, None] * of_row + word[None, :]
+    return tl.load(at, mask=there[:, None] & (word < of_row)[None, :], other=0).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["m", "capacity"])
+@triton.jit
+def offsets(counts):
+    """(how many are before each of counts [R, C], row by row; how many there are)."""
+    of_rows = tl.sum(counts, 1)
+    return (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(counts, 1) - counts, tl.sum(of_rows, 0)
+
+
+@triton.jit
+def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the first `size` columns, in whole blocks of BLOCK, of the rows that rows [ROWS, 1] point to."""
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(rows + column[None, :], tl.zeros((ROWS, BLOCK), rows.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["m", "of_row", "capacity"])
 def keep(
-    z, hidden, bits, slots, sizes, items, totals, sums, gates, ups, starts, m, capacity,
-    N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, SAVING: tl.constexpr,
+    z, u, hidden, bits, order, places, sizes, totals, sums, gates, ups, starts, m, of_row, capacity,
+    N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
-    """hidden, a tile matrix that holds u (not GATED: anything), becomes h = g * u (g), where g = relu(z), z [M, N];
-    sums, float32 by part: the sum of |h|.
+    """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix; sums,
+    float32 by program: the sum of |h|. Program i: ROWS positions, a divisor of TILE; WORDS: at least those of a row.
 
     SAVING: gates and ups, [capacity], get g and u of every nonzero, unless there are more than capacity: then nothing
-    is kept, totals[REST] is 1, and backward computes them again. Programs take parts in turn.
+    is kept, totals[REST] is 1, and backward computes them again.
     """
-    PARTS: tl.constexpr = TILE // ROWS
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) * ROWS // TILE
+    there = position < m
+    token = position
+    if ORDERED:
+        token = tl.load(order + position, mask=there, other=0)
+    words = words_of(bits, token, there, of_row, WORDS)
+    counts = ones(words)
+    row = position.to(tl.int64)[:, None] * PITCH
+    hidden, u, z = hidden + row, u + row, z + token.to(tl.int64)[:, None] * N
+    clear(hidden, tl.load(sizes + tile), ROWS, BLOCK)
     fits = tl.load(totals + NONZEROS) <= capacity
-    for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
-        item = tl.load(items + i // PARTS)
-        position, token, slot, neuron, inside = entries(
-            item, i % PARTS * ROWS, slots, sizes, m, PITCH, TILE, ROWS, BLOCK
-        )
-        active = inside & firing(bits, token, neuron, N)
-        g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=active, other=0.0)
-        to = hidden + position.to(tl.int64)[:, None] * PITCH + slot[None, :]
+    if SAVING:
+        at, count = offsets(counts)
+        start = tl.atomic_add(totals + LISTED, count.to(tl.int64))
+        tl.store(starts + tl.program_id(0), start)
+        gates, ups = gates + start, ups + start
+        if tl.program_id(0) == 0:
+            tl.store(totals + REST, tl.where(fits, 0, 1).to(tl.int64))
+    tl.debug_barrier()  # an entry is cleared before it is filled in
+    first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
+    l1 = tl.zeros((ROWS, WORDS), tl.float32)
+    for done in range(0, most(counts)):
+        active = words != 0
+        neuron = first + lowest(words)
+        words &= words - 1
+        place = tl.load(places + neuron, mask=active, other=0)
+        g = tl.load(z + neuron, mask=active, other=0.0)
         h = g
-        u = g
         if GATED:
-            u = tl.load(to, mask=active, other=0.0)
-            h = (g.to(tl.float32) * u.to(tl.float32)).to(u.dtype)
-        tl.store(to, h)
-        part = item * PARTS + i % PARTS
-        tl.store(sums + part, tl.sum(tl.sum(tl.abs(h.to(tl.float32)), 1), 0))
+            up = tl.load(u + place, mask=active, other=0.0)
+            h = (g.to(tl.float32) * up.to(tl.float32)).to(g.dtype)
+        tl.store(hidden + place, h, mask=active)
+        l1 += tl.abs(h.to(tl.float32))
         if SAVING:
-            at, count = offsets(active)
-            start = tl.atomic_add(totals + LISTED, count.to(tl.int64))
-            tl.store(starts + part, start)
-            tl.store(gates + start + at, g, mask=active & fits)
+            tl.store(gates + at + done, g, mask=active & fits)
             if GATED:
-                tl.store(ups + start + at, u, mask=active & fits)
-    if SAVING and tl.program_id(0) == 0:
-        tl.store(totals + REST, tl.where(fits, 0, 1).to(tl.int64))
+                tl.store(ups + at + done, up, mask=active & fits)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(l1, 1), 0))
 
 
-@triton.jit(do_not_specialize=["m", "capacity"])
+@triton.jit(do_not_specialize=["m", "of_row", "capacity"])
 def gradient(
-    dh, dz, du, dl1, bits, slots, sizes, items, totals, gates, ups, starts, m, capacity,
-    N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    dh, dz, du, z, u, dl1, bits, order, places, sizes, totals, gates, ups, starts, m, of_row, capacity,
+    N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The tile matrix dh becomes h; dz and du (not GATED: dz) are written. dl1: float32 [1].
+    """The tile matrices dz and du (not GATED: dz); and of dh, entries that fire become h. dl1: float32 [1].
 
-    If forward kept nothing, dz and du hold z and u computed again. Programs take parts in turn.
+    If forward kept nothing, the tile matrices z and u hold them computed again. Programs as of `keep`.
     """
-    PARTS: tl.constexpr = TILE // ROWS
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) * ROWS // TILE
+    there = position < m
+    token = position
+    if ORDERED:
+        token = tl.load(order + position, mask=there, other=0)
+    words = words_of(bits, token, there, of_row, WORDS)
+    counts = ones(words)
+    row = position.to(tl.int64)[:, None] * PITCH
+    dh, dz, du, size = dh + row, dz + row, du + row, tl.load(sizes + tile)
+    clear(dz, size, ROWS, BLOCK)
+    if GATED:
+        clear(du, size, ROWS, BLOCK)
+    at, _ = offsets(counts)
     fits = tl.load(totals + NONZEROS) <= capacity
-    of_l1 = tl.load(dl1)
-    for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
-        item = tl.load(items + i // PARTS)
-        position, token, slot, neuron, inside = entries(
-            item, i % PARTS * ROWS, slots, sizes, m, PITCH, TILE, ROWS, BLOCK
-        )
-        active = inside & firing(bits, token, neuron, N)
-        to = position.to(tl.int64)[:, None] * PITCH + slot[None, :]
-        if fits:
-            at, _ = offsets(active)
-            start = tl.load(starts + item * PARTS + i % PARTS)
-            g = tl.load(gates + start + at, mask=active, other=0.0).to(tl.float32)
-            u = g
-            if GATED:
-                u = tl.load(ups + start + at, mask=active, other=0.0).to(tl.float32)
-        else:
-            g = tl.load(dz + to, mask=active, other=0.0).to(tl.float32)
-            g = tl.where(g <= 0, 0.0, g)
-            u = g
-            if GATED:
-                u = tl.load(du + to, mask=active, other=0.0).to(tl.float32)
-        d = tl.load(dh + to, mask=active, other=0.0).to(tl.float32)
+    start, of_l1 = tl.load(starts + tl.program_id(0)), tl.load(dl1)
+    of_g, of_u = tl.where(fits, gates + start, z + row), tl.where(fits, ups + start, u + row)
+    tl.debug_barrier()  # an entry is cleared before it is filled in
+    first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
+    for done in range(0, most(counts)):
+        active = words != 0
+        neuron = first + lowest(words)
+        words &= words - 1
+        place = tl.load(places + neuron, mask=active, other=0)
+        d = tl.load(dh + place, mask=active, other=0.0).to(tl.float32)
+        kept = tl.where(fits, at + done, place)
+        g = tl.load(of_g + kept, mask=active, other=0.0).to(tl.float32)
+        g = tl.where(g <= 0, 0.0, g)
         if GATED:
-            h = (g * u).to(dh.dtype.element_ty)
+            up = tl.load(of_u + kept, mask=active, other=0.0).to(tl.float32)
+            h = (g * up).to(dh.dtype.element_ty)
             d = d + of_l1 * tl.where(h > 0, 1.0, tl.where(h < 0, -1.0, 0.0))
-            tl.store(dz + to, tl.where(active, d * u, 0.0).to(dz.dtype.element_ty))
-            tl.store(du + to, tl.where(active, d * g, 0.0).to(du.dtype.element_ty))
+            tl.store(dz + place, (d * up).to(dz.dtype.element_ty), mask=active)
+            tl.store(du + place, (d * g).to(du.dtype.element_ty), mask=active)
         else:
             h = g.to(dh.dtype.element_ty)
-            tl.store(dz + to, tl.where(active, d + of_l1, 0.0).to(dz.dtype.element_ty))
-        tl.store(dh + to, h)
+            tl.store(dz + place, (d + of_l1).to(dz.dtype.element_ty), mask=active)
+        tl.store(dh + place, h, mask=active)
 
 
 @triton.jit(do_not_specialize=["m", "pitch"])
 def regroup(
-    dz, du, hidden, bits, places, neurons, slots, sizes, items, totals, stacked, turned, m, pitch,
+    dz, du, hidden, bits, places, positions, neurons, slots, columns, sizes, items, totals, stacked, turned, m, pitch,
     N: tl.constexpr, PITCH: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Tile matrices by tokens once more, by neurons: `stacked` from dz and, below it, du; `turned` from hidden.
 
-    bits [N, ceil(M / 32)], slots, sizes, items and pitch are those of tiles of TILE neurons; places [., PITCH] is of
-    tiles of TOKENS tokens. Programs take items in turn.
+    bits [N, ceil(M / 32)], by position, slots, columns (their places), sizes, items and pitch are those of tiles of
+    TILE neurons; places [., PITCH] is of tiles of TOKENS tokens; positions is of the tokens that slots name (ORDERED).
+    Programs take parts in turn: ROWS rows of an item, WORDS words of each at a time.
     """
+    PARTS: tl.constexpr = TILE // ROWS
     STACKED: tl.constexpr = 2 if GATED else 1
-    pitch = (pitch // 64) * 64
+    pitch = (pitch // 64) * 64  # so that the compiler knows the alignment of rows
     of_row = tl.cdiv(m, 32)
-    line = tl.arange(0, TILE)
-    for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32), tl.num_programs(0)):
-        item = tl.load(items + i)
-        tile, block = item // (pitch // BLOCK), item % (pitch // BLOCK)
-        slot = block * BLOCK + tl.arange(0, BLOCK)
-        there = slot < tl.load(sizes + tile)
-        token = tl.load(slots + tile.to(tl.int64) * pitch + slot, mask=there, other=0)
-        rank = tile * TILE + line
-        neuron = tl.load(neurons + rank, mask=rank < N, other=0)
-        words = tl.load(bits + neuron.to(tl.int64)[:, None] * of_row + (token >> 5)[None, :])
-        active = (((words >> (token & 31)[None, :]) & 1) != 0) & (rank < N)[:, None] & there[None, :]
-        of_tokens = places + (token // TOKENS).to(tl.int64)[None, :] * PITCH
-        at = token.to(tl.int64)[None, :] * PITCH + tl.load(of_tokens + neuron[:, None], mask=active, other=0)
-        upper = (tile * TILE * STACKED + line).to(tl.int64)[:, None] * pitch + slot[None, :]
-        tl.store(stacked + upper, tl.load(dz + at, mask=active, other=0.0))
+    for i in range(tl.program_id(0), tl.load(totals + ITEMS).to(tl.int32) * PARTS, tl.num_programs(0)):
+        item = tl.load(items + i // PARTS)
+        tile, begin = item // (pitch // BLOCK), item % (pitch // BLOCK) * BLOCK
+        row = i % PARTS * ROWS
+        upper = stacked + (tile * TILE * STACKED + row).to(tl.int64) * pitch
+        lower, to = upper + TILE * pitch, turned + (tile * TILE + row).to(tl.int64) * pitch
+        rows = begin + (tl.arange(0, ROWS) * pitch)[:, None]
+        clear(upper + rows, BLOCK, ROWS, BLOCK)
         if GATED:
-            lower = (tile * TILE * STACKED + TILE + line).to(tl.int64)[:, None] * pitch + slot[None, :]
-            tl.store(stacked + lower, tl.load(du + at, mask=active, other=0.0))
-        to = (tile * TILE + line).to(tl.int64)[:, None] * pitch + slot[None, :]
-        tl.store(turned + to, tl.load(hidden + at, mask=active, other=0.0))
+            clear(lower + rows, BLOCK, ROWS, BLOCK)
+        clear(to + rows, BLOCK, ROWS, BLOCK)
+        # One dimension, so that all loads of a round have their values in the same threads.
+        line = tl.arange(0, ROWS * WORDS) // WORDS
+        there = tile * TILE + row + line < N
+        neuron = tl.load(neurons + tile * TILE + row + line, mask=there, other=0)
+        of_tile = slots + tile.to(tl.int64) * pitch
+        first = tl.load(of_tile + begin)
+        last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
+        if ORDERED:
+            first, last = tl.load(positions + first), tl.load(positions + last)
+        tl.debug_barrier()  # an entry is cleared before it is filled in
+        for start in range(first // 32, last // 32 + 1, WORDS):
+            word = start + tl.arange(0, ROWS * WORDS) % WORDS
+            inside = there & (word <= last // 32)
+            words = tl.load(bits + neuron.to(tl.int64) * of_row + word, mask=inside, other=0)
+            words = words.to(tl.uint32, bitcast=True)
+            words = tl.where(word == first // 32, words >> (first % 32) << (first % 32), words)
+            words = tl.where(word == last // 32, words << (31 - last % 32) >> (31 - last % 32), words)
+            for _ in range(0, tl.max(ones(words), 0)):
+                active = words != 0
+                position = word * 32 + lowest(words)
+                words &= words - 1
+                slot = line * pitch + tl.load(columns + tile.to(tl.int64) * pitch + position, mask=active, other=0)
+                of_tokens = places + (position // TOKENS).to(tl.int64) * PITCH
+                at = position.to(tl.int64) * PITCH + tl.load(of_tokens + neuron, mask=active, other=0)
+                h, z_gradient = tl.load(hidden + at, mask=active, other=0.0), tl.load(dz + at, mask=active, other=0.0)
+                if GATED:
+                    tl.store(lower + slot, tl.load(du + at, mask=active, other=0.0), mask=active)
+                tl.store(upper + slot, z_gradient, mask=active)
+                tl.store(to + slot, h, mask=active)

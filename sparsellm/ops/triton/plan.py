@@ -1,4 +1,4 @@
-"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, orders.
+"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, the fullest tiles first.
 
 A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row where column c fires. Neurons by token, it
 takes N / 8 bytes a token, whatever fires, so nothing here can run out of room. A *tile* is TILE rows in a given order;
@@ -10,6 +10,15 @@ the columns that fire for some row of a tile are its *union*, numbered as *slots
 
 The forward pass plans tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
 whose columns are tokens. Both are `plan`, on the bit matrix and on its transpose.
+
+Where tokens are ordered (sparsellm.ops.triton.clusters), what belongs to tiles is by position: slots, places, items,
+the rows of tile matrices and the bits by neuron. Inputs, outputs and the bits by token are of tokens as they come.
+`order` names the token at each position, `positions` is its inverse. With tiles of 2 rows and tokens 0 and 2, 1 and 3
+alike:
+
+    position   0  1 | 2  3       `sampled` reads x of token 2 for row 0 of tile 0, and `gathered` writes the row's y to
+    order      2  0 | 3  1       y[2]. In a tile of neurons, the slot of position 0 is named 2, so that `gathered` reads
+    positions  1  3   0  2       x[2], and `regroup` finds what the token has in row 0
 """
 
 import triton
@@ -35,6 +44,11 @@ def ones(words):
     return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
 @triton.jit(do_not_specialize=["rows"])
 def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """bits [rows, ceil(N / 32)]: where relu(z), z [rows, N], is not zero. NaN is not zero, -0.0 is.
@@ -54,9 +68,12 @@ def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
-def turn(bits, turned, frequencies, rows, columns, GROUPS: tl.constexpr, WORDS: tl.constexpr):
-    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)]; and adds to frequencies,
-    int32 [columns], how many rows fire each column.
+def turn(
+    bits, order, turned, counts, rows, columns,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], of which rows are taken in
+    `order` (ORDERED); and adds to counts, int32 [PARTS, columns], how many rows of each part fire each column.
 
     Program (i, j): GROUPS times 32 rows, WORDS words of each.
     """
@@ -65,6 +82,8 @@ def turn(bits, turned, frequencies, rows, columns, GROUPS: tl.constexpr, WORDS: 
     row = tl.program_id(0) * GROUPS * 32 + tl.arange(0, GROUPS * 32)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = (row < rows)[:, None] & (word < of_row)[None, :]
+    if ORDERED:
+        row = tl.load(order + row, mask=row < rows, other=0)
     words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=inside, other=0)
     bit = tl.arange(0, 32)
     fires = (tl.reshape(words, (GROUPS, 32, WORDS))[:, :, :, None] >> bit[None, None, None, :]) & 1
@@ -72,20 +91,37 @@ def turn(bits, turned, frequencies, rows, columns, GROUPS: tl.constexpr, WORDS: 
     column = (word * 32)[:, None] + bit[None, :]
     to = turned + column.to(tl.int64)[None, :, :] * of_column + group[:, None, None]
     tl.store(to, words, mask=(group < of_column)[:, None, None] & (column < columns)[None, :, :])
-    tl.atomic_add(frequencies + column, tl.sum(tl.sum(fires, 1), 0), mask=column < columns)
+    of_part = counts + (tl.program_id(0) * PARTS // tl.num_programs(0)) * columns
+    tl.atomic_add(of_part + column, tl.sum(ones(words.to(tl.uint32, bitcast=True)), 0), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def classify(counts, keys, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """keys, int32 [columns]: equal for columns that fire about as often, within a factor of two, and most often in the
+    same part of the rows, by counts [PARTS, columns]; larger for those that fire more often."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, PARTS)[:, None] * columns + column[None, :]
+    of_parts = tl.load(counts + at, mask=(column < columns)[None, :], other=0)
+    below = tl.sum(of_parts, 0).to(tl.uint32, bitcast=True)
+    for shift in tl.static_range(5):
+        below |= below >> (1 << shift)
+    octave, part = ones(below), tl.argmax(of_parts, 0)
+    key = octave * PARTS + tl.where(octave % 2 == 0, part, PARTS - 1 - part)  # octaves meet at the same part
+    tl.store(keys + column, key, mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "pitch"])
 def plan(
-    bits, order, slots, places, sizes, items, totals, fired, rows, columns, pitch,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-    ORDERED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
+    bits, order, names, slots, places, sizes, items, totals, fired, rows, columns, pitch,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    ORDERED: tl.constexpr, NAMED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
 ):  # fmt: skip
     """The union of tile i, as program i: TILE rows of bits [rows, ceil(columns / 32)], of those that `order` names
-    (ORDERED), else consecutive ones.
+    (ORDERED), else consecutive ones; ROWS rows at a time, WORDS words of each.
 
-    LISTING: slots and places, int32 [tiles, pitch]; sizes, int32 [tiles]: how many slots. And `items` gets, for each
-    BLOCK slots of the tile, the number tile * (pitch / BLOCK) + block; totals[ITEMS] says how many, in any order.
+    LISTING: slots (NAMED: the names of their columns) and places, int32 [tiles, pitch]; sizes, int32 [tiles]: how many
+    slots. And `items` gets, for each BLOCK slots of the tile, the number tile * (pitch / BLOCK) + block; totals[ITEMS]
+    says how many, in any order.
     COUNTING: adds to totals the nonzeros and the union, and marks the columns that fire in `fired`, uint8 [columns].
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
@@ -96,16 +132,17 @@ def plan(
         word = start + tl.arange(0, WORDS)
         union = tl.zeros((WORDS,), tl.uint32)
         of_words = tl.zeros((WORDS,), tl.int32)
-        for i in range(0, tl.minimum(TILE, rows - tile * TILE)):
-            at = tile * TILE + i
-            row = at.to(tl.int64)
+        for i in range(0, TILE, ROWS):
+            at = tile * TILE + i + tl.arange(0, ROWS)
+            row = at
             if ORDERED:
-                row = tl.load(order + at).to(tl.int64)
-            words = tl.load(bits + row * of_row + word, mask=word < of_row, other=0)
+                row = tl.load(order + at, mask=at < rows, other=0)
+            there = (at < rows)[:, None] & (word < of_row)[None, :]
+            words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=there, other=0)
             words = words.to(tl.uint32, bitcast=True)
-            union |= words
+            union |= tl.reduce(words, 0, _or)
             if COUNTING:
-                of_words += ones(words)
+                of_words += tl.sum(ones(words), 0)
         nonzeros += tl.sum(of_words, 0)
         counts = ones(union)
         before = size + tl.cumsum(counts, 0) - counts
@@ -114,7 +151,10 @@ def plan(
         below = (tl.full((32,), 1, tl.uint32) << bit) - 1
         slot = before[:, None] + ones(union[:, None] & below[None, :])
         if LISTING:
-            tl.store(slots + tile.to(tl.int64) * pitch + slot, column, mask=fires)
+            name = column
+            if NAMED:
+                name = tl.load(names + column, mask=fires, other=0)
+            tl.store(slots + tile.to(tl.int64) * pitch + slot, name, mask=fires)
             tl.store(places + tile.to(tl.int64) * pitch + column, slot, mask=column < columns)
         if COUNTING:
             tl.store(fired + column, tl.full((WORDS, 32), 1, tl.uint8), mask=fires)

@@ -1,9 +1,9 @@
 """The choice of engines where the Triton kernels compute: as sparsellm.ops.dispatch, with constants of their own.
 
-The constants are for an H200. Those of products over the union are fitted to layer 1 and layer 4 at 16,384 tokens
-(LOG.md, "The engines in Triton"); all others are estimates, from counts of bytes and of multiplications. On another GPU
-both sides of a comparison scale about alike; where they do not, the fixed times weigh too much, so dense is chosen too
-often rather than too seldom.
+The constants are for an H200. Those of the tile engine are fitted to layer 1 and layer 4 at 16,384 tokens (LOG.md,
+"Triton fills in nonzeros bit by bit"); all others are estimates, from counts of bytes and of multiplications. On
+another GPU both sides of a comparison scale about alike; where they do not, the fixed times weigh too much, so dense is
+chosen too often rather than too seldom.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,12 @@ class Constants(NamedTuple):
     dense_seconds: float = 30e-6
     dense_flops: float = 800e12
     tile_seconds: float = 80e-6  # for bits and plans, and for the last tiles of each product
-    tile_flops: float = 350e12  # in the products over the union
-    seconds_per_entry: float = 0.5e-12  # of z, M N of them: reading z for its bits
+    tile_flops: float = 585e12  # in the products over the union
+    seconds_per_entry: float = 1.3e-12  # of z, M N of them: reading z for its bits, and what is made of the bits
     training_seconds: float = 250e-6
-    training_flops: float = 370e12
-    training_seconds_per_token: float = 20e-9
-    training_seconds_per_nonzero: float = 0.9e-9  # the weights' gradients, at K 2,048 and in proportion to K
+    training_flops: float = 560e12
+    training_seconds_per_token: float = 30e-9
+    training_seconds_per_nonzero: float = 0.95e-9  # the weights' gradients, at K 2,048 and in proportion to K
     training_seconds_per_entry: float = 1.0e-12
 
 

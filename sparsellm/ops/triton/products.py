@@ -14,7 +14,6 @@ Sums are float32 over K or over the tile's slots in ascending order, and are rou
 import triton
 import triton.language as tl
 
-from sparsellm.ops.triton.nonzeros import entries, firing
 from sparsellm.ops.triton.plan import ITEMS, NONZEROS
 
 
@@ -39,28 +38,30 @@ def product(x, w, rows, columns, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["m", "capacity"])
 def sampled(
-    x, w, z, bits, slots, sizes, items, totals, out, sums, m, capacity,
-    K: tl.constexpr, N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr, HIDDEN: tl.constexpr,
+    x, w, order, slots, sizes, items, totals, out, m, capacity,
+    K: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots; x [M, K], w [N, K].
+    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots, also where they do not fire;
+    x [M, K], w [N, K].
 
-    HIDDEN: out = h = g * u instead, where the product is u and g = relu(z), z [M, N]; and sums, float32 by item: the
-    sum of |h|. A call with up to `capacity` nonzeros is left alone: -1 where all calls are to be computed.
-    Programs take items in turn.
+    A call with up to `capacity` nonzeros is left alone: -1 where all calls are to be computed. Programs take items in
+    turn.
     """
     count = tl.load(totals + ITEMS).to(tl.int32)
     if tl.load(totals + NONZEROS) <= capacity:
         count = 0
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         item = tl.load(items + i)
-        position, token, slot, neuron, inside = entries(item, 0, slots, sizes, m, PITCH, TILE, TILE, BLOCK)
+        tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
+        position = tile * TILE + tl.arange(0, TILE)
+        token = tl.where(position < m, position, 0)  # behind the last one any other
+        if ORDERED:
+            token = tl.load(order + token)
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        there = slot < tl.load(sizes + tile)
+        neuron = tl.load(slots + tile.to(tl.int64) * PITCH + slot, mask=there, other=0)
         result = product(x, w, token, neuron, K, TILE, BLOCK, DEPTH).to(x.dtype.element_ty)
-        if HIDDEN:
-            active = inside & firing(bits, token, neuron, N)
-            g = tl.load(z + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=active, other=0.0)
-            result = tl.where(active, g.to(tl.float32) * result.to(tl.float32), 0.0).to(x.dtype.element_ty)
-            tl.store(sums + item, tl.sum(tl.reshape(tl.abs(result.to(tl.float32)), (TILE * BLOCK,)), 0))
         tl.store(out + position.to(tl.int64)[:, None] * PITCH + slot[None, :], result)
 
 

@@ -1,0 +1,30 @@
+"""Matrices transposed: the sparse engines read W_d, and write its gradient, by neuron. (torch's copy of a transposed
+bfloat16 matrix takes some six times as long as its bytes.)"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, dtype
+
+from sparsellm.ops.twell import tiles
+
+BLOCK = 64
+
+
+@triton.jit
+def transpose(a, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [COLUMNS, ROWS] = a^T, in the dtype of out. Program (i, j): BLOCK rows and BLOCK columns of a."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    values = tl.load(a + at, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0.0)
+    to = out + column.to(tl.int64)[:, None] * ROWS + row[None, :]
+    inside = (column < COLUMNS)[:, None] & (row < ROWS)[None, :]
+    tl.store(to, tl.trans(values.to(out.dtype.element_ty)), mask=inside)
+
+
+def transposed(matrix: Tensor, to: dtype) -> Tensor:
+    """A new matrix^T, contiguous, in the dtype `to`; matrix [rows, columns] is contiguous."""
+    rows, columns = matrix.shape
+    out = matrix.new_empty((columns, rows), dtype=to)
+    transpose[tiles(rows, BLOCK), tiles(columns, BLOCK)](matrix, out, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK)
+    return out
