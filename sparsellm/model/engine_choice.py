@@ -119,7 +119,7 @@ class EngineChoice:
         not, the host is what calls of few tokens wait for, and PyTorch's own five take least of its time.
         """
         plan, counting = self._plan(x)
-        if x.shape[0] <= FEW_TOKENS:
+        if x.shape[0] < MANY_TOKENS:
             self._note(x, w_gate, w_up, w_down)
         of_pytorch = plan.engine == Engine.dense and not counting and not fuses(x.shape[0]) and w_down.dtype == x.dtype
         if not of_pytorch or is_capturing():
@@ -127,36 +127,44 @@ class EngineChoice:
         return _by_pytorch(x, w_gate, w_up, w_down)
 
     def output_as_before(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor | None:
-        """`output` [..., K] of x [..., K], where this call of few tokens is like one before, which has been checked.
-        Else None: then `output` is to be asked.
+        """`output` [..., K] of x [..., K], where this call of fewer than many tokens is like one before, which has been
+        checked. Else None: then `output` is to be asked.
 
         The same results at less than half of the host's time: in decoding, where a model's eager call for a token or
         two is nothing but the host's time, blocks that are checked anew each time cost more than their kernels win.
         """
-        known, plan = self.checked, self.plans[FEW]
+        known = self.checked
         if known is None or self.counted or torch.is_autocast_enabled(known.device.type):
             return None
         if w_gate is not known.w_gate or w_up is not known.w_up or w_down is not known.w_down:
             return None
-        width = known.width
-        if x.dtype != torch.bfloat16 or x.device != known.device or x.shape[-1] != width:
+        if x.dtype != torch.bfloat16 or x.device != known.device or x.shape[-1] != known.width:
             return None
-        if not 0 < x.numel() <= FEW_TOKENS * width or (self.engine is None and self._is_due()):
+        tokens = x.numel() // known.width
+        kind = kind_of(tokens)
+        if not tokens or kind == MANY or (self.engine is None and self._is_due(kind)):
             return None
+        plan = self._plan_of(kind, tokens)
         if plan.engine == Engine.row and known.addresses == _addresses(w_gate, w_up):
             kept = self.w_down_t
             if kept is None or kept.state != state_of(w_down) or not x.is_contiguous() or x.data_ptr() % cuda.ALIGNMENT:
                 return None
             y = cuda.row_output(x, w_gate, w_up, kept.weight)
-        elif plan.engine == Engine.dense and not is_capturing():
+        elif plan.engine == Engine.dense and not fuses(tokens) and not is_capturing():
             y = _by_pytorch(x, w_gate, w_up, w_down)
         else:
             return None
-        self.calls[FEW] += 1
+        self.calls[kind] += 1
         return y
 
-    def _is_due(self) -> bool:
-        return self.calls[FEW] % COUNT_EVERY[FEW] == 0
+    def _is_due(self, kind: int) -> bool:
+        return self.calls[kind] % COUNT_EVERY[kind] == 0
+
+    def _plan_of(self, kind: int, tokens: int) -> Plan:
+        if kind == BETWEEN and self.engine is None and self.per_token is not None:
+            neurons, width = self.size
+            return ROW if self.per_token <= row_density(tokens, width, neurons) else DENSE
+        return self.plans[kind]
 
     def _note(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
         """Remember weights that have been checked, if `output_as_before` can compute with them."""
@@ -178,13 +186,9 @@ class EngineChoice:
             return self.plans[kind], False
         if self.counted:
             self._read()
-        due = self.calls[kind] % COUNT_EVERY[kind] == 0
+        due = self._is_due(kind)
         self.calls[kind] += 1
-        plan = self.plans[kind]
-        if kind == BETWEEN and self.per_token is not None:
-            neurons, width = self.size
-            plan = ROW if self.per_token <= row_density(m, width, neurons) else DENSE
-        return plan, due and not self.counted
+        return self._plan_of(kind, m), due and not self.counted
 
     def _run(
         self,

@@ -58,17 +58,20 @@ def slow_calls_and_logits(model, ids):
     return len(model.slow), found
 
 
+@pytest.mark.parametrize("count", [5, 100])
 @pytest.mark.parametrize("engine", ["row", "dense"])
-def test_calls_like_one_before_are_not_checked_again_and_compute_the_same(engine, quick):
+def test_calls_like_one_before_are_not_checked_again_and_compute_the_same(engine, count, quick, monkeypatch):
+    monkeypatch.setattr(module, "row_density", lambda *arguments: 1e9 if engine == "row" else -1.0)
     for block in blocks(quick):
         block.choice.plans[module.FEW] = Plan.of(engine)
-    few = tokens(5)
+    few = tokens(count)
     slow, expected = slow_calls_and_logits(quick, few)
     assert slow == 2  # of two blocks
     slow_calls_and_logits(quick, few)  # reads what was counted
     for block in blocks(quick):
         block.choice.plans[module.FEW] = Plan.of(engine)
-    for _ in range(62):
+    _, expected = slow_calls_and_logits(quick, few)
+    for _ in range(61):
         slow, found = slow_calls_and_logits(quick, few)
         assert slow == 0
         assert torch.equal(found, expected)
@@ -80,7 +83,7 @@ def test_calls_unlike_the_one_before_are_checked(quick):
     for _ in range(3):
         slow, expected = slow_calls_and_logits(quick, few)
     assert slow == 0
-    assert slow_calls_and_logits(quick, tokens(65))[0] == 2
+    assert slow_calls_and_logits(quick, tokens(2000))[0] == 2
     block = blocks(quick)[0]
     for change in (
         lambda: block.down_proj.weight.mul_(2),
