@@ -49,6 +49,21 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
 
 
 @GATED
+@pytest.mark.parametrize("engine", ["row", "dense"])
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 300, 1343])
+def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated):
+    x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
+    choice, weights = EngineChoice(engine), cases.layer(ws)
+    with torch.no_grad():
+        expected = choice.output(x, *weights)
+        if engine == "row":
+            assert_equal(choice.run(x, *weights)[0], expected, "with statistics")
+        for _ in range(3):
+            cases.poison()
+            assert_equal(choice.output_as_before(x[None], *weights)[0], expected, "not checked again")
+
+
+@GATED
 @ENGINE
 @pytest.mark.parametrize("m", [1, 300, 3000])
 def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
