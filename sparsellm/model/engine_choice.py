@@ -170,8 +170,9 @@ class EngineChoice:
         """Remember weights that have been checked, if `output_as_before` can compute with them."""
         weights = [w for w in (w_gate, w_up, w_down) if w is not None]
         ready = all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % cuda.ALIGNMENT == 0 for w in weights)
-        if ready and backend.loaded() == "cuda" and sparse_engines_take(x):
-            self.checked = Checked(w_gate, w_up, w_down, x.shape[1], x.device, _addresses(w_gate, w_up))
+        ready = ready and backend.loaded() == "cuda" and sparse_engines_take(x)
+        found = Checked(w_gate, w_up, w_down, x.shape[1], x.device, _addresses(w_gate, w_up))
+        self.checked = found if ready else None
 
     def _plan(self, x: Tensor) -> tuple[Plan, bool]:
         """(the plan of a call, whether to send its counts to the host)."""
