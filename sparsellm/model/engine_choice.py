@@ -130,8 +130,8 @@ class EngineChoice:
         """`output` [..., K] of x [..., K], where this call of fewer than many tokens is like one before, which has been
         checked. Else None: then `output` is to be asked.
 
-        The same results at less than half of the host's time: in decoding, where a model's eager call for a token or
-        two is nothing but the host's time, blocks that are checked anew each time cost more than their kernels win.
+        The same results in less of the host's time: in decoding, where a model's eager call for a token or two is
+        nothing but the host's time, blocks that are checked anew each time cost more than their kernels win.
         """
         known = self.checked
         if known is None or self.counted or torch.is_autocast_enabled(known.device.type):
