@@ -55,6 +55,19 @@ def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(rows + column[None, :], tl.zeros((ROWS, BLOCK), rows.dtype.element_ty))
 
 
+@triton.jit
+def positions(
+    bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr
+):  # fmt: skip
+    """Of the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 behind the
+    last token; int64 [ROWS, 1], where their rows of a tile matrix begin)."""
+    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, token = position < m, position
+    if ORDERED:
+        token = tl.load(order + position, mask=there, other=0)
+    return token, words_of(bits, token, there, of_row, WORDS), position.to(tl.int64)[:, None] * PITCH
+
+
 @triton.jit(do_not_specialize=["m", "of_row", "capacity"])
 def keep(
     z, u, hidden, bits, order, places, sizes, totals, sums, gates, ups, starts, m, of_row, capacity,
@@ -67,15 +80,8 @@ def keep(
     SAVING: gates and ups, [capacity], get g and u of every nonzero, unless there are more than capacity: then nothing
     is kept, totals[REST] is 1, and backward computes them again.
     """
-    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(0) * ROWS // TILE
-    there = position < m
-    token = position
-    if ORDERED:
-        token = tl.load(order + position, mask=there, other=0)
-    words = words_of(bits, token, there, of_row, WORDS)
-    counts = ones(words)
-    row = position.to(tl.int64)[:, None] * PITCH
+    token, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
+    tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
     hidden, u, z = hidden + row, u + row, z + token.to(tl.int64)[:, None] * N
     clear(hidden, tl.load(sizes + tile), ROWS, BLOCK)
     fits = tl.load(totals + NONZEROS) <= capacity
@@ -118,15 +124,8 @@ def gradient(
 
     If forward kept nothing, the tile matrices z and u hold them computed again. Programs as of `keep`.
     """
-    position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(0) * ROWS // TILE
-    there = position < m
-    token = position
-    if ORDERED:
-        token = tl.load(order + position, mask=there, other=0)
-    words = words_of(bits, token, there, of_row, WORDS)
-    counts = ones(words)
-    row = position.to(tl.int64)[:, None] * PITCH
+    _, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
+    tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
     dh, dz, du, size = dh + row, dz + row, du + row, tl.load(sizes + tile)
     clear(dz, size, ROWS, BLOCK)
     if GATED:
