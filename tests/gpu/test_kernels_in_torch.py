@@ -51,7 +51,8 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
 @GATED
 @pytest.mark.parametrize("engine", ["row", "dense"])
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 300, 1343])
-def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated):
+def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated, monkeypatch):
+    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", dispatch.MANY_TOKENS)  # as outside of tests: none of these fuses
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
     choice, weights = EngineChoice(engine), cases.layer(ws)
     with torch.no_grad():
