@@ -29,7 +29,6 @@ from sparsellm import data
 from sparsellm.commands.train import check, device_type
 from sparsellm.config import Config, ConfigError, from_overrides
 from sparsellm.distributed import Ranks, process_group
-from sparsellm.training import micro_batch, plans
 from sparsellm.training.memory import GIB
 
 EXPERIMENTS = ("0p5b", "1b", "1p5b", "2b")
@@ -137,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: random texts instead of data")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_intermixed_args(arguments)
-    plans.DECIDE_EVERY, micro_batch.SETTLED = 2, 1
+    bench_train.decide_soon()
     try:
         runtime = from_overrides([f"experiment={args.experiments[0]}", *args.overrides]).runtime
         with process_group(device_type(runtime)) as ranks:

@@ -17,6 +17,9 @@ GPU, a variant that runs out of memory is shown as OOM, and the others go on.
 rates (scripts/shaped_firing.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
 and with it weight decay, which is a multiple of it; all else of a step happens. --locality above 0 replaces the data by
 random texts whose neighbours share neurons: between 0.5 and 0.7, about as many as recorded text does.
+
+--soon has plans decide every second step instead of every eighth, and runtime.micro_batch_size=auto grow at the first
+decision that allows it, so that a warm-up of a few steps does. Steps then wait more often for counts.
 """
 
 import argparse
@@ -42,11 +45,11 @@ from sparsellm.calibration import chosen_by
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed import Ranks, process_group, world_size_from_environment
-from sparsellm.training import sharding
+from sparsellm.training import micro_batch, plans, sharding
 from sparsellm.training.loop import Trainer
 from sparsellm.training.memory import give_back
 from sparsellm.training.metrics import PEAK_FLOPS, mfu
-from sparsellm.training.micro_batch import MicroBatchError
+from sparsellm.training.micro_batch import AUTO, MicroBatchError
 
 RECORDED = "recorded"
 
@@ -120,6 +123,11 @@ def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     return result
 
 
+def decide_soon() -> None:
+    """Have engines and micro-batches chosen within the steps of a warm-up."""
+    plans.DECIDE_EVERY, micro_batch.SETTLED = 2, 1
+
+
 def gpu_bytes(device: torch.device) -> int:
     """What is in use of a GPU, by whomever; 0 on a CPU."""
     if device.type != "cuda":
@@ -183,10 +191,10 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
     """A row for each run. Ratios are to the first run of the same micro-batch."""
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
-        micro_batch = config.runtime.micro_batch_size
-        row = {"variant": variant or "(as given)", "micro_batch": micro_batch, "out_of_memory": None in rounds}
+        size = config.runtime.micro_batch_size
+        row = {"variant": variant or "(as given)", "micro_batch": size, "out_of_memory": None in rounds}
         found.append(row)
-        base = bases.setdefault(micro_batch, row)
+        base = bases.setdefault(size, row)
         if None in rounds:
             continue
         tokens = config.training.batch_size * config.training.sequence_length
@@ -202,7 +210,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
             "states_ratio": last["states"] and last["states"] / states_between_steps(config),
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
-            **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines", "chosen_by")},
+            **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines", "chosen_by", "micro_batches")},
             "settled": all(r["settled"] for r in rounds),
         }  # fmt: skip
         for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
@@ -242,6 +250,9 @@ def show(found: list[dict]) -> None:
             ratio = best["tokens_per_s"] / base
             print(f"  {variant:<42}{best['micro_batch']:>6}{best['tokens_per_s']:>12,.0f}{ratio:>16.3f}")
     for row in found:
+        first, last = row.get("micro_batches", (None, None))
+        if row["micro_batch"] == AUTO and first is not None:
+            print(f"micro-batch of {row['variant']}: {first}" + f", then {last}" * (first != last))
         if row.get("engines"):
             notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"
             notes += f", {row['rest_calls']:,} calls without room in the last step" if row["rest_calls"] else ""
@@ -275,6 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--locality", type=float, default=0.0, help="0 to 1: random texts instead of data, for --firing"
     )
+    parser.add_argument("--soon", action="store_true", help="choose engines and micro-batches within a few steps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=5, help="steps, in every round")
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
@@ -284,6 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--activations and --locality are for --firing")
     if args.firing == RECORDED and args.activations is None:
         parser.error(f"--firing recorded needs --activations DIR: {patterns.RECORD}")
+    if args.soon:
+        decide_soon()
     sizes = [f"runtime.micro_batch_size={size}" for size in args.micro_batches or []]
     if not 0 <= args.locality <= 1:
         parser.error(f"--locality is {args.locality:g}: it should be from 0 to 1")

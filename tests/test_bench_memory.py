@@ -5,12 +5,13 @@ import json
 from test_shaped_firing import TINY
 
 from scripts import bench_memory
+from sparsellm.training import micro_batch, plans
 
 
 def test_auto_is_shown_beside_half_as_many_and_twice_as_many_sequences(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_memory.plans, "DECIDE_EVERY", 8)  # so that what the script sets is undone
-    monkeypatch.setattr(bench_memory.micro_batch, "SETTLED", 4)
-    monkeypatch.setattr(bench_memory.micro_batch, "CPU_SEQUENCES", 4)
+    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that what the script sets is undone
+    monkeypatch.setattr(micro_batch, "SETTLED", 4)
+    monkeypatch.setattr(micro_batch, "CPU_SEQUENCES", 4)
     monkeypatch.setattr(bench_memory, "WARMUP", 1)
     out = tmp_path / "result.json"
     overrides = [each for each in TINY if not each.startswith(("experiment", "training.batch_size", "logging"))]
