@@ -19,7 +19,6 @@ from processes import family, kill
 from small_run import RandomTokens, small_config
 from test_train import wait_for
 
-from sparsellm.commands.train import device_type
 from sparsellm.distributed import process_group, whole
 from sparsellm.run_layout import STATE
 from sparsellm.training.loop import Trainer
@@ -49,7 +48,7 @@ def in_every_shape(folder: Path) -> None:
     """Train and save in each way of sharing, and have each way resume what each has saved."""
     found: dict = {"losses": {}, "drawn": {}, "resumed": []}
     states, drawn = {}, {}
-    with process_group(device_type("cuda")) as ranks:
+    with process_group("cuda") as ranks:
 
         def trainer_of(shard: str, where: Path) -> Trainer:
             torch._dynamo.reset()
