@@ -2,9 +2,12 @@
 
     python scripts/compare_runs.py runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
-Left: held-out and training cross entropy. Middle: how far each run's training cross entropy is from the mean of all
-runs, at the steps that all have logged. Right: nonzero activations per token, the mean over layers; if every run has a
-colour of its own, thin lines show the layers of the first run.
+Above, over steps: held-out and training cross entropy; how far each run's training cross entropy is from the mean of
+all runs, at the steps that all have logged; nonzero activations per token, the mean over layers (if every run has a
+colour of its own, thin lines show the layers of the first run). Below: held-out cross entropy over the time that steps
+took; over steps, tokens per second and the largest memory of tensors on a GPU.
+
+--json OUT writes a line of JSON for each run: its configuration, and some 80 of its rows.
 
 The table has last values, and how long each run's steps took, in all and until its held-out cross entropy was as low as
 that of the worst run at its end: by the tokens per second of the logged steps, without validations and checkpoints.
@@ -14,6 +17,7 @@ whether the two differ by more than runs of one kind do. Otherwise each run has 
 """
 
 import argparse
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +29,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sparsellm.figures import BLUE, ORANGE, STYLE, plain, saved
+from scripts.evidence_runs import thinned
+from sparsellm.config import load, to_dict
+from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, plain, saved
+from sparsellm.run_layout import CONFIG
 from sparsellm.training.metrics import METRICS, read
 
 Rows = list[dict[str, Any]]
@@ -64,13 +71,17 @@ def seconds_to(rows: Rows, loss: float) -> float | None:
 
 def draw(runs: dict[str, Rows]) -> Figure:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13.5, 3.8), layout="constrained")
-        losses, apart, nonzeros = figure.subplots(1, 3)
+        figure = Figure(figsize=(13.5, 7.2), layout="constrained")
+        panels = figure.subplots(2, 3).flatten()
+        losses, apart, nonzeros, in_time, speed, memory = panels
         _losses(losses, runs)
         _apart(apart, runs)
         _nonzeros(nonzeros, runs)
-        for axes in (losses, apart, nonzeros):
-            axes.set_xlabel("step")
+        _in_time(in_time, runs)
+        _per_step(speed, runs, "tokens_per_s", 1, "tokens per second")
+        _per_step(memory, runs, "peak_memory_bytes", 2**30, "largest memory of tensors on a GPU, GiB")
+        for axes in panels:
+            axes.set_xlabel("seconds of steps" if axes is in_time else "step")
             axes.set_xlim(0, None)
             plain(axes.xaxis)
         shown = dict(zip(*reversed(losses.get_legend_handles_labels()), strict=True))
@@ -121,10 +132,30 @@ def _nonzeros(axes: Axes, runs: dict[str, Rows]) -> None:
     plain(axes.yaxis)
 
 
+def _in_time(axes: Axes, runs: dict[str, Rows]) -> None:
+    for name, (color, _) in styles(runs).items():
+        took = zip(seconds(runs[name]), runs[name], strict=True)
+        points = [(second, row["val_ce"]) for second, row in took if row["val_ce"] is not None]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=color, markersize=3)
+    axes.set(ylabel="cross entropy, nats per token", title="held-out, over time")
+    plain(axes.yaxis)
+
+
+def _per_step(axes: Axes, runs: dict[str, Rows], key: str, unit: float, title: str) -> None:
+    """`key` of all rows but the first, whose step compiles."""
+    for name, (color, _) in styles(runs).items():
+        found = [(row["step"], row[key] / unit) for row in runs[name][1:] if row.get(key) is not None]
+        axes.plot(*zip(*found, strict=True) if found else ([], []), color=color)
+    axes.set_title(title)
+    from_zero(axes)
+    plain(axes.yaxis)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--output", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
     runs = {folder.name: read(folder / METRICS) for folder in args.runs}
     if empty := [name for name, rows in runs.items() if not rows]:
@@ -149,6 +180,11 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_bytes(saved(draw(runs)))
     print(f"drawn: {args.output}")
+    if args.json:
+        configs = [to_dict(load(folder / CONFIG)) for folder in args.runs]
+        lines = zip(runs.items(), configs, strict=True)
+        found = [{"name": name, "config": config, "rows": thinned(rows)} for (name, rows), config in lines]
+        args.json.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ BLEND = 0.1
 LAST_ROWS, FIRST_ROWS = 48, 32  # kept of a run, evenly and by logarithm
 KEPT = (
     "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
-    "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "evaluation",
+    "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
 )  # fmt: skip
 TRAIN = sys.executable, "-m", "sparsellm.train"
 POLL = 0.2  # seconds

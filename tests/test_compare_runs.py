@@ -8,6 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from scripts import compare_runs
+from sparsellm.config import from_overrides, save
 
 
 def rows(engine, relu=True):
@@ -65,11 +66,26 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys)
     for name, engine in (("a", "tile"), ("b", "torch")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(engine)))
-    output = tmp_path / "out/picture.png"
-    monkeypatch.setattr(sys, "argv", ["compare_runs", str(tmp_path / "a"), str(tmp_path / "b"), f"--output={output}"])
+        save(from_overrides([f"run.name={name}"]), tmp_path / name / "config.yaml")
+    output, lines = tmp_path / "out/picture.png", tmp_path / "lines.jsonl"
+    options = [f"--output={output}", f"--json={lines}"]
+    monkeypatch.setattr(sys, "argv", ["compare_runs", str(tmp_path / "a"), str(tmp_path / "b"), *options])
     compare_runs.main()
     assert output.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.splitlines()[1].split() == [
         "a", "kernels", "8", "3.125", "3.100", "10.0", "3", "12", "8",
     ]  # fmt: skip
     assert matplotlib.rcParams["axes.grid"] is False  # the style is the picture's alone
+    first, second = map(json.loads, lines.read_text().splitlines())
+    assert (first["name"], second["config"]["run"]["name"]) == ("a", "b")
+    assert [row["tokens_per_s"] for row in first["rows"]] == [50.0] * 4 + [100.0] * 4
+    assert second["rows"][-1]["plan_per_layer"] == ["torch"] * 2
+
+
+def test_time_and_speed_are_drawn_of_every_run():
+    of_run = [row | {"peak_memory_bytes": 2**31} for row in rows("tile")]
+    figure = compare_runs.draw({"a": of_run, "b": rows("torch")})
+    *_, in_time, speed, memory = (axes.get_lines() for axes in figure.axes)
+    assert [list(line.get_xdata()) for line in in_time] == [[8, 12]] * 2
+    assert list(speed[0].get_ydata()) == [50] * 3 + [100] * 4  # without the first step, which compiles
+    assert [list(line.get_ydata()) for line in memory] == [[2] * 7, []]
