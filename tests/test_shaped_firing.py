@@ -11,6 +11,7 @@ from scripts import bench_train, shaped_firing
 from scripts import ffn_patterns as patterns
 from sparsellm import data
 from sparsellm.distributed import process_group
+from sparsellm.training import micro_batch, plans
 
 SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=256", "model.context_length=128"]
 QWEN3 = ["model.num_key_value_heads=1", "model.head_dim=48", "model.qk_norm=true", "model.tie_embeddings=false"]
@@ -190,3 +191,14 @@ def test_clustered_tokens_differ_by_step_and_rank():
         first, second = next(batches)[0], next(batches)[0]
     assert first.shape == (8, 17)
     assert not torch.equal(first, second)
+
+
+def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that what the benchmark sets is undone
+    monkeypatch.setattr(micro_batch, "SETTLED", 4)
+    benchmark("--variant", "runtime.micro_batch_size=4", "--rounds", "1")
+    assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (8, 4)
+    assert "micro-batch of" not in capsys.readouterr().out
+    benchmark("--variant", "runtime.micro_batch_size=auto", "--rounds", "1", "--soon")
+    assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (2, 1)
+    assert "micro-batch of runtime.micro_batch_size=auto: 8\n" in capsys.readouterr().out
