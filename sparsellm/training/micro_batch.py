@@ -24,6 +24,7 @@ CPU, whose memory is not measured, `auto` is up to CPU_SEQUENCES.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +47,7 @@ CPU_SEQUENCES = 16  # at most
 MOST_TOKENS = 131_072  # of a micro-batch: more was never measured, and gains little
 SETTLED = 4  # decisions of the plans, 32 steps
 MARGIN = 0.02  # of the memory that a size needs by arithmetic, for what its allocations leave unused between them
+FEW_TOKENS = 8_192  # of a micro-batch in shards: 4,096 were measured, and were too few for what is sent (docs/LOG.md)
 LESS = "runtime.recompute=true or a shorter training.sequence_length needs less"
 
 
@@ -134,6 +136,7 @@ class MicroBatch:
             self.gpu.hold()  # the passes have loaded code
         if not self.restored:
             self._take_first(size)
+            self._advise(available)
         if self.capacity is None:
             self.capacity = min(gather(self.gpu.available() - left_out))
 
@@ -157,6 +160,22 @@ class MicroBatch:
             torch._dynamo.reset()  # a graph for each size would add up to more than it keeps
             size, self.restored, self.capacity = smaller[-1], False, None
 
+    def _advise(self, available: int) -> None:
+        """Say so where shards leave room for few tokens at a time, and recomputation would leave it for more.
+
+        With each micro-batch shards send gradients, and with `full` weights too, however few its tokens are.
+        """
+        runtime, tokens = self.config.runtime, self.size * self.config.training.sequence_length
+        if self.sharing == Sharing() or runtime.recompute or tokens >= FEW_TOKENS:
+            return
+        recomputing = replace(self.config, runtime=replace(runtime, recompute=True))
+        more = self._largest(available, self._sizes(), recomputing)
+        if more > self.size:
+            self.ranks.say(
+                f"sparsellm: {tokens:,} tokens at a time are few for what shards send with each micro-batch;"
+                f" runtime.recompute=true has room for {more} sequences instead of {self.size}, and may be faster"
+            )
+
     def _take_first(self, size: int) -> None:
         self.first, self.grown, self.growing = size, None, Growing(size, 0)
         self._take(size)
@@ -175,16 +194,16 @@ class MicroBatch:
         plans = self.trainer.plans
         return [None] * self.config.model.num_layers if plans is None else plans.plans
 
-    def usage(self, size: int) -> Usage:
-        """The memory of a step with micro-batches of `size`, with the plans in effect."""
-        return usage(self.config, self.ranks.world_size, size, self._plans(), self.sharing)
+    def usage(self, size: int, config: Config | None = None) -> Usage:
+        """The memory of a step with micro-batches of `size`, with the plans in effect. config: None: the run's."""
+        return usage(config or self.config, self.ranks.world_size, size, self._plans(), self.sharing)
 
-    def _needed(self, size: int) -> int:
-        return self.usage(size).total + self.beside
+    def _needed(self, size: int, config: Config | None = None) -> int:
+        return self.usage(size, config).total + self.beside
 
-    def _largest(self, available: int, sizes: list[int]) -> int:
-        """The largest of `sizes` that fits by arithmetic; the smallest if none does."""
-        fitting = [size for size in sizes if self._needed(size) * (1 + MARGIN) <= available]
+    def _largest(self, available: int, sizes: list[int], config: Config | None = None) -> int:
+        """The largest of `sizes` that fits by arithmetic; the smallest if none does. config: None: the run's."""
+        fitting = [size for size in sizes if self._needed(size, config) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 
     def _peak(self, size: int, tokens: Tensor) -> int | None:

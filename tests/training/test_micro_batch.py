@@ -103,6 +103,23 @@ def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
         assert trainer.micro_batch.capacity == gpu.bytes
 
 
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recompute, tmp_path, capsys):
+    larger = ["model.num_layers=8", "training.sequence_length=512", "model.context_length=512"]
+    with small_trainer(tmp_path / "run", *AUTO, *larger, f"runtime.recompute={recompute}") as trainer:
+        chosen, gpu = trainer.micro_batch, FakeGpu(trainer, sequences=1)
+        chosen.sharing = Sharing(1, 1, 1, gathered=1)
+        gpu.bytes = int(1.1 * chosen.usage(2).total)
+        chosen.choose()
+        said = capsys.readouterr().err
+        if recompute == "true":
+            assert said == ""
+        else:
+            assert chosen.size == 2
+            assert "1,024 tokens at a time are few for what shards send with each micro-batch;" in said
+            assert "runtime.recompute=true has room for 6 sequences instead of 2, and may be faster" in said
+
+
 @pytest.mark.parametrize(("batch", "size"), [(12, 12), (48, 16), (34, 2), (17, 1)])
 def test_on_a_cpu_auto_is_the_largest_divisor_up_to_16(batch, size, tmp_path):
     with small_trainer(tmp_path / "run", *AUTO, f"training.batch_size={batch}") as trainer:
