@@ -1,11 +1,13 @@
-"""The two pictures of README.md, drawn anew from the tables of docs/RESULTS.md.
+"""The two pictures of README.md, drawn anew from the tables of docs/RESULTS.md and from the rows of a run.
 
     python -m scripts.draw_readme
 
 docs/how_it_works.png   what a feedforward layer computes, dense and sparse, and how training makes it sparse
-docs/gains.png          the speed-up of one layer over its nonzeros, and the gains of whole models beside the paper's
+docs/gains.png          the speed-up of one layer over its nonzeros, the gains of whole models beside the paper's, and a
+                        run from its first step on, docs/0p5b_150m.jsonl, as scripts/compare_runs.py wrote it
 """
 
+import json
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +18,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+
+from scripts.compare_runs import Rows, seconds, seconds_to
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
@@ -64,9 +68,9 @@ def draw_gains(text: str) -> Figure:
     steps = {row["model"]: row for row in table("A whole model: training steps", text)}
     paper = {row["model"]: row for row in table("Beside the paper", text)}
 
-    figure = plt.figure(figsize=(WIDTH, 6.0))
-    above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.95, bottom=0.555)
-    below = figure.add_gridspec(1, 4, left=0.06, right=0.985, top=0.385, bottom=0.145, wspace=0.12)
+    figure = plt.figure(figsize=(WIDTH, 8.5))
+    above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.965, bottom=0.686)
+    below = figure.add_gridspec(1, 4, left=0.06, right=0.985, top=0.566, bottom=0.397, wspace=0.12)
     _lines(
         figure.add_subplot(above[0]),
         layer_speed_ups(training, ("tile", "dense engine")),
@@ -84,19 +88,60 @@ def draw_gains(text: str) -> Figure:
         _bars(
             figure.add_subplot(below[column]), title, theirs, {m: 100 * gain for m, gain in ours.items()}, column == 0
         )
-    figure.text(0.06, 0.437, "Whole models: gain in %, beside what the paper prints", fontsize=9.5, fontweight="bold")
+    figure.text(0.06, 0.603, "Whole models: gain in %, beside what the paper prints", fontsize=9.5, fontweight="bold")
     figure.legend(
         [Rectangle((0, 0), 1, 1, color=OURS), Rectangle((0, 0), 1, 1, color=PAPER)],
         ["sparsellm: one H200, against compiled PyTorch", "the paper: 8 x H100 PCIe, against its own dense model"],
-        loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.52, 0.052), handlelength=1.2,
+        loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.52, 0.344), handlelength=1.2,
     )  # fmt: skip
     figure.text(
-        0.52, 0.008,
+        0.52, 0.312,
         "Ours: weights frozen at 36 firing neurons per token (forward: 72); the paper's models fire 29 to 39.\n"
         "Hardware and baselines differ: each is a gain on its own ground. No bar: not measured, or not comparable.",
         ha="center", fontsize=8, color="#555555", linespacing=1.3,
     )  # fmt: skip
+    figure.text(
+        0.06, 0.262, "A run from its first step on: 0.5B, 150M tokens, two H100s", fontsize=9.5, fontweight="bold"
+    )
+    _run(figure, [json.loads(line) for line in (DOCS / "0p5b_150m.jsonl").read_text().splitlines()])
     return figure
+
+
+def _run(figure: Figure, runs: list[dict]) -> None:
+    """Nonzeros, speed and loss of a run on the kernels, "kernels", and of the same one in PyTorch, "torch"."""
+    rows: dict[str, Rows] = {run["name"]: run["rows"] for run in runs}
+    grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
+    fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
+    ours = rows["kernels"]
+    fires.plot([row["step"] for row in ours], [row["nnz_mean"] for row in ours], color=OURS, linewidth=1.8)
+    fires.set_title("neurons that fire for a token", fontsize=9, loc="left")
+    fires.set_yscale("log")
+    fires.set_yticks((50, 200, 1000, 2816), ("50", "200", "1,000", "2,816"))
+    fires.minorticks_off()
+    for name, color in (("torch", DENSE), ("kernels", OURS)):
+        of_run = rows[name][1:]  # the first step compiles
+        speed.plot([row["step"] for row in of_run], [row["tokens_per_s"] / 1000 for row in of_run], color=color)
+        took = zip(seconds(rows[name]), rows[name], strict=True)
+        points = [(second / 60, row["val_ce"]) for second, row in took if row["val_ce"] is not None]
+        loss.plot(*zip(*points, strict=True), "o-", color=color, markersize=2.5)
+    speed.set_title("thousand tokens per second", fontsize=9, loc="left")
+    speed.set_ylim(0, 470)
+    speed.text(1145, 445, "sparsellm", color=OURS, ha="right", fontweight="bold", fontsize=8.5)
+    speed.text(1145, 270, "dense PyTorch", color="#666666", ha="right", fontsize=8.5)
+    loss.set_title("held-out loss over minutes", fontsize=9, loc="left")
+    common = max(of_run[-1]["val_ce"] for of_run in rows.values())
+    sooner = seconds_to(rows["torch"], common) / seconds_to(ours, common)
+    loss.text(
+        8.0, 4.6, f"{sooner:.2f} times\nas fast to the\nsame loss", color=OURS, ha="right", fontsize=8.5, va="center"
+    )
+    for axes in (fires, speed):
+        axes.set_xlim(0, 1200)
+        axes.set_xticks((0, 500, 1000), ("0", "500", "1,000"))
+        axes.set_xlabel("step")
+    loss.set_xlim(0, 8.5)
+    loss.set_xlabel("minutes of steps")
+    for axes in (fires, speed, loss):
+        axes.grid(axis="y")
 
 
 def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple[list[float], list[float]]) -> None:
