@@ -41,8 +41,14 @@ class RunFolderError(RuntimeError):
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed.
 
+    Nor is any under run.restart, so ranks that torchrun starts again would lose what they have done: that is refused.
     A run with optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
     """
+    if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
+        return [
+            f"run.restart=true with torchrun --max-restarts={restarts}, each of whose restarts would begin anew, in"
+            " another folder: choose another run.name instead, or leave out --max-restarts"
+        ]
     try:
         begun = begun_as(config)
     except ConfigError as error:
