@@ -202,12 +202,14 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         )
         if min(silence, sparsity.reinit_every, step_tokens) >= 1:
             silent_steps = -(-silence // step_tokens)
-            first = -(-silent_steps // sparsity.reinit_every) * sparsity.reinit_every
+            earliest = max(silent_steps, -(-sparsity.relu_tokens // step_tokens))
+            first = -(-earliest // sparsity.reinit_every) * sparsity.reinit_every
+            after = f" after relu_tokens {sparsity.relu_tokens}" if sparsity.relu_tokens else ""
             require(
                 first + silent_steps <= training.steps,
-                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {sparsity.reinit_every} never draws a"
-                f" row in the run's {training.steps} steps: the first could be drawn at step {first}, and none is in"
-                f" the last {silent_steps}; lower them, or train longer",
+                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {sparsity.reinit_every}{after} never"
+                f" draws a row in the run's {training.steps} steps: the first could be drawn at step {first}, and none"
+                f" is in the last {silent_steps}; lower them, or train longer",
             )
     require(
         training.batch_size % world_size == 0,

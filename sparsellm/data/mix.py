@@ -108,8 +108,11 @@ def mixed(config: Config, found: dict[str, tuple[Path, Manifest]], **reading: An
 
 
 def validation(config: Config, tokens: MixedTokens) -> torch.Tensor:
-    """logging.validation_samples held-out blocks, of each source its share and at least one: int64 [V, T + 1]."""
-    shares = counts(config, config.logging.validation_samples)
+    """Held-out blocks, of each source its share and at least one: int64 [V, T + 1]. V is logging.validation_samples, or
+    less where a source has not its share of so many: then its loss would count for less than in training."""
+    there = [blocks(source.manifest.validation.tokens, tokens.sequence_length) for source in tokens.sources.values()]
+    most = [found * MIX_PERIOD // count for found, count in zip(there, tokens.counts, strict=True)]
+    shares = counts(config, min(config.logging.validation_samples, *most))
     return torch.cat([
         source.validation(max(1, share)) for source, share in zip(tokens.sources.values(), shares, strict=True)
     ])  # fmt: skip

@@ -6,8 +6,9 @@ out. Blocks are shuffled in groups: a group is collected, then permuted. (`Itera
 buffer on a resume.)
 
 The position is that of the group's first token and how many blocks of the group were handed out: a resume reads the
-group again and passes over those. It belongs to one rank of a fixed number of ranks, and to the same files: local ones
-are the same by path, size, and their first and last MiB (2 MiB to read of each file, at every start).
+group again and passes over those. It belongs to one rank of a fixed number of ranks, to one tokenizer, by its content,
+and to the same files: local ones are the same by path, size, and their first and last MiB (2 MiB to read of each file,
+at every start).
 """
 
 import os
@@ -77,26 +78,30 @@ class TokenStream:
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
-        Raises DataError if `state` belongs to another number of ranks, another rank, other files, or documents that
-        begin otherwise.
+        Raises DataError if `state` belongs to another number of ranks, another rank, other files, another tokenizer,
+        or documents that begin otherwise.
         """
+        vocabulary = self._vocabulary()
         identity = {
             "world_size": self.world_size, "rank": self.rank, "files": self._files_digest(),
-            "begin_of_text": self._vocabulary().begin_of_text,  # states of earlier versions had none
+            "begin_of_text": vocabulary.begin_of_text,  # states of earlier versions had none
+            "tokenizer": tokenizer.digest(vocabulary)[:16],
         }  # fmt: skip
         ends = corpus.ends(self.files)
-        # States of earlier versions have no "ends".
-        saved = ends if state is None else state.get("ends", ends)
+        # States of earlier versions have no "ends" and no "tokenizer".
+        before: dict[str, Any] = identity if state is None else {"tokenizer": identity["tokenizer"], **state}
+        saved = before.get("ends", ends)
         if changed := [file for file, digest in ends.items() if saved.get(file, digest) != digest]:
             raise DataError(
                 f"{', '.join(changed)}: of another content than when the data position was saved, for a stream goes on"
                 " only in the same files; bring them back, or begin a new run with run.restart=true"
             )
         for key, now in identity.items():
-            if state is not None and state.get(key) != now:
+            if before.get(key) != now:
                 raise DataError(
-                    f"the data position was saved with {key} {state.get(key)} and {key} is {now} now: a stream goes on"
-                    " only on the same ranks and files; bring them back, or begin a new run with run.restart=true"
+                    f"the data position was saved with {key} {before.get(key)} and {key} is {now} now: a stream goes on"
+                    " only with the same ranks, files and tokenizer; bring them back, or begin a new run with"
+                    " run.restart=true"
                 )
         position = state or {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
         # One worker: more would need positions of their own. It reads ahead up to a group, to have the next one ready.

@@ -402,6 +402,8 @@ class Trainer:
         self.saved_rows = None if values.get("metrics") is None else Saved(**values["metrics"])  # older ones have none
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
+        if self.gradual is not None:
+            self.gradual.at(self.tokens)  # the micro-batch is decided by the blocks that the last step had
         self.micro_batch.restore(values.get("micro_batch"))
         self.taught_by = values.get("teacher")
         torch.set_rng_state(rng["cpu"])

@@ -327,7 +327,7 @@ class MicroBatch:
         if most is None:
             return
         self.most = min(most, self.most or most)
-        if self.size > self.most:
+        if max(self.size, self.grown or 0) > self.most:  # it may have gone back, and would return
             self.restored = False
 
     # What a checkpoint holds, and what people see.

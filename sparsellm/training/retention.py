@@ -6,24 +6,32 @@ from itertools import islice
 from sparsellm.config import Config, Schedule, decay_start
 
 
+def last_common_step(config: Config) -> int:
+    """The last step that a run of optimizer.schedule=wsd has in common with a longer one; 0: no step is.
+
+    After it the learning rate decays, or silent neurons are no longer drawn anew, because the run is about to end.
+    """
+    training, silence = config.training, config.sparsity.reinit_dead_after_tokens or 0
+    last_draw = training.steps - -(-silence // training.tokens_per_step)
+    return max(0, min(decay_start(config.optimizer, training.steps), last_draw))
+
+
 class Retention:
     """The checkpoints of a run: every run.checkpoint_every steps, of which the newest run.keep_checkpoints stay.
 
     Two kinds stay for good: the first one of each run.keep_every steps (step N itself, unless its save failed or had
-    to wait for a finite gradient), and, with optimizer.schedule=wsd, the newest one from before the decay, from which
-    the run can be made longer.
+    to wait for a finite gradient), and, with optimizer.schedule=wsd, the newest one up to the last common step, from
+    which the run can be made longer.
     """
 
     def __init__(self, config: Config) -> None:
         self.run, self.steps = config.run, config.training.steps
-        # The last step before the decay; 0: no step is.
-        wsd = config.optimizer.schedule == Schedule.wsd
-        self.before_decay = decay_start(config.optimizer, self.steps) if wsd else 0
+        self.last_common = last_common_step(config) if config.optimizer.schedule == Schedule.wsd else 0
         self._intervals = [every for every in (self.run.checkpoint_every, self.run.keep_every) if every]
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint of `step` is to be saved."""
-        return step in (self.before_decay, self.steps) or any(step % every == 0 for every in self._intervals)
+        return step in (self.last_common, self.steps) or any(step % every == 0 for every in self._intervals)
 
     def for_good(self, steps: list[int]) -> set[int]:
         """Of the checkpoints of these `steps`, ascending, those that are never deleted."""
@@ -32,7 +40,7 @@ class Retention:
             for step in steps:
                 found.setdefault(step // self.run.keep_every, step)
             found.pop(0, None)  # no milestone is before step keep_every
-        return {*found.values(), *[step for step in steps if step <= self.before_decay][-1:]}
+        return {*found.values(), *[step for step in steps if step <= self.last_common][-1:]}
 
     def most_at_once(self, there: list[int]) -> int:
         """How many checkpoints there will be at once at most, the one being written included.
@@ -44,8 +52,8 @@ class Retention:
         if not to_come:
             return len(there)
         newest = [*to_come, *reversed(there)][:count]  # when the last one is written
-        decay = [self.before_decay] if self.before_decay > last else []
-        older = {step for step in self.for_good(sorted({*there, *decay, *newest})) if step < newest[-1]}
+        common = [self.last_common] if self.last_common > last else []
+        older = {step for step in self.for_good(sorted({*there, *common, *newest})) if step < newest[-1]}
         milestones = 0
         if every := self.run.keep_every:  # those between, which no list names
             milestones = max(0, (newest[-1] - 1) // every - last // every)
@@ -57,5 +65,5 @@ class Retention:
         step = self.steps
         while step > last:
             yield step
-            decay = self.before_decay if self.before_decay < step else 0
-            step = max(decay, *((step - 1) // every * every for every in self._intervals))
+            common = self.last_common if self.last_common < step else 0
+            step = max(common, *((step - 1) // every * every for every in self._intervals))

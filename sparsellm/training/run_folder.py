@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TextIO
 
 from sparsellm import locks
-from sparsellm.config import Config, ConfigError, Precision, Schedule, decay_start, definition, load, parameters, save
+from sparsellm.config import Config, ConfigError, Precision, Schedule, definition, load, parameters, save
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main, require_shared
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
-from sparsellm.training.retention import Retention
+from sparsellm.training.retention import Retention, last_common_step
 
 __all__ = [
     "CHECKPOINTS", "CONFIG", "RunFolderError", "begun_as", "checkpoint", "claim", "is_finished", "mistakes",
@@ -41,8 +41,14 @@ class RunFolderError(RuntimeError):
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed.
 
+    Nor is any under run.restart, so ranks that torchrun starts again would lose what they have done: that is refused.
     A run with optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
     """
+    if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
+        return [
+            f"run.restart=true with torchrun --max-restarts={restarts}, each of whose restarts would begin anew, in"
+            " another folder: choose another run.name instead, or leave out --max-restarts"
+        ]
     try:
         begun = begun_as(config)
     except ConfigError as error:
@@ -58,8 +64,8 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
             now[key] = before[key]
         if (steps := saved_steps(config.run.folder)) and min(steps) > start:
             return [
-                f"run {config.run.name} cannot be made longer, for it has no checkpoint from before its decay, which"
-                f" began after step {start}: {remedy}"
+                f"run {config.run.name} cannot be made longer, for it has no checkpoint up to step {start}, the"
+                f" last that a longer one has in common with it: {remedy}"
             ]
     elif config.training.steps > begun.training.steps:
         reasons["training.steps"] = (
@@ -85,17 +91,17 @@ def _both_wsd(begun: Config, config: Config) -> bool:
 
 
 def _return_to(begun: Config, config: Config) -> int | None:
-    """The last step that a run as it was `begun` has in common with the longer one of `config`: that before its decay.
+    """The last step that a run as it was `begun` has in common with the longer one of `config`.
 
     None: `config` does not make it longer.
     """
     if not _both_wsd(begun, config) or config.training.steps <= begun.training.steps:
         return None
-    return decay_start(begun.optimizer, begun.training.steps)
+    return last_common_step(begun)
 
 
 def _set_decay_aside(folder: Path, begun: Config, start: int) -> None:
-    """Leave no checkpoint after step `start` to resume from: they are from the decay of the run as it was `begun`."""
+    """Leave no checkpoint after step `start` to resume from: they are from the end of the run as it was `begun`."""
     for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
@@ -192,7 +198,7 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     warn(
                         f"{folder.name} is made longer, from {begun.training.steps:,} to {config.training.steps:,}"
                         f" steps, with its warm-up of {warmup:,}: it goes on from its last checkpoint up to step"
-                        f" {start:,}, after which its decay began"
+                        f" {start:,}, the last that both have in common"
                     )
             try:
                 save(_as_of(config, folder.name, warmup), folder / CONFIG)

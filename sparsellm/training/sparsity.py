@@ -73,6 +73,9 @@ class Reinitialization:
     The row's moments become 0. Adam's step count belongs to the whole matrix and stays: the new row's first updates,
     without bias correction, are smaller than usual, (1 - beta1) / sqrt(1 - beta2) = 0.45 times, and never larger.
 
+    While the gate goes from SiLU to ReLU (`sparsity.relu_tokens`), a row has a gradient where z <= 0, too, and none is
+    drawn.
+
     A drawn neuron has `sparsity.reinit_dead_after_tokens` tokens to fire before it is drawn again, as it has at the
     start of the run. None is drawn in as many tokens at the end: it would stay unlearned. `SilentNeurons` goes on
     counting from when a neuron last fired, so that a drawn neuron counts as dead until it fires.
@@ -89,7 +92,7 @@ class Reinitialization:
         sparsity, training, model = config.sparsity, config.training, config.model
         assert sparsity.reinit_dead_after_tokens is not None
         self.silence, self.every = sparsity.reinit_dead_after_tokens, sparsity.reinit_every
-        self.blend = sparsity.reinit_blend
+        self.blend, self.relu_tokens = sparsity.reinit_blend, sparsity.relu_tokens
         self.steps, self.step_tokens = training.steps, training.tokens_per_step
         self.seed, self.std, self.optimizer = training.seed, model.init_std, optimizer
         blocks: list[Any] = [layer.mlp for layer in decoder.layers]
@@ -101,7 +104,8 @@ class Reinitialization:
 
     def due(self, step: int) -> bool:
         """Whether rows may be drawn at the end of `step`."""
-        return step % self.every == 0 and (self.steps - step) * self.step_tokens >= self.silence
+        done, left = step * self.step_tokens, (self.steps - step) * self.step_tokens
+        return step % self.every == 0 and done >= self.relu_tokens and left >= self.silence
 
     @torch.no_grad()
     def apply(self, step: int, silent_tokens: Tensor) -> None:

@@ -54,6 +54,10 @@ from sparsellm.ops import build
             ["sparsity.reinit_dead_after_tokens=204801", "sparsity.reinit_every=300"],
             "never draws a row in the run's 400 steps: the first could be drawn at step 300, .* in the last 101",
         ),
+        (
+            ["sparsity.reinit_dead_after_tokens=1", "sparsity.relu_tokens=819200"],
+            "reinit_every 100 after relu_tokens 819200 never draws a row in .*: the first could be drawn at step 400",
+        ),
         (["optimizer.decay_fraction=0.3"], "optimizer.decay_fraction is 0.3 with optimizer.schedule=cosine"),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=0"], "decay_fraction is 0.0: it must be above 0"),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=nan"], "decay_fraction is nan: it must be above 0"),

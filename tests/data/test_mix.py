@@ -97,6 +97,17 @@ def test_each_source_is_validated_and_the_mix_by_shares(mixed: Config, tmp_path:
         open_validation(mixed, data.tokenizer_folder, tmp_path / "run")
 
 
+def test_a_source_with_few_held_out_blocks_keeps_its_share_of_the_validation(mixed: Config) -> None:
+    """Of 1,000 samples b would have 300, which it has not, nor a its 700."""
+    many = replace(mixed, logging=LoggingConfig(validation_samples=1_000))
+    with process_group("cpu") as ranks:
+        data = open_data(many, ranks)
+    a, b = (len(each) for each in data.named_validation.values())
+    total = len(data.validation)
+    assert min(a / 7, b / 3) == pytest.approx(total / 10, abs=1)
+    assert torch.equal(data.validation[: round(0.7 * total)], data.named_validation["a"][: round(0.7 * total)])
+
+
 def test_what_is_not_prepared_or_does_not_fit_is_refused(
     mixed: Config, make_config: Callable[..., Config], parquet: list[str], texts: list[str], tmp_path: Path
 ) -> None:

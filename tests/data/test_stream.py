@@ -124,6 +124,16 @@ def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_nam
         take(replace(stream, files=fewer, world_size=2), 1, state)
 
 
+def test_another_tokenizer_is_refused_by_name(stream: TokenStream, texts: list[str], tmp_path: Path) -> None:
+    ((_, state),) = take(stream, 1)
+    tokenizer.save(tokenizer.train(texts, 350), tmp_path / "other")
+    other = replace(stream, tokenizer_folder=tmp_path / "other")
+    with pytest.raises(DataError, match=r"the data position was saved with tokenizer [0-9a-f]{16} and tokenizer is"):
+        take(other, 1, state)
+    del state["tokenizer"]  # as an earlier version saved it
+    assert len(take(stream, 1, state)) == 1
+
+
 @pytest.mark.parametrize("at", [8, -8])
 def test_a_file_of_other_content_and_the_same_size_is_refused_by_name(stream: TokenStream, at: int) -> None:
     ((_, state),) = take(stream, 1)

@@ -92,6 +92,16 @@ def test_the_kernels_have_no_part_in_it_until_the_gate_is_a_relu(tmp_path):
         assert counted == [step in (9, 10) for step in range(1, 13)]
 
 
+def test_a_resumed_run_has_the_blocks_of_its_last_step_before_the_next_one(tmp_path):
+    """The next step may decide how many sequences fit, before it computes."""
+    for steps, mixed in ((4, True), (5, False)):
+        with small_trainer(tmp_path / str(steps), *GRADUAL, f"training.steps={steps}") as trainer:
+            trainer.fit()
+        with small_trainer(tmp_path / str(steps), *GRADUAL, "training.steps=12") as trainer:
+            trainer._resume()
+            assert [isinstance(layer.mlp, MixedFeedForward) for layer in trainer.decoder.layers] == [mixed] * 2
+
+
 def test_a_changing_gate_compiles_nothing_anew_but_once(tmp_path, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -48,6 +48,19 @@ def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys
     assert names == ["step_00000012.decayed", "step_00000015", "step_00000020"]
 
 
+def test_it_goes_on_from_before_the_tokens_in_which_no_row_is_drawn_where_these_begin_before_the_decay(tmp_path):
+    """Of 12 steps no row is drawn in the last 5, and the rate decays in the last 3."""
+    drawing = ["sparsity.reinit_dead_after_tokens=640", "sparsity.reinit_every=1", "run.checkpoint_every=100"]
+    dying = ["sparsity.l1_coefficient=10", "optimizer.learning_rate=3e-2", "model.init_std=0.02"]
+    trained(tmp_path / "a", *WSD, *drawing, *dying)
+    longer = trained(tmp_path / "a", *WSD, *drawing, *dying, "training.steps=20")
+    whole = trained(tmp_path / "b", *WSD, *drawing, *dying, "training.steps=20")
+    assert [name for name in whole if not torch.equal(longer[name], whole[name])] == []
+    assert {path.name for path in (tmp_path / "a/r/checkpoints").iterdir()} >= {"step_00000012.decayed"}
+    drawn = {row["step"]: sum(row["reinitialized_per_layer"]) for row in rows(tmp_path / "b")}
+    assert drawn[6] < drawn[9]  # in steps in which the shorter run drew none
+
+
 def test_the_warm_up_stays_where_a_longer_run_would_have_another(tmp_path):
     untyped = [override for override in OVERRIDES if "warmup" not in override]
     named = [*untyped, *WSD, f"run.root={tmp_path}", "run.name=r"]
@@ -88,7 +101,7 @@ def test_a_run_without_a_checkpoint_from_before_its_decay_is_refused(tmp_path):
         assert run_folder.mistakes(again) == []  # the tokens that there are, again
         (folder / "checkpoints/step_00000012").mkdir(parents=True)
     (found,) = run_folder.mistakes(longer)
-    assert "no checkpoint from before its decay, which began after step 9" in found
+    assert "no checkpoint up to step 9, the last that a longer one has in common with it" in found
 
 
 def test_room_is_asked_for_as_if_the_decay_were_not_there(tmp_path, monkeypatch):

@@ -276,6 +276,20 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path):
             trainer.micro_batch.choose()
 
 
+def test_a_run_that_has_gone_back_does_not_return_to_more_than_its_record_says(tmp_path):
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        FakeGpu(trainer, sequences=12)
+        trainer.micro_batch.choose()
+        gone_back = {**trainer.micro_batch.state(), "size": 3, "first": 3, "grown": 12}
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        FakeGpu(trainer, sequences=12)
+        trainer.micro_batch.restore(gone_back)
+        (tmp_path / "run" / RECORD).write_text('{"most": 6, "because": "rank 1"}')
+        trainer.micro_batch.choose()
+        trainer.micro_batch.decided(torch.zeros(12, 17, dtype=torch.int64))
+        assert trainer.micro_batch.size <= 6
+
+
 @pytest.mark.slow
 def test_two_ranks_agree_grow_alike_and_go_on_with_half_after_one_ran_out_of_memory(tmp_path):
     """Rank 1 has room for less than rank 0. It runs out of memory once both have grown, and torchrun starts them again

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 from small_run import small_config
@@ -72,6 +73,16 @@ def test_what_a_kill_left_in_a_finished_run_is_removed_unless_the_run_is_in_use(
     run_folder.tidy(tmp_path / "r")
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000012"]
     assert f"{left.parent}: removing what an interrupted removal left, 20.0 MB" in capsys.readouterr().err
+
+
+def test_a_restart_that_torchrun_would_repeat_is_refused(config, monkeypatch):
+    anew = replace(config, run=replace(config.run, restart=True))
+    for restarts, refused in ((0, False), (3, True)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+        assert run_folder.mistakes(config) == []
+        found = run_folder.mistakes(anew)
+        assert len(found) == refused
+        assert all("run.restart=true with torchrun --max-restarts=3" in each for each in found)
 
 
 def test_a_configuration_that_is_gone_is_said(config, tmp_path, capsys):

@@ -180,5 +180,7 @@ def test_rows_are_drawn_while_there_is_time_to_learn(tmp_path):
         assert [step for step in range(1, 13) if trainer.reinitialization.due(step)] == [2, 4, 6, 8, 10]
     with small_trainer(tmp_path / "run", *REINIT, "sparsity.reinit_dead_after_tokens=257") as trainer:
         assert [step for step in range(1, 13) if trainer.reinitialization.due(step)] == [2, 4, 6, 8]
+    with small_trainer(tmp_path / "run", *REINIT, "sparsity.relu_tokens=600") as trainer:  # ReLU from step 5 on
+        assert [step for step in range(1, 13) if trainer.reinitialization.due(step)] == [6, 8, 10]
     with small_trainer(tmp_path / "run") as trainer:
         assert trainer.reinitialization is None
