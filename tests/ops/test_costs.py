@@ -60,6 +60,12 @@ def test_beyond_the_largest_size_the_fixed_part_grows_on_and_the_others_stay():
     assert costs_at(TRAINING, 70_000) == TRAINING[2048]
 
 
+def test_beyond_a_border_that_is_the_largest_size_seconds_do_not_grow_as_across_it():
+    before, after = {Engine.dense: Cost(1000e-6)}, {Engine.dense: Cost(1010e-6)}  # measured, so a bit off
+    sizes = {8192: {Engine.dense: Cost(500e-6)}, 16_383: before, 16_384: after}
+    assert costs_at(sizes, 2 * 16_384)[Engine.dense].fixed == pytest.approx(2030e-6)
+
+
 def test_fewer_tokens_than_were_measured_are_for_dense():
     assert COSTS.choose_training_engine(2047, 0, 0) == Engine.dense
     assert COSTS.choose_engine(0, 0, 0) == Engine.dense
