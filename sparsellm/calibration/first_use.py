@@ -45,16 +45,17 @@ def measure_missing(layers: Iterable[tuple[int, int]], device: torch.device) -> 
 
 def _measure(width: int, neurons: int, device: torch.device, command: str) -> str | None:
     """Measure and keep a layer; what kept that from being done."""
-    most = min(_tokens_that_fit(width, neurons, device), measure.SIZES[-1])
-    started = time.perf_counter()
+    kernels = backend.loaded() or "cuda"
+    largest = measure.SIZES[kernels][-1]
+    most, started = min(_tokens_that_fit(width, neurons, device), largest), time.perf_counter()
     try:
         with torch.cuda.device(device), torch.autocast(device.type, enabled=False):
             if most < measure.TRAINING_SIZES[0]:
                 raise torch.OutOfMemoryError(f"{device} has not enough free memory")
             layer = Layer(width, neurons, most, device, torch.bfloat16)
             title = f"measuring layers of {width} x {neurons}"
-            with progress(title, measure.STEPS, "step", shown=sys.stderr.isatty()) as advance:
-                costs, _ = measure.measure(backend.loaded() or "cuda", layer, advance=advance, most=most)
+            with progress(title, measure.steps(kernels), "step", shown=sys.stderr.isatty()) as advance:
+                costs, _ = measure.measure(kernels, layer, advance=advance, most=most)
     except torch.OutOfMemoryError as error:
         return " ".join(str(error).split())
     backend.measured[width, neurons] = costs
@@ -64,7 +65,7 @@ def _measure(width: int, neurons: int, device: torch.device, command: str) -> st
     except OSError as error:
         kept = f"not kept, for the cache cannot be written ({error})"
     reached = max(costs.forward)
-    if reached < measure.SIZES[-1]:
+    if reached < largest:
         kept = f"up to {reached:,} tokens, as far as its free memory goes ({command}), {kept}"
     warn(f"this GPU had not been measured for layers of {width} x {neurons}: measured in {seconds:.1f} s, {kept}")
     return None

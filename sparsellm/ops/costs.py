@@ -21,9 +21,11 @@ from sparsellm.ops.dispatch import (
     TILE_MAX_NONZEROS,
 )
 from sparsellm.ops.plan import Engine
+from sparsellm.ops.triton.policy import ALONE
 
 ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
-BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS  # from which on engines compute in another way
+# From which on engines compute in another way; the last one is of the Triton kernels' forward pass alone.
+BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
 
 
 class Cost(NamedTuple):

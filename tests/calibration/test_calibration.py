@@ -4,6 +4,8 @@ No GPU: the times are those of an invented machine, whose engines follow laws th
 the engines of a real one take is for tests/gpu.
 """
 
+import itertools
+
 import pytest
 import torch
 from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
@@ -15,17 +17,18 @@ from sparsellm.calibration.measure import (
     DENSE_SIZES,
     DENSE_TRAINING_SIZES,
     SIZES,
-    STEPS,
     TRAINING_SIZES,
     Timed,
     calls_of,
     fit,
+    steps,
 )
 from sparsellm.commands import calibrate
 from sparsellm.config import ConfigError
 from sparsellm.ops import Engine, backend, dispatch
 from sparsellm.ops.costs import Cost, whole_tiles
 from sparsellm.ops.triton import tuning
+from sparsellm.ops.triton.policy import ALONE
 from sparsellm.ops.triton.tuning import SMALL, Shape
 
 
@@ -41,8 +44,8 @@ class InWaves(Machine):
         return super().seconds(call)
 
 
-def measured_on(machine: Machine, advance=lambda _: None):
-    return measure.measure("cuda", layer_of(K, N), machine.milliseconds, counts, advance)
+def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
+    return measure.measure(kernels, layer_of(K, N), machine.milliseconds, counts, advance)
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
@@ -131,22 +134,33 @@ def test_calls_that_take_longer_than_dense_bend_the_fit_little():
     assert error(fit(timed, dense=1.5)) < 0.1 < 0.2 < error(fit(timed))
 
 
-def test_every_size_is_timed_with_the_engines_that_may_compute_it():
-    machine, steps = Machine(), []
-    costs, times = measured_on(machine, steps.append)
-    assert len(steps) == STEPS
+@pytest.mark.parametrize("kernels", SIZES)
+def test_every_size_is_timed_with_the_engines_that_may_compute_it(kernels):
+    machine, advanced = Machine(), []
+    costs, times = measured_on(machine, advanced.append, kernels)
+    assert len(advanced) == steps(kernels)
     assert [each.call for each in times] == machine.asked
-    assert set(costs.forward) == {*SIZES, *DENSE_SIZES}
+    assert set(costs.forward) == {*SIZES[kernels], *DENSE_SIZES}
     assert set(costs.training) == {*TRAINING_SIZES, *DENSE_TRAINING_SIZES}
     assert all(whole_tiles(tokens) == tokens for tokens in (*costs.forward, *costs.training))
     assert all(set(costs.forward[tokens]) == {Engine.dense} for tokens in DENSE_SIZES)
-    for tokens in SIZES:
+    for tokens in SIZES[kernels]:
         expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= dispatch.MANY_TOKENS else set())
         assert set(costs.forward[tokens]) == expected
     # More calls than a cost has parts, so that a fit cannot pass through all of them.
     for tokens in (16, 512, 4096):
         assert sum(call.engine == Engine.row for call in calls_of(tokens, False)) > 2
     assert sum(call.engine == Engine.tile for call in calls_of(2048, True)) > 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alone"), [(SIZES["cuda"], 1), (SIZES["triton"], ALONE), (TRAINING_SIZES, 1)], ids=[*SIZES, "training"]
+)
+def test_both_sides_are_timed_where_kernels_begin_to_order_tokens_and_two_sizes_beyond(sizes, alone):
+    ((before, border),) = (pair for pair in itertools.pairwise(sizes) if dispatch.orders(pair[1] // alone) and not
+                           dispatch.orders(pair[0] // alone))  # fmt: skip
+    assert before == border - 1
+    assert sizes[-1] >= 2 * border
 
 
 def test_sizes_beyond_the_memory_are_left_out_and_none_at_all_is_an_error():

@@ -45,7 +45,7 @@ def test_each_engine_is_interpolated_between_its_own_sizes():
 @pytest.mark.parametrize(
     ("tokens", "whole"),
     [(1, 1), (63, 63), (65, 128), (270, 320), (320, 320), (1300, 1343), (1344, 1344), (1500, 1535), (1537, 1600),
-     (16_380, 16_383), (16_384, 16_384), (16_385, 16_448)],
+     (16_380, 16_383), (16_384, 16_384), (16_385, 16_448), (65_500, 65_535), (65_537, 65_600)],
 )  # fmt: skip
 def test_a_begun_tile_costs_a_whole_one_but_never_one_across_a_border(tokens, whole):
     assert whole_tiles(tokens) == whole
