@@ -85,9 +85,9 @@ class Plans:
     def _measured(self) -> dict[str, Any] | None:
         if backend.loaded():
             backend.measured.pop(self.layer, None)  # an earlier run of this process may have gone by other costs
-            calibration.take([self.layer])
             if self.calibrate:
                 calibration.measure_missing([self.layer], self.ranks.device)
+            calibration.take([self.layer])
         return self._costs()
 
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
