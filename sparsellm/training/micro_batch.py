@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config
+from sparsellm.config import FLOAT32, Config
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather, on_main
 from sparsellm.files import write_whole
 from sparsellm.ops import Engine, Plan
-from sparsellm.training.memory import FLOAT32, GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
+from sparsellm.training.memory import GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
 from sparsellm.training.metrics import StepSums
 from sparsellm.training.plans import Plans
 

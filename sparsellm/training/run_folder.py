@@ -13,12 +13,24 @@ from pathlib import Path
 from typing import TextIO
 
 from sparsellm import locks
-from sparsellm.config import Config, ConfigError, Precision, Schedule, decay_start, definition, load, parameters, save
+from sparsellm.config import (
+    FLOAT32,
+    MOMENTS,
+    Config,
+    ConfigError,
+    Schedule,
+    decay_start,
+    definition,
+    load,
+    parameters,
+    save,
+)
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main, require_shared
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
+from sparsellm.training.memory import DTYPES
 from sparsellm.training.retention import Retention
 
 __all__ = [
@@ -30,8 +42,6 @@ LOCK = "lock"
 WARMUP = "optimizer.warmup_steps"
 PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
 SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
-STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
-HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
 
 class RunFolderError(RuntimeError):
@@ -126,7 +136,8 @@ def view(config: Config) -> str:
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
     run, folder = config.run, config.run.folder
-    size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
+    state, model = (1 + MOMENTS) * FLOAT32, DTYPES[run.hf_dtype].itemsize  # bytes of a parameter in state/ and hf/
+    size = parameters(config.model) * (state + model)
     steps = [] if run.restart else sorted(saved_steps(folder))
     with suppress(ConfigError):  # `mistakes` names it
         if (begun := begun_as(config)) is not None and (start := _return_to(begun, config)) is not None:
