@@ -178,19 +178,22 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
     where NAME is taken. A run that `config` makes longer has the warm-up that it was begun with, and what its decay
-    saved is set aside, as step_N.decayed. A folder that this has made goes again where a ConfigError ends what is done
-    with it, and nothing else is in it: a model that the run starts from cannot be read. Raises RunFolderError.
+    saved is set aside, as step_N.decayed. Of a run that begins, all that this has made goes again where a ConfigError
+    ends what is done with it: a model that the run starts from cannot be read. Raises RunFolderError.
     """
+    begins = False  # on the main rank: whether there is no config.yaml yet
     made: list[Path] = []
     with ExitStack() as held:
 
         def claim_folder() -> tuple[str, int, str]:
+            nonlocal begins
             folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-            made.extend([] if folder.exists() else (path for path in (folder, *folder.parents) if not path.exists()))
+            made.extend(path for path in (folder, *folder.parents) if not path.exists())
             lock = held.enter_context(claim(folder))
-            if saved_steps(folder) and not (folder / CONFIG).is_file():
+            begins = not (folder / CONFIG).is_file()
+            if saved_steps(folder) and begins:
                 warn(
                     f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
                     " cannot be checked"
@@ -217,21 +220,21 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
         try:
             yield config, config.run.folder
         except ConfigError:
-            if made:  # on the main rank
+            if begins:
                 _remove(config.run.folder, made)
             raise
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Take away a run's `folder`, and those `made` for it, unless there is more in them than `open_folder` wrote."""
-    if {path.name for path in folder.iterdir()} <= {CHECKPOINTS, CONFIG, LOCK}:
-        with suppress(OSError):  # there are checkpoints, or another run beside it
-            if (folder / CHECKPOINTS).exists():
-                (folder / CHECKPOINTS).rmdir()
-            for name in (CONFIG, LOCK):
-                (folder / name).unlink()
-            for path in made:
-                path.rmdir()
+    """Take away what a run that has not begun has in its `folder`, and the folders `made` for it, unless there is more
+    in them, as the log of a scheduler or another run."""
+    with suppress(OSError):  # there are checkpoints, or more
+        if (folder / CHECKPOINTS).exists():
+            (folder / CHECKPOINTS).rmdir()
+        for name in (CONFIG, LOCK):
+            (folder / name).unlink()
+        for path in made:
+            path.rmdir()
 
 
 def _sign(lock: TextIO) -> str:
