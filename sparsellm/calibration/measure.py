@@ -5,7 +5,9 @@ of firing, and a Cost is fitted to its times. What matters is which engine is fa
 are relative to the times, and those of calls that take longer than dense count less. Of each pair of neighbours between
 which the engines change what they do (a kernel for few tokens, an order of the tokens), both are measured, so no cost
 is interpolated across such a change. The Triton kernels order the tokens of a forward pass alone from
-another number on than the CUDA kernels, so the largest numbers are each kernels' own.
+another number on than the CUDA kernels, so the largest numbers are each kernels' own. Of the fewest tokens each number
+is measured: the row engine deals their rows to some 16 clusters of CTAs, cut into pieces, so what the slowest cluster
+has jumps from one number to the next (7 rows in 3 pieces are two turns, 8 rows in 2 pieces are one).
 
 What dense takes does not depend on what fires, but on how many tiles its products have, and whether these fill the
 multiprocessors a whole number of times. So it is timed at many more numbers of tokens: DENSE_SIZES and
@@ -35,8 +37,8 @@ from sparsellm.ops.triton.policy import ALONE
 
 METHOD = 3  # raised when other things are measured, or otherwise: what was kept before is not taken then
 _SIZES = (
-    1, 2, 4, 8, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896,
-    1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192,
+    *range(1, 9), 12, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768,
+    896, 1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192,
 )  # fmt: skip
 ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # from which on the Triton kernels order the tokens of a forward pass alone
 SIZES = {

@@ -5,6 +5,7 @@ the engines of a real one take is for tests/gpu.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ class InWaves(Machine):
                 tiles = -(-tiles * N // 256 // 132) * 132 * 256 // N
             call = call._replace(tokens=tiles * 128)
         return super().seconds(call)
+
+
+class InPieces(Machine):
+    """Of few tokens, the row engine deals rows to 16 clusters, cut into pieces of whole rounds of 64 nonzeros."""
+
+    def seconds(self, call: Call) -> float:
+        if call.engine != Engine.row or call.tokens > dispatch.FEW_TOKENS:
+            return super().seconds(call)
+        row = counts(call)[0] / call.tokens
+        piece = max(64 * math.ceil(call.tokens * row / 16 / 64), 256 if row <= 256 else 0)
+        pieces = [min(piece, row)] * call.tokens
+        pieces += [min(piece, row - begin) for _ in range(call.tokens) for begin in range(piece, int(row), piece)]
+        return 12e-6 + 20e-9 * max(sum(pieces[cluster::16]) for cluster in range(16))
 
 
 def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
@@ -122,6 +136,13 @@ def test_steps_in_what_dense_takes_are_known():
         for share in (0.003, 0.0065, 0.011, 0.02, 0.04)
     ]
     assert max(cells) <= 0.06
+
+
+def test_where_rows_are_cut_into_pieces_each_of_the_fewest_numbers_of_tokens_is_known():
+    machine = InPieces()
+    costs, _ = measured_on(machine)
+    calls = [Call(m, Firing(share), Engine.dense, False) for m in range(1, 9) for share in (0.04, 0.101, 0.12, 0.14)]
+    assert max(behind(machine, costs, call) for call in calls) <= 0.12
 
 
 def test_calls_that_take_longer_than_dense_bend_the_fit_little():
