@@ -112,7 +112,7 @@ def main() -> None:
     for name in args.layers:
         width, neurons = (int(size) for size in name.split("x"))
         torch.cuda.empty_cache()
-        layer = Layer(width, neurons, max(*args.m, measure.SIZES[-1]), torch.device("cuda", 0), torch.bfloat16)
+        layer = Layer(width, neurons, max(*args.m, measure.SIZES[kernels][-1]), torch.device("cuda", 0), torch.bfloat16)
         started = time.monotonic()
         costs, times = measure.measure(kernels, layer)
         print(f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; of what it timed: ", end="")

@@ -53,6 +53,18 @@ def joined(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu")
         dist.destroy_process_group()
 
 
+def torchrun(ranks: int, *command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`command` (a script, or "-m" and a module, and what they take) has run in `folder` on so many ranks of one thread
+    each, and has succeeded."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launcher, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
 def family(pid: int) -> list[psutil.Process]:
     """The process and all that it and they have started, each after its parent, as far as they are alive."""
     try:

@@ -1,18 +1,15 @@
 """How ranks agree: what one of two hears of the other."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import torchrun
 
 SCRIPT = Path(__file__).with_name("agreeing_ranks.py")
 
 
 def test_two_ranks_hear_of_each_other():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition(": ") for line in done.stdout.splitlines() if line]
+    lines = [line.partition(": ") for line in torchrun(2, SCRIPT).stdout.splitlines() if line]
     heard = {rank: ast.literal_eval(said) for rank, _, said in lines}
     same = [["rank 0", "rank 1"], None, "rank 0 failed", "rank 0", "rank 1 failed"]
     assert heard == {

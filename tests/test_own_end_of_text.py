@@ -110,5 +110,25 @@ def test_data_of_the_same_tokens_that_end_otherwise_are_trained_on_with_a_word(d
     said = [line for line in capsys.readouterr().err.splitlines() if "documents of" in line]
     assert said == ["sparsellm: documents of data.path=tokens are TEXT <s>, those of init_from=./source <s> TEXT </s>"]
     hf = tmp_path / "runs/other/checkpoints/step_00000002/hf"
-    assert json.loads((hf / "config.json").read_text())["eos_token_id"] == 1
+    assert json.loads((hf / "config.json").read_text())["eos_token_id"] == [1, 2]  # </s> of source, too
     assert AutoTokenizer.from_pretrained(hf).eos_token == "<s>"
+
+
+def test_of_several_ends_of_the_source_a_run_keeps_those_that_no_document_has(documents, tmp_path):
+    ends = {"eos_token_id": [2, 0, 350]}  # 0, <unk>, stands for the end of a turn; 350 is a word
+    (tmp_path / "source/generation_config.json").write_text(json.dumps(ends))
+    run(prepare_data, "init_from=./source", "data.path=tokens")
+    begun = ["init_from=./source", "data.path=tokens", "run.name=own"]
+    run(train, *begun)
+    last = tmp_path / "runs/own/checkpoints/step_00000004"
+    for _ in range(2):
+        assert json.loads((last / "hf/config.json").read_text())["eos_token_id"] == [2, 0]
+        assert sparsellm.Generator.load(last / "hf", "cpu").stop == {0, 2}
+        shutil.rmtree(last)
+        shutil.rmtree("source", ignore_errors=True)
+        run(train, *begun)  # the second time from a checkpoint, for the source is gone
+    # And so does a run that starts from this one.
+    run(prepare_data, "init_from=runs/own", "data.path=others")
+    run(train, "init_from=runs/own", "data.path=others", "run.name=next", "training.steps=2")
+    following = tmp_path / "runs/next/checkpoints/step_00000002/hf"
+    assert json.loads((following / "config.json").read_text())["eos_token_id"] == [2, 0]

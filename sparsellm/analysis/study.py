@@ -14,7 +14,7 @@ from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
 from sparsellm.console import progress
 from sparsellm.distributed import device_type
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, unreadable
+from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
 from sparsellm.model import huggingface, pretrained
 from sparsellm.model.acceptance import feedforward_blocks
 from sparsellm.ops import backend
@@ -28,18 +28,8 @@ LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, i
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
     """Everything that keeps `config` from being analyzed, as far as it can be known before any work."""
-    found = analyze_mistakes(config)
-    if config.text is not None and not Path(config.text).expanduser().is_file():
-        found.append(f"text={config.text} is not a file: it should be plain text, or parquet with a column `text`")
-    if config.checkpoint is not None:
-        try:
-            checkpoint = locate(config.checkpoint)
-        except CheckpointNotFound as error:
-            return [*found, str(error)]
-        if config.text is None and checkpoint.run is None:
-            what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
-            found.append(f"checkpoint={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
-    return found
+    given = [] if config.checkpoint is None else [("checkpoint", config.checkpoint)]
+    return analyze_mistakes(config) + text_mistakes(config.text, given)
 
 
 def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:

@@ -12,7 +12,7 @@ from sparsellm.benchmarks.timing import energy_mj
 from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, benchmark_mistakes
 from sparsellm.console import say
 from sparsellm.distributed import Ranks, device_type, process_group
-from sparsellm.evaluation.locate import CheckpointNotFound, locate
+from sparsellm.evaluation.locate import locate, text_mistakes
 from sparsellm.ops import backend
 from sparsellm.run_layout import BENCHMARK
 from sparsellm.training.memory import give_back
@@ -22,20 +22,8 @@ COUNTED_AT_ONCE = 8  # sequences, when firing neurons are counted
 
 def mistakes(config: BenchmarkConfig) -> list[str]:
     """Everything that keeps `config` from being measured, as far as it can be known before any work."""
-    found = benchmark_mistakes(config)
-    if config.text is not None and not Path(config.text).expanduser().is_file():
-        found.append(f"text={config.text} is not a file: it should be plain text, or parquet with a column `text`")
-    for name in (*config.checkpoint, *config.baseline):
-        key = "checkpoint" if name in config.checkpoint else "baseline"
-        try:
-            checkpoint = locate(name)
-        except CheckpointNotFound as error:
-            found.append(str(error).replace("checkpoint=", f"{key}=", 1))
-            continue
-        if config.text is None and checkpoint.run is None:
-            what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
-            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
-    return found
+    given = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
+    return benchmark_mistakes(config) + text_mistakes(config.text, given)
 
 
 def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:

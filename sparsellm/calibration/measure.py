@@ -4,7 +4,10 @@ At each number of tokens of SIZES and TRAINING_SIZES, every engine that may comp
 of firing, and a Cost is fitted to its times. What matters is which engine is faster, so the errors that are made least
 are relative to the times, and those of calls that take longer than dense count less. Of each pair of neighbours between
 which the engines change what they do (a kernel for few tokens, an order of the tokens), both are measured, so no cost
-is interpolated across such a change.
+is interpolated across such a change. The Triton kernels order the tokens of a forward pass alone from
+another number on than the CUDA kernels, so the largest numbers are each kernels' own. Of the fewest tokens each number
+is measured: the row engine deals their rows to some 16 clusters of CTAs, cut into pieces, so what the slowest cluster
+has jumps from one number to the next (7 rows in 3 pieces are two turns, 8 rows in 2 pieces are one).
 
 What dense takes does not depend on what fires, but on how many tiles its products have, and whether these fill the
 multiprocessors a whole number of times. So it is timed at many more numbers of tokens: DENSE_SIZES and
@@ -30,12 +33,18 @@ from sparsellm.ops.dispatch import (
 )
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.plan import Engine
+from sparsellm.ops.triton.policy import ALONE
 
-METHOD = 2  # raised when other things are measured, or otherwise: what was kept before is not taken then
-SIZES = (
-    1, 2, 4, 8, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896,
-    1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192, MIN_ORDERED_TOKENS - 1, MIN_ORDERED_TOKENS, 65_536,
+METHOD = 3  # raised when other things are measured, or otherwise: what was kept before is not taken then
+_SIZES = (
+    *range(1, 9), 12, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768,
+    896, 1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192,
 )  # fmt: skip
+ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # from which on the Triton kernels order the tokens of a forward pass alone
+SIZES = {
+    "cuda": (*_SIZES, MIN_ORDERED_TOKENS - 1, MIN_ORDERED_TOKENS, 65_536),
+    "triton": (*_SIZES, 16_384, ORDERED_ALONE - 1, ORDERED_ALONE, 2 * ORDERED_ALONE),
+}
 TRAINING_SIZES = (MANY_TRAINING_TOKENS, 3072, 4096, 8192, MIN_ORDERED_TOKENS - 1, MIN_ORDERED_TOKENS, 32_768)
 DENSE_SIZES = tuple(
     sorted(
@@ -43,17 +52,13 @@ DENSE_SIZES = tuple(
             24, 48, *range(64, 1536, 64), MIN_FUSED_TOKENS - 1, *range(1536, 4096, 128), *range(4096, 8192, 512),
             *range(8192, 16_384, 1024),
         }
-        - set(SIZES)
+        - set(_SIZES)
     )
 )  # fmt: skip
 DENSE_TRAINING_SIZES = tuple(
     sorted({*range(2048, 4096, 256), *range(4096, 8192, 1024), *range(8192, 16_384, 2048)} - set(TRAINING_SIZES))
 )
 TOGETHER = 16  # neighbours of DENSE_SIZES that are timed in alternation
-STEPS = sum(
-    len(sizes) + -(-len(dense) // TOGETHER)
-    for sizes, dense in ((SIZES, DENSE_SIZES), (TRAINING_SIZES, DENSE_TRAINING_SIZES))
-)
 TILE = (
     Firing(0.0015), Firing(0.0065), Firing(0.011, skew=1.0), Firing(0.018), Firing(0.018, skew=0.7), Firing(0.05),
 )  # fmt: skip
@@ -77,23 +82,23 @@ class Timed(NamedTuple):
 
 def measure(
     kernels: str, layer: Layer, timer: Timer | None = None, counter: Counter | None = None,
-    advance: Callable[[int], object] = lambda _: None, most: int = SIZES[-1],
+    advance: Callable[[int], object] = lambda _: None, most: int | None = None,
 ) -> tuple[Costs, list[Timed]]:  # fmt: skip
     """The costs of `layer` on `kernels`, which are loaded, and what they are fitted to.
 
-    A size above `most`, or one that does not fit into memory, is left out, with all larger ones. Raises
+    A size above `most` tokens, or one that does not fit into memory, is left out, with all larger ones. Raises
     OutOfMemoryError if the smallest one does not fit. timer, counter: by default of this GPU.
     """
     timer, counter = timer or (lambda calls: gpu_milliseconds(layer, calls)), counter or layer.counts
     times: list[Timed] = []
     for training, sizes, dense_sizes in (
-        (False, SIZES, DENSE_SIZES),
+        (False, SIZES[kernels], DENSE_SIZES),
         (True, TRAINING_SIZES, DENSE_TRAINING_SIZES),
     ):
         fitting = []
         for tokens in sizes:
             calls = calls_of(tokens, training)
-            found = timer(calls) if tokens <= most else [None]
+            found = timer(calls) if most is None or tokens <= most else [None]
             if None in found and tokens == sizes[0]:
                 raise torch.OutOfMemoryError(f"a call of {tokens:,} tokens does not fit into the GPU's memory")
             if None in found:
@@ -110,6 +115,12 @@ def measure(
             advance(1)
     forward, training_costs = (_fitted(times, training) for training in (False, True))
     return Costs(kernels, layer.width, layer.neurons, forward, training_costs), times
+
+
+def steps(kernels: str) -> int:
+    """How often `measure` calls `advance`."""
+    timed = ((SIZES[kernels], DENSE_SIZES), (TRAINING_SIZES, DENSE_TRAINING_SIZES))
+    return sum(len(sizes) + -(-len(dense) // TOGETHER) for sizes, dense in timed)
 
 
 def calls_of(tokens: int, training: bool) -> list[Call]:

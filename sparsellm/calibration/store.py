@@ -1,6 +1,7 @@
 """What was measured of this GPU, kept in the cache beside the kernels, and taken from there.
 
     keep(...)          write what was measured of a layer, beside what is there of others
+    tried(...)         how many tokens there was memory for when that was measured
     take(layers)       let the policy go by what is there of these layers
     measuring()        one process of a machine at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
@@ -45,14 +46,17 @@ def file() -> Path:
     return build.cache() / "calibrations" / f"{name}-{backend.loaded()}-{_version()}.json"
 
 
-def keep(costs: Costs, sizes: Tuning | None) -> Path:
-    """Write the costs of a layer, and the Triton kernels' block sizes if they were looked for. Raises OSError."""
+def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
+    """Write the costs of a layer, and the Triton kernels' block sizes if they were looked for. Raises OSError.
+
+    tried: up to how many tokens the free memory was thought to do, where that was not for all sizes.
+    """
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:  # two layers may be measured at a time
         locks.take(lock)
         values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
-        values["layers"][_name(costs.width, costs.neurons)] = costs.as_json()
+        values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": tried}
         if sizes is not None:
             values["block_sizes"] = list(sizes)
         write_sealed(path, values)
@@ -97,6 +101,14 @@ def take(layers: Iterable[tuple[int, int]]) -> None:
             backend.measured[width, neurons] = Costs.of_json(values["layers"][_name(width, neurons)])
     if values["block_sizes"] is not None:
         tuning.use(block_sizes(values["block_sizes"]))
+
+
+def tried(width: int, neurons: int) -> int | None:
+    """Up to how many tokens there was memory when what is kept of such layers was measured; None: for all sizes."""
+    path = file()
+    values = (_read(path) if path.is_file() else None) or {"layers": {}}
+    found: int | None = values["layers"].get(_name(width, neurons), {}).get("tried")
+    return found
 
 
 def block_sizes(values: list[Any]) -> Tuning:

@@ -1,12 +1,12 @@
 """python -m sparsellm.calibrate model=NAME [key=value] : time the engines here, and choose by that from then on.
 
-Each engine of a model's feedforward layers is timed at 1 to 65,536 tokens, forward and backward too, on random weights
-that fire as trained ones do; of the Triton kernels, the fastest block sizes are found first. What is fitted to the
-times goes into the cache beside the kernels, for this GPU model, these kernels and this version of torch. From then on
-it chooses the engines of such layers, in training, evaluate, generate, benchmark and sparsellm.accelerate. Where nobody
-has measured a layer, these do so as they begin, but for the block sizes, and on a GPU that may be in use. A run keeps
-what it began with, in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 for a GPU that cannot do
-it or a cache that cannot be written, 2 for a refused configuration.
+Each engine of a model's feedforward layers is timed at 1 to 65,536 tokens (131,072 on the Triton kernels), forward and
+backward too, on random weights that fire as trained ones do; of the Triton kernels, the fastest block sizes are found
+first. What is fitted to the times goes into the cache beside the kernels, for this GPU model, these kernels and this
+version of torch. From then on it chooses the engines of such layers, in training, evaluate, generate, benchmark and
+sparsellm.accelerate. Where nobody has measured a layer, these do so as they begin, but for the block sizes, and on a
+GPU that may be in use. A run keeps what it began with, in its checkpoints. One process, on an idle GPU. Exit codes: 0
+complete, 1 for a GPU that cannot do it or a cache that cannot be written, 2 for a refused configuration.
 """
 
 import torch
@@ -27,21 +27,21 @@ def main(config: CalibrateConfig) -> int:
     except backend.KernelsUnavailable as error:
         warn(f"nothing can be measured here: {error}")
         return 1
-    sizes, device = None, torch.device("cuda", torch.cuda.current_device())
-    print(f"{torch.cuda.get_device_name()}, {backend.NAMES[backend.loaded() or 'cuda']}, torch {torch.__version__}")
+    sizes, device, kernels = None, torch.device("cuda", torch.cuda.current_device()), backend.loaded() or "cuda"
+    print(f"{torch.cuda.get_device_name()}, {backend.NAMES[kernels]}, torch {torch.__version__}")
     with store.measuring() as free:
         if not free:
             warn("another process is still measuring this GPU model: try again when it has ended")
             return 1
         for width, neurons in layers:
             try:
-                layer = Layer(width, neurons, measure.SIZES[-1], device, torch.bfloat16)
-                if backend.loaded() == "triton" and sizes is None:
+                layer = Layer(width, neurons, measure.SIZES[kernels][-1], device, torch.bfloat16)
+                if kernels == "triton" and sizes is None:
                     with progress("block sizes", len(block_sizes.LISTED), "kernel") as advance:
                         sizes = block_sizes.find(layer, advance=advance)
                     tuning.use(sizes)
-                with progress(f"K {width:,}, N {neurons:,}", measure.STEPS, "step") as advance:
-                    costs, times = measure.measure(backend.loaded() or "cuda", layer, advance=advance)
+                with progress(f"K {width:,}, N {neurons:,}", measure.steps(kernels), "step") as advance:
+                    costs, times = measure.measure(kernels, layer, advance=advance)
                 path = store.keep(costs, sizes)
             except (torch.OutOfMemoryError, OSError) as error:
                 warn(f"K {width:,}, N {neurons:,} is not measured: {' '.join(str(error).split())}")

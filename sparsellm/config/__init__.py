@@ -7,6 +7,8 @@ import importlib
 from typing import Any
 
 from sparsellm.config.architecture import (
+    FLOAT32,
+    MOMENTS,
     ROPE_KEYS,
     ModelConfig,
     RopeParameters,
@@ -79,7 +81,9 @@ _LATER = {
 
 __all__ = [
     "CONFIGS",
+    "FLOAT32",
     "MIX_PERIOD",
+    "MOMENTS",
     "ROPE_KEYS",
     "Activation",
     "AnalyzeConfig",

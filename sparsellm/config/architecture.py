@@ -89,6 +89,11 @@ def embedding_weights(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
 
 
+# Of what training holds and saves of each parameter:
+FLOAT32 = 4  # bytes of its weight, of its gradient, and of each of AdamW's moments
+MOMENTS = 2
+
+
 def parameters(model: ModelConfig) -> int:
     """Of the whole decoder, a tied embedding once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2

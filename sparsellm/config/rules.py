@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from sparsellm.config.architecture import ModelConfig, parameters
+from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, parameters
 from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
@@ -36,8 +36,6 @@ from sparsellm.config.values import flat, to_dict
 
 RUN_NAME = r"[A-Za-z0-9._-]+"
 MAX_WORKERS = 256
-STATE_BYTES = 16  # of a parameter: its float32 weight, gradient and two moments
-GATHERED_BYTES = 4  # of a parameter, on ranks that keep 1/S of its state but all of the weights while a step computes
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
@@ -326,10 +324,11 @@ def ranks_that_share(world_size: int, ranks_here: int) -> int:
 
 def state_bytes(config: Config, sharing: int) -> float:
     """What a rank holds of the weights, gradients and moments within a step, where `sharing` ranks divide them."""
-    count, shard = parameters(config.model), config.runtime.shard
+    weights, shard = FLOAT32 * parameters(config.model), config.runtime.shard
+    state = (2 + MOMENTS) * weights  # their gradients, too
     if shard == Shard.none or sharing == 1:
-        return STATE_BYTES * count
-    return STATE_BYTES * count / sharing + (GATHERED_BYTES * count if shard == Shard.optimizer else 0)
+        return state
+    return state / sharing + (weights if shard == Shard.optimizer else 0)  # which gathers all while a step computes
 
 
 def memory_mistakes(config: Config, ranks_here: int, world_size: int) -> list[str]:

@@ -200,6 +200,11 @@ def end_of_text_id(vocabulary: Vocabulary) -> int:
     return found
 
 
+def special_ids(vocabulary: Vocabulary) -> set[int]:
+    """Of the tokens that are never text: `encode` gives none of them within a document."""
+    return {number for number, token in vocabulary.tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
 def begin_of_text_id(vocabulary: Vocabulary) -> int | None:
     begin = vocabulary.begin_of_text
     return None if begin is None else vocabulary.tokenizer.token_to_id(begin)

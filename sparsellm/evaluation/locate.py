@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,24 @@ def not_found(name: str | None) -> list[str]:
     except CheckpointNotFound as error:
         return [str(error)]
     return []
+
+
+def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[str]:
+    """Why some of `models`, (key, name) each, mean none, or have nothing to read: neither the file `text` nor, where
+    that is None, held-out text of a run of theirs."""
+    found = []
+    if text is not None and not Path(text).expanduser().is_file():
+        found.append(f"text={text} is not a file: it should be plain text, or parquet with a column `text`")
+    for key, name in models:
+        try:
+            checkpoint = locate(name)
+        except CheckpointNotFound as error:
+            found.append(str(error).replace("checkpoint=", f"{key}=", 1))
+            continue
+        if text is None and checkpoint.run is None:
+            what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
+            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
+    return found
 
 
 def _means_a_path(name: str) -> bool:

@@ -61,10 +61,10 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
         backend.load(kernels)
     if backend.loaded() and engine is None and kernels != "torch":
         weights = [block.get_parameter("down_proj.weight") for block in originals]
-        calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
         computing = {(w.shape[0], w.shape[1]): w.device for w in weights if sparse_engines_take(w)}
         if calibrate and computing:
             calibration.measure_missing(computing, next(iter(computing.values())))
+        calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
     spare_padding(model)
     return model
@@ -89,8 +89,8 @@ class SparseFeedForward(nn.Module):
 
     The block has the original's children, so names and state_dict stay. Beside them it owns what no state_dict holds:
     the choice of its engine, and the handle by which compiled code finds that choice. Training uses neither:
-    `training_plan` decides there. A trainer sets it once, and writes new plans into that tensor, for compiled code has
-    taken the tensor as an input.
+    `training_plan` decides there. A trainer sets that tensor once and writes each new plan into it, because compiled
+    code has taken the tensor as an input, and would not see another one.
     """
 
     down_proj: nn.Linear
@@ -140,11 +140,10 @@ class SparseFeedForward(nn.Module):
         """The plan of a call with gradients, or of any call if `traced`; None: the traced reference."""
         if self.traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
-        return Plan.of(self.choice.engine or "dense")  # not the engine that was chosen, which may have no backward
+        return Plan.of(self.choice.engine or "dense")  # the choice may be row, which has no backward
 
     def _weight(self, name: str) -> Tensor:
-        # A block is called often, and nn.Module's __getattr__ is slow: so modules and parameters are read from their
-        # dicts.
+        # Modules and parameters are read from nn.Module's dicts: its __getattr__ is slow, and blocks are called often.
         linear = self._modules[name]
         if type(linear) is not nn.Linear:
             raise ValueError(

@@ -1,12 +1,14 @@
 """Which engine computes a layer outside of training, chosen from what the layer's own calls have counted.
 
 Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
-not wait for it; a later call finds the counts there, and chooses the engine for the calls after it. Calls of few tokens
-(decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.dispatch). Numbers in
-between are not alike: what is kept of a count is the nonzeros per token, and each call is chosen for its own number of
-tokens. Since the host never waits, the call from which on a new choice holds may differ from run to
-run, and with it the last bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the
-graph keeps the engines that it was captured with, chosen from what the calls before the capture have counted.
+not wait for it; a later call finds the counts there, and chooses the engine for itself and the calls after it. Calls of
+few tokens (decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.dispatch).
+What is kept for calls of few and of many tokens is a plan. Numbers in between, 65 to 1,535, are too unlike for one
+plan: what is kept is the nonzeros per token, and each call's engine is chosen by that and its own number of tokens.
+
+Since the host never waits, the call from which on a new choice holds may differ from run to run, and with it the last
+bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the graph keeps the engines
+that it was captured with, chosen from what the calls before the capture have counted.
 
 Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, and passes a `handle`: a tensor of
 one byte on the layer's device, whose address names the layer. The operator looks the layer's choice up when it runs. So
@@ -30,10 +32,11 @@ from sparsellm.ops.backend import row_density
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
 from sparsellm.ops.feedforward import check, fake_results, forward
 
-# Of so many calls of few tokens, of numbers in between, and of many, one is counted. Counting takes the host as long as
-# the call itself, which few tokens feel. A call of many is the device's time, and one that outgrows its room takes ten
-# times as long until the next count.
-FEW, BETWEEN, MANY = range(3)
+FEW, BETWEEN, MANY = range(3)  # kinds of calls, by their tokens
+# Of so many calls of each kind, one is counted. Counting takes the host as long as the call itself, and in decoding the
+# host's time is the model's time: so seldom there. Calls of many tokens are counted more often. Their time is the
+# device's, and calls whose nonzeros no longer have room in the tile engine's lists take ten times as long, until a
+# count gives them more room.
 COUNT_EVERY = (64, 64, 16)
 UNDER_WAY = -1  # in place of counts that have not arrived
 DENSE, ROW = Plan(), Plan.of("row")
@@ -71,8 +74,9 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 
 class Checked(NamedTuple):
-    """Weights of a block that have been checked: bfloat16, contiguous and aligned, on the CUDA kernels' device. What
-    would change them in place is noticed: `to` and its like by the block, `weight.data = ...` by the addresses."""
+    """Weights of a block that have been checked: bfloat16, contiguous and aligned, on a GPU where the CUDA kernels
+    compute. A tensor that passed may hold something else later and still be the same object. After `model.to(...)` and
+    its like the block forgets what was checked (SparseFeedForward._apply); `weight.data = ...` changes an address."""
 
     w_gate: Tensor | None
     w_up: Tensor
@@ -113,10 +117,11 @@ class EngineChoice:
         return self._run(x, w_gate, w_up, w_down, *self._plan(x))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-        """y of `run` alone, which a dense call that need not count either computes without statistics.
+        """y of `run` alone. A dense call that is not to be counted either computes no statistics.
 
-        If the call is captured in a CUDA graph, only the device's time matters, and the operator takes least of it. If
-        not, the host is what calls of few tokens wait for, and PyTorch's own five take least of its time.
+        There are two ways to compute such a call. In a CUDA graph only the device's time matters, and the operator
+        takes less of that. Outside, calls of few tokens wait for the host, and PyTorch's own five operators take less
+        of its time.
         """
         plan, counting = self._plan(x)
         if x.shape[0] < MANY_TOKENS:
@@ -130,8 +135,8 @@ class EngineChoice:
         """`output` [..., K] of x [..., K], where this call of fewer than many tokens is like one before, which has been
         checked. Else None: then `output` is to be asked.
 
-        The same results in less of the host's time: in decoding, where a model's eager call for a token or two is
-        nothing but the host's time, blocks that are checked anew each time cost more than their kernels win.
+        The results are the same, and the host takes less time for them. In eager decoding the device waits for the
+        host, and to check a block's weights at each call would cost more than the kernels win.
         """
         known = self.checked
         if known is None or self.counted or torch.is_autocast_enabled(known.device.type):
@@ -248,8 +253,8 @@ class EngineChoice:
     def _read(self) -> None:
         """Choose from the counts that were sent, if they have arrived: the copy has then overwritten every UNDER_WAY.
 
-        No CUDA event says so, for asking one is forbidden while a graph is captured, and what is captured should be
-        chosen from what the call before it, torch's warm-up, has counted.
+        No CUDA event is asked for that, because it is forbidden while a graph is captured. Yet counts must be read
+        then: those of torch's warm-up, the call before, should choose the engines that are captured.
         """
         if not self.deciding.acquire(blocking=False):
             return
@@ -307,7 +312,7 @@ def _say_dense(dtype: torch.dtype) -> None:
 
 # What compiled code calls.
 
-# by the addresses of their handles
+# By the addresses of their handles.
 _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()
 
 

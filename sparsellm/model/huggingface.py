@@ -7,6 +7,7 @@ the leading "model.". A model is read from any of these classes, and written to 
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,16 @@ def export(
     end_of_text_id: int,
     dtype: torch.dtype = torch.float32,
     begin_of_text_id: int | None = None,
+    other_ends: Sequence[int] = (),
 ) -> None:
     """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`.
-    begin_of_text_id: of what begins a text; None: what ends the one before."""
+    begin_of_text_id: of what begins a text; None: what ends the one before. other_ends: ids that end a text, too."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     hub_config = stock_config(config, activation, end_of_text_id, dtype)
     if begin_of_text_id is not None:
         hub_config.bos_token_id = begin_of_text_id
+    if other_ends:
+        hub_config.eos_token_id = [end_of_text_id, *other_ends]
     hub_config.save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

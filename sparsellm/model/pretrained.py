@@ -118,9 +118,9 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     return tokenizer
 
 
-def stop_tokens(path: str | Path, tokenizer: Any) -> set[int]:
-    """The ids that end a text: every eos_token that its tokenizer, config.json and generation_config.json name, as
-    those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
+def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
+    """The ids that end a text: every eos_token that its `tokenizer`, if given, config.json and generation_config.json
+    name, as those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers.utils import cached_file
 
     def named() -> set[int]:
@@ -130,7 +130,11 @@ def stop_tokens(path: str | Path, tokenizer: Any) -> set[int]:
         )  # fmt: skip
         own = {} if file is None else json.loads(Path(file).read_text("utf-8"))
         found: set[int] = set()
-        for given in (tokenizer.eos_token_id, _config_json(path).get("eos_token_id"), own.get("eos_token_id")):
+        for given in (
+            getattr(tokenizer, "eos_token_id", None),
+            _config_json(path).get("eos_token_id"),
+            own.get("eos_token_id"),
+        ):
             found.update([] if given is None else given if isinstance(given, list) else [given])
         if wrong := [token for token in found if not isinstance(token, int)]:
             raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token's id, or a list of some")

@@ -21,9 +21,11 @@ from sparsellm.ops.dispatch import (
     TILE_MAX_NONZEROS,
 )
 from sparsellm.ops.plan import Engine
+from sparsellm.ops.triton.policy import ALONE
 
 ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
-BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS  # from which on engines compute in another way
+# From which on engines compute in another way; the last one is of the Triton kernels' forward pass alone.
+BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
 
 
 class Cost(NamedTuple):
@@ -46,8 +48,8 @@ class Costs:
 
     A call costs what one of whole tiles does (`whole_tiles`). Between two numbers of tokens at which an engine was
     measured, the seconds of calls that fire alike, per token, are interpolated. Beyond the largest number, `fixed`
-    grows as it did before, and what a nonzero and a neuron of a union cost stays. Fewer tokens than an engine's
-    smallest number are for dense.
+    grows as it did from half of it or less, and what a nonzero and a neuron of a union cost stays. Fewer tokens than an
+    engine's smallest number are for dense.
     """
 
     kernels: str  # "cuda" or "triton"
@@ -107,9 +109,10 @@ def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
     for engine in Engine:
         measured = sorted(size for size, by in sizes.items() if engine in by)
         if measured and measured[0] <= tokens and (whole <= measured[-1] or measured[-1] == largest):
-            at = min(bisect.bisect_left(measured, whole), len(measured) - 1)
-            high = measured[at]
-            low = high if high == whole else measured[max(at - 1, 0)]
+            high = measured[min(bisect.bisect_left(measured, whole), len(measured) - 1)]
+            # Beyond the largest: two numbers side by side, as those of a border, do not say how the seconds grow.
+            limit = high if high == whole else high - 1 if high > whole else high // 2
+            low = measured[max(bisect.bisect_right(measured, limit) - 1, 0)]
             found[engine] = _between(whole, low, sizes[low][engine], high, sizes[high][engine])
     return found
 

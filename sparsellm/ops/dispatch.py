@@ -20,7 +20,8 @@ from functools import lru_cache
 from sparsellm.ops.plan import ROOM, Engine
 from sparsellm.ops.twell import TOKEN_TILE
 
-PACKING_SECONDS = 15e-6  # for packing the last tiles of the gate product, when no further product runs meanwhile
+# Tiles of the gate product are packed while others are multiplied; this is for the last ones, which nothing hides.
+PACKING_SECONDS = 15e-6
 TILE_FLOPS = 760e12  # per second, in the gathered products of the tile engine
 TILE_SECONDS = 50e-6  # for lists, order and plan of a batch of MIN_ORDERED_TOKENS tokens or more, however large
 UNORDERED_SECONDS = 28e-6  # for lists and plan of a smaller batch, which is not ordered; measured at 2,048 and 4,096
@@ -34,19 +35,24 @@ ROW_SECONDS_PER_NONZERO = 0.95e-9  # at K = ROW_WIDTH, and in proportion to K
 ROW_WIDTH, ROW_NEURONS = 2048, 5632  # of the layer that was measured
 DENSE_SECONDS = 30e-6  # for a batch of any size: the last tiles of each product leave multiprocessors idle
 DENSE_FLOPS = 860e12  # per second, in the up and down product
-FEW_TOKENS = 64  # at most: the row engine reads one weight matrix and little of two, dense reads three
+# Up to so many tokens are "few": their time is that of reading weights. The row engine reads one of the three matrices
+# whole, and some rows of the two others; dense reads all three.
+FEW_TOKENS = 64
 FEW_TOKENS_MAX_DENSITY = 0.15  # nonzeros per token over N; above, the row engine takes longer than the dense products
 # Nonzeros of all tokens over N, up to which the row engine is faster. It reads two weight rows for each nonzero, dense
 # reads the 2 N rows once each, in order.
 FEW_TOKENS_MAX_SHARE = 1.5
-FEWEST_TOKENS = 16  # at most; dense is faster on so few tokens than on more, so the row engine must have less to do:
-FEWEST_TOKENS_MAX_SHARE = 0.7  # as FEW_TOKENS_MAX_SHARE
-# At least; of fewer, above FEW_TOKENS, cuBLAS multiplies the gate, and the engines are row and dense.
+# Up to FEWEST_TOKENS dense takes less time than with more, so the row engine is faster with fewer nonzeros only.
+FEWEST_TOKENS = 16
+FEWEST_TOKENS_MAX_SHARE = 0.7  # in place of FEW_TOKENS_MAX_SHARE
+# From so many tokens on, which are "many", the tile engine may compute. Of fewer, but more than FEW_TOKENS, cuBLAS
+# multiplies the gate, and the choice is between row and dense.
 MANY_TOKENS = 1536
-# For such a number of tokens, the row engine's seconds behind the gate, packing included: of any batch, of a nonzero.
+# Of more than FEW_TOKENS and fewer than MANY_TOKENS, after the gate product: the row engine's seconds, packing
+# included, for a call of any size and for each nonzero,
 BETWEEN_ROW_SECONDS = 15e-6
 BETWEEN_ROW_SECONDS_PER_NONZERO = 1.25e-9
-# The dense engine's, by tokens, as measured: cuBLAS's tiles make steps that no formula has.
+# and the dense engine's, by tokens, as measured: cuBLAS's tiles make steps that no formula has.
 BETWEEN_DENSE_SECONDS = {
     64: 21e-6, 128: 23.3e-6, 192: 25.1e-6, 256: 27e-6, 384: 36.7e-6, 512: 42e-6, 768: 59e-6, 1024: 69.5e-6,
     1280: 94e-6, 1536: 106e-6,

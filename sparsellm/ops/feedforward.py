@@ -174,11 +174,12 @@ class _Nongated(torch.autograd.Function):
 
 
 # The registered operator. Its backward is a registered operator too, because autograd must not trace into either.
-# Forward returns (y, l1, fired, counts, saved). saved is what backward needs, one uint8 buffer (sparsellm.ops.cuda);
-# its length depends on the plan, and so is known only when the operator runs. counts, int64 [4], is one result rather
-# than four, because results of an operator may not share memory. Weights of another dtype than x are cast to that of x,
-# in forward and in backward, and get gradients of their own dtype. Callers have applied autocast, so it is off inside
-# of both operators.
+# Forward returns (y, l1, fired, counts, saved):
+#   saved   what backward needs, in one uint8 buffer (sparsellm.ops.cuda); its length depends on the plan, and is
+#           known only when the operator runs
+#   counts  int64 [4] in one tensor, for four views of it would share memory, and results of an operator may not
+# Weights of another dtype than x are cast to that of x, in forward and again in backward, and get gradients of their
+# own dtype. `feedforward` has cast x as autocast says, so both operators compute with autocast off.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
@@ -221,8 +222,8 @@ def forward(
 
 
 def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:
-    """The driver of the kernels that compute; if None, PyTorch does, which it can only as the dense engine. Raises
-    ValueError or KernelsUnavailable where `engine` cannot run."""
+    """The driver of the kernels by which `engine` computes, or None where PyTorch does: the dense engine alone runs
+    without kernels. Raises ValueError or KernelsUnavailable where `engine` cannot run."""
     if x.is_cuda and x.dtype == torch.bfloat16:
         if engine != Engine.dense:
             backend.load()

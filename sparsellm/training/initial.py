@@ -153,19 +153,24 @@ def weight_mistakes(config: Config) -> list[str]:
     return found
 
 
-def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
+def write_weights(model: Decoder, config: Config, data: Data, ranks: Ranks) -> list[int]:
     """Give `model`, whole or in shards, the weights of `init_from`; the main rank reads them. Collective.
+
+    Returns, on the main rank, at which tokens a text of `init_from` ends beside the one that ends a document of `data`,
+    as at that of a turn. Only special ones: no document holds them, so whoever stops there cuts no text.
 
     Raises ConfigError on the main rank, and MainRankFailed on the others, if they cannot be read or are of another
     architecture than the run's.
     """
     weights: dict[str, Tensor] = {}
+    ends: set[int] = set()
 
     def read() -> None:
         name = str(config.init_from)
         with source("init_from", name) as checkpoint:
             checkpoint.identity()  # a checkpoint of ours is held to its checksums
             found, _, read = huggingface.load(checkpoint.model)
+            named = pretrained.stop_tokens(checkpoint.model)
         if found != config.model:
             theirs, ours = (flat({"model": to_dict(each)}) for each in (found, config.model))
             differs = "; ".join(
@@ -176,10 +181,13 @@ def write_weights(model: Decoder, config: Config, ranks: Ranks) -> None:
                 " bring that back, or choose another run.name"
             ])  # fmt: skip
         weights.update(read)
+        special = tokenizer.special_ids(tokenizer.load(str(data.tokenizer_folder), "data.path"))
+        ends.update(named & special - {data.end_of_text_id})
 
     on_main(ranks, read)
     send(weights, model, ranks)
     ranks.say(f"{config.run.name}: starting from the weights of {config.init_from}")
+    return sorted(ends)
 
 
 def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:

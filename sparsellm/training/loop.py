@@ -143,6 +143,7 @@ class Trainer:
         self.l1_denominator = l1_denominator(config.sparsity.l1_normalization, config.model)
         self.tokens_per_step = config.training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
+        self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
@@ -385,6 +386,7 @@ class Trainer:
             "plans": None if self.plans is None else self.plans.state(),
             "micro_batch": self.micro_batch.state(),
             "teacher": None if self.teacher is None else self.teacher.digest,
+            "other_ends": self.other_ends,
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
         }
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
@@ -393,7 +395,7 @@ class Trainer:
         step = self.checkpoints.find(self.config.run.skip_damaged)
         if step is None:
             if self.config.init_from is not None:
-                initial.write_weights(self.decoder, self.config, self.ranks)
+                self.other_ends = initial.write_weights(self.decoder, self.config, self.data, self.ranks)
             if self.plans is not None:
                 self.plans.begin()
             return
@@ -406,6 +408,7 @@ class Trainer:
             self.gradual.at(self.tokens)  # the micro-batch is decided by the blocks that the last step had
         self.micro_batch.restore(values.get("micro_batch"))
         self.taught_by = values.get("teacher")
+        self.other_ends = values.get("other_ends", [])
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
@@ -416,6 +419,7 @@ class Trainer:
         huggingface.export(
             weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
             self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype], self.data.begin_of_text_id,
+            self.other_ends,
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:

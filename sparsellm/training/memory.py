@@ -25,13 +25,21 @@ from typing import NamedTuple
 import pynvml
 import torch
 
-from sparsellm.config import Activation, Config, ModelConfig, Precision, attention_weights, parameters
+from sparsellm.config import (
+    FLOAT32,
+    MOMENTS,
+    Activation,
+    Config,
+    ModelConfig,
+    Precision,
+    attention_weights,
+    parameters,
+)
 from sparsellm.model.cross_entropy import CHUNK
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
 DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
-FLOAT32 = 4  # bytes
 # A deterministic run measures nothing: so much of the GPU is left to the context, NCCL and the kernels' code.
 UNMEASURED = 3 * GIB
 
@@ -71,7 +79,7 @@ def usage(
     buckets = count if world_size > 1 and sharing.gradients == 1 else 0
     return Usage(
         weights=count // sharing.weights + FLOAT32 * sharing.gathered,
-        optimizer=2 * count // sharing.optimizer,
+        optimizer=MOMENTS * count // sharing.optimizer,
         # autograd hands each gradient of the last micro-batch to its bucket; those of the others it keeps itself
         gradients=count // sharing.gradients if accumulates or not buckets else 0,
         buckets=buckets,

@@ -15,11 +15,13 @@ changes rounding and nothing else. `auto` takes sizes that divide the rank's sha
 
 All ranks decide alike, from numbers that they agreed upon at the start and from plans, which are the same everywhere;
 nothing waits for the device but the passes that check a size. The passes leave no trace: gradients are dropped, random
-states restored, and counts never taken. A checkpoint holds what was decided, and what is about to be.
+states restored, and counts never taken. A checkpoint holds the size, and for how many decisions a larger one has
+fitted.
 
-A deterministic run decides by arithmetic alone, and never grows. So does a run whose ranks share weights, gradients or
-optimizer states, but that it grows: its passes contain collectives, which a rank without memory would not come to. On a
-CPU, whose memory is not measured, `auto` is up to CPU_SEQUENCES.
+A deterministic run decides by arithmetic alone, and never grows. A run whose ranks share weights, gradients or
+optimizer states decides by arithmetic alone, too, but may grow. Real passes would contain collectives there: a rank
+that runs out of memory would never reach them, and the others would wait for it. On a CPU, whose memory is not
+measured, `auto` is up to CPU_SEQUENCES.
 """
 
 import json
@@ -32,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config
+from sparsellm.config import FLOAT32, Config
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather, on_main
 from sparsellm.files import write_whole
 from sparsellm.ops import Engine, Plan
-from sparsellm.training.memory import FLOAT32, GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
+from sparsellm.training.memory import GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
 from sparsellm.training.metrics import StepSums
 from sparsellm.training.plans import Plans
 
@@ -95,13 +97,13 @@ class MicroBatch:
         if trainer.ranks.device.type == "cuda":
             self.gpu = Gpu(trainer.ranks.device, config.runtime.memory_limit_gib)
         self.size = self.share if isinstance(given, str) else min(given, self.share)
-        self.first = self.size  # what the run started with, which layers that are all dense have room for
+        self.first = self.size  # that of the start, which fits even when all layers are dense
         self.grown: int | None = None
         self.growing = Growing(self.size, 0)
         self.most: int | None = None  # the largest size that is tried, once a larger one has run out of memory
-        # Bytes, on the rank that has least: of the GPU that may be taken, and of those what the arithmetic may use.
-        self.limit: int | None = None
-        self.capacity: int | None = None  # None: it does not grow
+        # Bytes, on the rank that has least.
+        self.limit: int | None = None  # of the GPU, that the process may take
+        self.capacity: int | None = None  # that a step may need by arithmetic (`_needed`); None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
         self.tried: set[int] = set()  # sizes that were compiled
         self.restored = False
@@ -128,12 +130,13 @@ class MicroBatch:
         self._use_all_libraries()
         available = min(gather(self.gpu.available()))
         size = self.size if self.restored else self._largest(available, self._sizes())
-        left_out = 0  # bytes at the measured peak that the arithmetic does not count, taken to be as many in any size
+        # Bytes at the measured peak that the arithmetic does not count; assumed to be as many at any size.
+        left_out = 0
         if self.sharing == Sharing():
             size = self._check(size)
             assert self.peak is not None
             left_out = self.peak - self._needed(size)
-            self.gpu.hold()  # the passes have loaded code
+            self.gpu.hold()  # anew, for the kernels' code that the passes have loaded counts towards the limit
         if not self.restored:
             self._take_first(size)
             self._advise(available)
@@ -223,7 +226,8 @@ class MicroBatch:
         return peak
 
     def _random_tokens(self, size: int) -> Tensor:
-        """Two micro-batches, for the second finds the gradients of the first; one, if a step has no more."""
+        """Two micro-batches, for memory is at its peak when the second adds to the gradients of the first; one, if a
+        step has no more."""
         training, generator = self.config.training, torch.Generator().manual_seed(0)
         shape = min(2 * size, self.share), training.sequence_length + 1
         return torch.randint(self.config.model.vocab_size, shape, generator=generator)
@@ -280,7 +284,7 @@ class MicroBatch:
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
-                pass  # what follows is outside, for the exception's frames still hold tensors
+                pass  # memory is freed after this block, for while the exception lives its frames hold tensors
             self.trainer.drop_gradients()
             give_back()
             self._halve(f"step {self.trainer.step:,}: out of memory with {self.size} sequences at a time")

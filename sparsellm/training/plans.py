@@ -1,9 +1,9 @@
 """Which engine computes each feedforward layer in training, decided from what earlier steps counted.
 
-Every DECIDE_EVERY steps, the first time after step 1, what step s counted is summed over the ranks and copied to the
-host without blocking, and right before step s + DELAY it decides. The host then waits for step s, while the device has
-step s + 1 to do. So all ranks decide alike, always before the same steps, and a run that was stopped in between decides
-as if it had not been: `state` holds what is under way.
+Steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) are counted: their counts are summed over the ranks, copied to the
+host without blocking, and decide the plans right before step s + DELAY. The host then waits for step s, while the
+device has step s + 1 to do. So all ranks decide alike, and always before the same steps. A run that is stopped between
+the count and the decision decides as if it had not been: `state` holds the counts.
 
 Engines are chosen by what was measured on rank 0's GPU: by `sparsellm calibrate`, or as the run begins (`begin`). Where
 nothing was measured, the package's constants choose. `state` has what the run began with, and a resume goes by it,
@@ -85,9 +85,9 @@ class Plans:
     def _measured(self) -> dict[str, Any] | None:
         if backend.loaded():
             backend.measured.pop(self.layer, None)  # an earlier run of this process may have gone by other costs
-            calibration.take([self.layer])
             if self.calibrate:
                 calibration.measure_missing([self.layer], self.ranks.device)
+            calibration.take([self.layer])
         return self._costs()
 
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
@@ -122,7 +122,7 @@ class Plans:
             plan = Plan.read(tensor)
             engine = choose_training_engine(self.tokens, *self.layer, nnz * share, union * share, current=plan.engine)
             if fullest > TILE_MAX_NONZEROS:
-                engine = Engine.dense  # once without room, such a one would take far longer than the others win
+                engine = Engine.dense  # without room, one such micro-batch takes far longer than all others win
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
         return True
 
@@ -143,9 +143,8 @@ class Plans:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results.
         Collective."""
-        for tensor, (engine, *_, room) in zip(
-            self.tensors, state["plans"], strict=True
-        ):  # older ones have three values
+        # Plans have three values in older checkpoints: engine, one that is no longer used, room.
+        for tensor, (engine, *_, room) in zip(self.tensors, state["plans"], strict=True):
             tensor.copy_(Plan(Engine(engine), room).tensor())
         costs = state.get("costs")  # older checkpoints have none, and went by the package's constants
         if costs is None or costs["kernels"] == backend.loaded():

@@ -13,12 +13,23 @@ from pathlib import Path
 from typing import TextIO
 
 from sparsellm import locks
-from sparsellm.config import Config, ConfigError, Precision, Schedule, definition, load, parameters, save
+from sparsellm.config import (
+    FLOAT32,
+    MOMENTS,
+    Config,
+    ConfigError,
+    Schedule,
+    definition,
+    load,
+    parameters,
+    save,
+)
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main, require_shared
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
+from sparsellm.training.memory import DTYPES
 from sparsellm.training.retention import Retention, last_common_step
 
 __all__ = [
@@ -30,8 +41,6 @@ LOCK = "lock"
 WARMUP = "optimizer.warmup_steps"
 PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
 SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
-STATE_BYTES = 12  # of a parameter in a checkpoint's state/: the weight and two moments of AdamW, float32
-HF_BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 
 
 class RunFolderError(RuntimeError):
@@ -132,7 +141,8 @@ def view(config: Config) -> str:
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
     run, folder = config.run, config.run.folder
-    size = parameters(config.model) * (STATE_BYTES + HF_BYTES[run.hf_dtype])
+    state, model = (1 + MOMENTS) * FLOAT32, DTYPES[run.hf_dtype].itemsize  # bytes of a parameter in state/ and hf/
+    size = parameters(config.model) * (state + model)
     steps = [] if run.restart else sorted(saved_steps(folder))
     with suppress(ConfigError):  # `mistakes` names it
         if (begun := begun_as(config)) is not None and (start := _return_to(begun, config)) is not None:
@@ -173,19 +183,22 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
     Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
     where NAME is taken. A run that `config` makes longer has the warm-up that it was begun with, and what its decay
-    saved is set aside, as step_N.decayed. A folder that this has made goes again where a ConfigError ends what is done
-    with it, and nothing else is in it: a model that the run starts from cannot be read. Raises RunFolderError.
+    saved is set aside, as step_N.decayed. Of a run that begins, all that this has made goes again where a ConfigError
+    ends what is done with it: a model that the run starts from cannot be read. Raises RunFolderError.
     """
+    begins = False  # on the main rank: whether there is no config.yaml yet
     made: list[Path] = []
     with ExitStack() as held:
 
         def claim_folder() -> tuple[str, int, str]:
+            nonlocal begins
             folder, number = config.run.folder, 2
             while config.run.restart and folder.exists():
                 folder, number = Path(config.run.root, f"{config.run.name}-{number}"), number + 1
-            made.extend([] if folder.exists() else (path for path in (folder, *folder.parents) if not path.exists()))
+            made.extend(path for path in (folder, *folder.parents) if not path.exists())
             lock = held.enter_context(claim(folder))
-            if saved_steps(folder) and not (folder / CONFIG).is_file():
+            begins = not (folder / CONFIG).is_file()
+            if saved_steps(folder) and begins:
                 warn(
                     f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
                     " cannot be checked"
@@ -212,21 +225,21 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
         try:
             yield config, config.run.folder
         except ConfigError:
-            if made:  # on the main rank
+            if begins:
                 _remove(config.run.folder, made)
             raise
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Take away a run's `folder`, and those `made` for it, unless there is more in them than `open_folder` wrote."""
-    if {path.name for path in folder.iterdir()} <= {CHECKPOINTS, CONFIG, LOCK}:
-        with suppress(OSError):  # there are checkpoints, or another run beside it
-            if (folder / CHECKPOINTS).exists():
-                (folder / CHECKPOINTS).rmdir()
-            for name in (CONFIG, LOCK):
-                (folder / name).unlink()
-            for path in made:
-                path.rmdir()
+    """Take away what a run that has not begun has in its `folder`, and the folders `made` for it, unless there is more
+    in them, as the log of a scheduler or another run."""
+    with suppress(OSError):  # there are checkpoints, or more
+        if (folder / CHECKPOINTS).exists():
+            (folder / CHECKPOINTS).rmdir()
+        for name in (CONFIG, LOCK):
+            (folder / name).unlink()
+        for path in made:
+            path.rmdir()
 
 
 def _sign(lock: TextIO) -> str:

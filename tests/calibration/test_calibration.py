@@ -4,6 +4,9 @@ No GPU: the times are those of an invented machine, whose engines follow laws th
 the engines of a real one take is for tests/gpu.
 """
 
+import itertools
+import math
+
 import pytest
 import torch
 from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
@@ -15,17 +18,18 @@ from sparsellm.calibration.measure import (
     DENSE_SIZES,
     DENSE_TRAINING_SIZES,
     SIZES,
-    STEPS,
     TRAINING_SIZES,
     Timed,
     calls_of,
     fit,
+    steps,
 )
 from sparsellm.commands import calibrate
 from sparsellm.config import ConfigError
 from sparsellm.ops import Engine, backend, dispatch
 from sparsellm.ops.costs import Cost, whole_tiles
 from sparsellm.ops.triton import tuning
+from sparsellm.ops.triton.policy import ALONE
 from sparsellm.ops.triton.tuning import SMALL, Shape
 
 
@@ -41,8 +45,21 @@ class InWaves(Machine):
         return super().seconds(call)
 
 
-def measured_on(machine: Machine, advance=lambda _: None):
-    return measure.measure("cuda", layer_of(K, N), machine.milliseconds, counts, advance)
+class InPieces(Machine):
+    """Of few tokens, the row engine deals rows to 16 clusters, cut into pieces of whole rounds of 64 nonzeros."""
+
+    def seconds(self, call: Call) -> float:
+        if call.engine != Engine.row or call.tokens > dispatch.FEW_TOKENS:
+            return super().seconds(call)
+        row = counts(call)[0] / call.tokens
+        piece = max(64 * math.ceil(call.tokens * row / 16 / 64), 256 if row <= 256 else 0)
+        pieces = [min(piece, row)] * call.tokens
+        pieces += [min(piece, row - begin) for _ in range(call.tokens) for begin in range(piece, int(row), piece)]
+        return 12e-6 + 20e-9 * max(sum(pieces[cluster::16]) for cluster in range(16))
+
+
+def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
+    return measure.measure(kernels, layer_of(K, N), machine.milliseconds, counts, advance)
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
@@ -121,6 +138,13 @@ def test_steps_in_what_dense_takes_are_known():
     assert max(cells) <= 0.06
 
 
+def test_where_rows_are_cut_into_pieces_each_of_the_fewest_numbers_of_tokens_is_known():
+    machine = InPieces()
+    costs, _ = measured_on(machine)
+    calls = [Call(m, Firing(share), Engine.dense, False) for m in range(1, 9) for share in (0.04, 0.101, 0.12, 0.14)]
+    assert max(behind(machine, costs, call) for call in calls) <= 0.12
+
+
 def test_calls_that_take_longer_than_dense_bend_the_fit_little():
     cases = [(100, 1.0), (200, 1.2), (300, 1.4), (1000, 9.0)]
     timed = [Timed(Call(64, Firing(0.1), Engine.row, False), nonzeros, -1, ms) for nonzeros, ms in cases]
@@ -131,22 +155,33 @@ def test_calls_that_take_longer_than_dense_bend_the_fit_little():
     assert error(fit(timed, dense=1.5)) < 0.1 < 0.2 < error(fit(timed))
 
 
-def test_every_size_is_timed_with_the_engines_that_may_compute_it():
-    machine, steps = Machine(), []
-    costs, times = measured_on(machine, steps.append)
-    assert len(steps) == STEPS
+@pytest.mark.parametrize("kernels", SIZES)
+def test_every_size_is_timed_with_the_engines_that_may_compute_it(kernels):
+    machine, advanced = Machine(), []
+    costs, times = measured_on(machine, advanced.append, kernels)
+    assert len(advanced) == steps(kernels)
     assert [each.call for each in times] == machine.asked
-    assert set(costs.forward) == {*SIZES, *DENSE_SIZES}
+    assert set(costs.forward) == {*SIZES[kernels], *DENSE_SIZES}
     assert set(costs.training) == {*TRAINING_SIZES, *DENSE_TRAINING_SIZES}
     assert all(whole_tiles(tokens) == tokens for tokens in (*costs.forward, *costs.training))
     assert all(set(costs.forward[tokens]) == {Engine.dense} for tokens in DENSE_SIZES)
-    for tokens in SIZES:
+    for tokens in SIZES[kernels]:
         expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= dispatch.MANY_TOKENS else set())
         assert set(costs.forward[tokens]) == expected
     # More calls than a cost has parts, so that a fit cannot pass through all of them.
     for tokens in (16, 512, 4096):
         assert sum(call.engine == Engine.row for call in calls_of(tokens, False)) > 2
     assert sum(call.engine == Engine.tile for call in calls_of(2048, True)) > 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alone"), [(SIZES["cuda"], 1), (SIZES["triton"], ALONE), (TRAINING_SIZES, 1)], ids=[*SIZES, "training"]
+)
+def test_both_sides_are_timed_where_kernels_begin_to_order_tokens_and_two_sizes_beyond(sizes, alone):
+    ((before, border),) = (pair for pair in itertools.pairwise(sizes) if dispatch.orders(pair[1] // alone) and not
+                           dispatch.orders(pair[0] // alone))  # fmt: skip
+    assert before == border - 1
+    assert sizes[-1] >= 2 * border
 
 
 def test_sizes_beyond_the_memory_are_left_out_and_none_at_all_is_an_error():

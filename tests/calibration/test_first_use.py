@@ -116,14 +116,55 @@ def test_without_memory_it_says_so_once_and_raises_nothing(machine, monkeypatch,
     assert "CUDA out of memory" in capsys.readouterr().err
 
 
-def test_with_less_memory_fewer_tokens_are_timed(machine, monkeypatch, capsys):
+def with_room_for(monkeypatch, tokens):
     layer = 2 * LAYER[0] * LAYER[1] * 25
-    fitting = first_use.SPARE + layer + 5000 * (16 * LAYER[0] + 12 * LAYER[1])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (fitting, 1 << 40))
+    free = first_use.SPARE + layer + tokens * (16 * LAYER[0] + 12 * LAYER[1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 1 << 40))
+
+
+def test_with_less_memory_fewer_tokens_are_timed(machine, monkeypatch, capsys):
+    with_room_for(monkeypatch, 5000)
     calibration.measure_missing([LAYER], CPU)
     assert max(call.tokens for call in machine.asked) == max(backend.measured[LAYER].forward) == 4096
     said = capsys.readouterr().err
     assert "s, up to 4,096 tokens, as far as its free memory goes (`sparsellm calibrate model=2048x11264`" in said
+
+
+def test_what_was_measured_with_little_memory_is_measured_again_once_there_is_more(machine, monkeypatch, capsys):
+    def reached(tokens):
+        """By a process of its own, with room for so many tokens: (tokens, whether it has measured)."""
+        backend.measured.clear()
+        with_room_for(monkeypatch, tokens)
+        before = len(machine.asked)
+        calibration.measure_missing([LAYER], CPU)
+        return max(backend.measured[LAYER].forward), len(machine.asked) > before
+
+    assert reached(5000) == (4096, True)
+    assert reached(7000) == reached(3000) == reached(5000) == (4096, False)  # on a GPU that is simply small
+    capsys.readouterr()
+    assert reached(9000) == (8192, True)
+    said = capsys.readouterr().err
+    assert "this GPU had been measured up to 4,096 tokens only for layers of 2048 x 11264: measured in " in said
+    assert reached(9000) == (8192, False)
+    machine.memory = 5000  # as if another process had taken the rest: what is there stays, and it is asked once
+    assert reached(20_000) == (8192, True)
+    assert reached(20_000) == (8192, False)
+    machine.memory = 1000
+    assert reached(70_000) == (8192, True)
+    assert reached(70_000) == (8192, False)
+    assert "are not measured" not in capsys.readouterr().err
+    store.keep(backend.measured[LAYER], None)  # by `sparsellm calibrate`, which asks for no limit
+    assert reached(1 << 30) == (8192, False)
+
+
+def test_within_a_process_what_was_taken_first_stays(machine, monkeypatch):
+    with_room_for(monkeypatch, 5000)
+    calibration.measure_missing([LAYER], CPU)
+    costs, timed = backend.measured[LAYER], len(machine.asked)
+    with_room_for(monkeypatch, 70_000)
+    calibration.measure_missing([LAYER], CPU)
+    assert backend.measured[LAYER] is costs
+    assert len(machine.asked) == timed
 
 
 def test_random_states_stay_as_they_are(machine, monkeypatch):

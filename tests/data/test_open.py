@@ -1,12 +1,10 @@
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from processes import torchrun
 
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, LoggingConfig, ModelConfig, RuntimeConfig, TrainingConfig
@@ -106,10 +104,8 @@ def test_two_ranks_share_validation_and_divide_a_step(
     if not streaming:
         prepare(config)
     configuration.save(config, tmp_path / "config.yaml")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
-    command = [sys.executable, *torchrun, str(tmp_path / "two_ranks.py"), str(tmp_path / "config.yaml"), str(tmp_path)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    torchrun(2, tmp_path / "two_ranks.py", tmp_path / "config.yaml", tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert torch.equal(found[0]["validation"], found[1]["validation"])
     assert all(rank["batch"].shape == (4, 33) for rank in found)

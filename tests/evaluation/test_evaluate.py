@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch
 from evaluation.conftest import LAST
 from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
+from processes import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm import hub
@@ -118,12 +116,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
     write_rows(rows, "piqa", "validation", count=1)  # of which one rank has none
     options = ["batch_size=5", "tasks=[hellaswag,arc_easy,piqa,commonsense_qa]", "device=cpu"]
     options += [f"checkpoint={run}", f"data_dir={rows}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.evaluate"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *options, "output_dir=two"], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, "-m", "sparsellm.evaluate", *options, "output_dir=two", folder=tmp_path)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["arc_easy", "hellaswag", "piqa", "commonsense_qa"]
     assert lines[5].startswith("mean of 4")

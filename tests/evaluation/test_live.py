@@ -1,18 +1,16 @@
 """Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import torchrun
 from small_run import signal_after
 from tqdm import tqdm
 
@@ -225,13 +223,7 @@ def test_scores_stand_under_evaluation_in_the_record(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_share_the_rows(asked, rows, tmp_path):
     """By the command line, of a model in shards; one rank gives the checkpoint the same scores."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.train"]
-
-    done = subprocess.run(
-        [sys.executable, *launcher, *asked, "runtime.shard=full"], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, "-m", "sparsellm.train", *asked, "runtime.shard=full", folder=tmp_path)
     assert "accuracy  " in done.stdout
     found = evaluate_checkpoint(EvaluateConfig(str(tmp_path / "tiny"), tasks=NAMES, data_dir=str(rows), limit=5))
     expected = {name: found["tasks"][name]["score"] for name in NAMES} | {"mean": found["mean"]}
@@ -241,12 +233,7 @@ def test_two_ranks_share_the_rows(asked, rows, tmp_path):
 @pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked, tmp_path):
     """Wherever it is: no rank waits for the other, or takes one exchange's answer for another's."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, Path(__file__).with_name("failing_rank.py"), tmp_path, *asked],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = torchrun(2, Path(__file__).with_name("failing_rank.py"), tmp_path, *asked)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     whole = first.pop("nowhere")

@@ -12,7 +12,7 @@ For other layers, `assert_as_accurate` compares the error against float64 with t
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,6 +40,16 @@ ROW_CAPACITY = 512
 CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row near which the row engine or token_order branches
 LONGEST_CHAIN = 8192  # no float32 partial sum of l1 has more additions
 ACTIVATIONS = Path(os.environ.get("SPARSELLM_ACTIVATIONS", Path(__file__).parents[3] / "shared/data/activations"))
+
+
+@contextmanager
+def no_waiting(enforced: bool = True) -> Iterator[None]:
+    """Have torch raise an error for what waits for the device, if that is `enforced`."""
+    torch.cuda.set_sync_debug_mode("error" if enforced else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def random(seed: int) -> torch.Generator:

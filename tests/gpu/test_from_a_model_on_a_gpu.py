@@ -3,6 +3,7 @@ the gate nor a teacher makes the host wait or the layers recompile."""
 
 import pytest
 import torch
+from kernel_cases import no_waiting
 from model.small_families import stock_model
 from small_run import small_trainer
 
@@ -24,12 +25,8 @@ def trained(folder, teacher, *overrides):
         trainer.teacher = Teacher(trainer.config, trainer.ranks, trainer.autocast)
         batches, reports = trainer.data.batches(None), []
         for step in range(1, 9):
-            if step not in (1, CHANGED):  # those compile, which waits
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waiting(step not in (1, CHANGED)):  # those compile, which waits
                 reports.append(trainer._reduce(*trainer.advance(batches), stop=False))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for report in reports:
             values = report.read()

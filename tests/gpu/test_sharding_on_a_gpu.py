@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_cases import no_waiting
 from small_run import small_trainer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -80,11 +81,8 @@ def test_a_step_in_shards_never_waits_and_compiles_nothing_after_the_first(shard
 
         step().read()  # the first step compiles, which waits
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             reports = [step() for _ in range(3)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert len({report.read().ce for report in reports}) == 3
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_cases import no_waiting
 from small_run import first_gradients, small_trainer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,11 +49,8 @@ def test_a_step_and_its_report_never_wait_for_the_device(overrides, tmp_path):
             return trainer._reduce(*trainer.advance(batches), stop=False)
 
         step().read()  # the first step compiles, which waits
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             reports = [step() for _ in range(3)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         losses = [report.read().ce for report in reports]
         assert all(loss > 0 for loss in losses)
         assert len(set(losses)) == 3
@@ -89,13 +87,10 @@ def test_plans_change_without_compiling_or_waiting(recompute, tmp_path, monkeypa
         batches, seen = trainer.data.batches(None), []
         trainer._reduce(*trainer.advance(batches), stop=False).read()
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             for _ in range(11):
                 report = trainer._reduce(*trainer.advance(batches), stop=False)
                 seen.append(report.known["plan_per_layer"])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
         assert report.read().ce > 0
     assert seen[0] == ["dense"] * 2

@@ -172,12 +172,9 @@ def test_results_repeat_bit_for_bit_and_nothing_waits(gated):
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
     results = []
     for _ in range(3):  # kernels are compiled and loaded in the first round, which may wait
-        torch.cuda.set_sync_debug_mode("error" if results else "default")
-        try:
+        with cases.no_waiting(bool(results)):
             *forward, saved = backend.driver().forward(x, *layer(ws), Plan.of("tile"), None, True)
             backward = backend.driver().backward(x, *layer(ws), dy, forward[1], saved)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append([*forward, *backward])
     for i, (a, b) in enumerate(zip(*results[1:], strict=True)):
         assert_equal(a, b, f"result {i}, twice")

@@ -45,7 +45,7 @@ def test_each_engine_is_interpolated_between_its_own_sizes():
 @pytest.mark.parametrize(
     ("tokens", "whole"),
     [(1, 1), (63, 63), (65, 128), (270, 320), (320, 320), (1300, 1343), (1344, 1344), (1500, 1535), (1537, 1600),
-     (16_380, 16_383), (16_384, 16_384), (16_385, 16_448)],
+     (16_380, 16_383), (16_384, 16_384), (16_385, 16_448), (65_500, 65_535), (65_537, 65_600)],
 )  # fmt: skip
 def test_a_begun_tile_costs_a_whole_one_but_never_one_across_a_border(tokens, whole):
     assert whole_tiles(tokens) == whole
@@ -58,6 +58,12 @@ def test_beyond_the_largest_size_the_fixed_part_grows_on_and_the_others_stay():
     assert beyond[Engine.dense].fixed == pytest.approx(210e-6)
     assert beyond[Engine.tile] == pytest.approx(Cost(70e-6, 0.0, 3e-9))
     assert costs_at(TRAINING, 70_000) == TRAINING[2048]
+
+
+def test_beyond_a_border_that_is_the_largest_size_seconds_do_not_grow_as_across_it():
+    before, after = {Engine.dense: Cost(1000e-6)}, {Engine.dense: Cost(1010e-6)}  # measured, so a bit off
+    sizes = {8192: {Engine.dense: Cost(500e-6)}, 16_383: before, 16_384: after}
+    assert costs_at(sizes, 2 * 16_384)[Engine.dense].fixed == pytest.approx(2030e-6)
 
 
 def test_fewer_tokens_than_were_measured_are_for_dense():

@@ -101,6 +101,11 @@ def wait_until(condition, going, seconds=120):
         time.sleep(0.02)
 
 
+def wait_for_rows(run, going):
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, going)
+
+
 def test_all_runs_are_trained_evaluated_and_compared_once(sweep, tmp_path):
     code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.baseline=true", "evaluate.limit=7")
     assert code == 0
@@ -206,8 +211,7 @@ def test_killed_and_started_again_it_gives_the_table_of_one_that_was_not(sweep, 
     (tmp_path / "starts").unlink()
     (tmp_path / "pace").write_text(json.dumps({"seconds": 0.2}))
     killed = process(STAND_INS, *SMALL, COEFFICIENTS)
-    metrics = tmp_path / "runs" / NAMES[1] / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, killed)
+    wait_for_rows(tmp_path / "runs" / NAMES[1], killed)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     assert sweep(*SMALL, COEFFICIENTS)[0] == 0
@@ -218,8 +222,7 @@ def test_killed_and_started_again_it_gives_the_table_of_one_that_was_not(sweep, 
 def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     (tmp_path / "pace").write_text(json.dumps({"seconds": 0.2}))
     stopped = process(STAND_INS, *SMALL, COEFFICIENTS)
-    metrics = tmp_path / "runs" / NAMES[0] / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, stopped)
+    wait_for_rows(tmp_path / "runs" / NAMES[0], stopped)
     stopped.terminate()
     assert stopped.wait(30) == 128 + signal.SIGTERM
     assert starts(tmp_path) == NAMES[:1]

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import huggingface_hub
 import pytest
 import torch
 from model.small_families import stock_model
@@ -252,6 +253,30 @@ def test_ranks_with_copies_and_with_shards_start_from_the_source_and_train_alike
             assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+def test_a_source_on_the_hub_whose_weights_have_other_shapes_leaves_nothing_behind(run, tmp_path, monkeypatch, capsys):
+    """Its weights are fetched and read once the run has its folder."""
+    assert run(prepare_data, "init_from=source") == 0
+    kept = tmp_path / "hub/models--owner--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs/main").write_text("0123")
+    shutil.copytree("source", kept / "snapshots/0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(initial.hub, "obstacle", lambda: "there is no network")
+    start = ["init_from=owner/model", "data.tokenizer=source", "run.name=r"]
+    teaches = ["init_from=source", "distill.teacher=owner/model", "data.tokenizer=source", "run.name=r"]
+    weights = kept / "snapshots/0123/model.safetensors"
+    whole = load(weights.read_bytes())
+    short = {name: tensor[1:] if name == "model.norm.weight" else tensor for name, tensor in whole.items()}
+    save_file(short, weights, metadata={"format": "pt"})
+    for given in (start, teaches):
+        capsys.readouterr()
+        assert run(train, *given) == 2
+        assert "not of the shape that config.json describes: model.norm.weight" in capsys.readouterr().err
+        assert not (tmp_path / "runs").exists()
+    save_file(whole, weights, metadata={"format": "pt"})
+    assert run(train, *start) == 0
+
+
 def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_path, capsys):
     assert run(prepare_data, "init_from=source") == 0
     file = tmp_path / "source/model.safetensors"
@@ -279,6 +304,12 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
         assert (said in capsys.readouterr().err) == (content is not nan)  # with what else is known without reading it
     assert run(train, "init_from=source", "run.name=r", "data.seed=1") == 2  # nothing says that it was begun otherwise
     assert capsys.readouterr().err.count("not finite") == 1
+    log = tmp_path / "runs/r/log"  # as of a scheduler, which was there before
+    log.parent.mkdir(parents=True)
+    log.touch()
+    assert run(train, "init_from=source", "run.name=r") == 2
+    assert list(log.parent.iterdir()) == [log]
+    shutil.rmtree(tmp_path / "runs")
     # Begun, and not saved: it starts from the source, and from no other one.
     file.write_bytes(whole)
     assert run(train, "init_from=source", "run.name=r") == 0

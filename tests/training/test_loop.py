@@ -4,14 +4,13 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from processes import torchrun
 from small_run import first_gradients, signal_after, small_config, small_trainer
 from transformers import AutoModelForCausalLM
 
@@ -124,16 +123,6 @@ def test_two_ranks_draw_the_same_rows_and_decide_the_same_plans(tmp_path):
     # The decisions of steps 3 and 11, from counts over both; each saw other tokens.
     assert plans[0] == plans[1]
     assert len({str(of_step) for of_step in plans[0]}) == 3
-
-
-def torchrun(ranks, *command):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *command]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
 
 
 def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):

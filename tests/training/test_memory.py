@@ -3,7 +3,7 @@
 import pytest
 from small_run import small_config
 
-from sparsellm.config import from_overrides
+from sparsellm.config import from_overrides, state_bytes
 from sparsellm.ops import Engine, Plan
 from sparsellm.training import memory
 from sparsellm.training.memory import GIB, Sharing, usage
@@ -50,6 +50,13 @@ def test_the_arithmetic_gives_what_was_measured(way, experiment, micro_batch, me
     plan = None if way == "torch" else Plan.of(way)
     found = usage(config, 1, micro_batch, [plan] * config.model.num_layers).total / GIB
     assert found == pytest.approx(measured, rel=0.006)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks):
+    config = from_overrides(["experiment=1p5b", "runtime.shard=full"])
+    found = usage(config, ranks, 1, [None] * config.model.num_layers, Sharing(ranks, ranks, ranks))
+    assert found.weights + found.gradients + found.optimizer == state_bytes(config, ranks)
 
 
 @pytest.mark.parametrize(("overrides", "engine", "measured"), RECOMPUTED)

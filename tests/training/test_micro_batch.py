@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import torchrun
 from small_memory import OUT_OF_MEMORY, ROOMY, FakeGpu, become_sparse, sparse_layers_save_nothing
 from small_run import signal_after, small_trainer
-from test_loop import torchrun
 
 from sparsellm.config import from_overrides
 from sparsellm.config.overrides import choices

@@ -26,6 +26,7 @@ from sparsellm.ops import cuda, dispatch
 from sparsellm.ops.cuda import Forward, readable
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
+from sparsellm.ops.triton.policy import ALONE
 from sparsellm.ops.triton.transpose import transposed
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
@@ -42,7 +43,6 @@ CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 8, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
 RANK = {"ROWS": 8, "COLUMNS": 2048}
-ALONE = 4  # times as many tokens are needed for an order to pay in a forward pass without a backward
 
 
 def orders(m: int, saving: bool) -> bool:

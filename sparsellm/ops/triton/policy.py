@@ -34,6 +34,7 @@ class Constants(NamedTuple):
 
 CONSTANTS = Constants()
 WIDTH = 2048
+ALONE = 4  # times as many tokens are needed for an order to pay in a forward pass without a backward
 PRODUCTS, TRAINING_PRODUCTS, DENSE_TRAINING_PRODUCTS = 2, 5, 8  # over the union: u, y; and dh, dx twice
 
 
