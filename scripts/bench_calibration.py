@@ -25,7 +25,7 @@ from sparsellm.ops.dispatch import MANY_TOKENS, MANY_TRAINING_TOKENS
 from sparsellm.ops.plan import Engine
 
 LAYERS = ("1024x4096", "2048x5632", "4096x11008", "5120x13824")
-TOKENS = (1, 2, 7, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 12_000, 30_000, 131_072)
+TOKENS = (1, 2, 7, 10, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 12_000, 30_000, 131_072)
 SHARES = (0.001, 0.003, 0.0065, 0.013, 0.03, 0.055, 0.12, 0.3, 0.5)
 SKEW = 1.1
 SKIP = 4.0
