@@ -67,7 +67,10 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
 
 
 def _interruptible(command: str, arguments: list[str], program: str) -> int:
-    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself."""
+    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself.
+
+    One sentence, too, and 1, where standard output is closed before all is written.
+    """
 
     def say() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -96,7 +99,13 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         module = importlib.import_module(f"sparsellm.commands.{command}")
         if heard:
             signal.signal(signal.SIGINT, interrupt)
-        return module.main(arguments, program)
+        code = module.main(arguments, program)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough, as in `| head`
+        print(f"sparsellm {command}: ended, for nobody reads its output any more", file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would complain as it ends
+        return 1
     except KeyboardInterrupt:
         say()
         return INTERRUPTED

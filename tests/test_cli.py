@@ -149,3 +149,22 @@ def test_an_interrupt_of_which_a_library_makes_another_error_is_one_still(monkey
     finally:
         signal.signal(signal.SIGINT, before)
     assert "interrupted; the same command starts again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("letters", [1, 100_000], ids=["as it ends", "before"])
+def test_output_that_nobody_reads_any_more_ends_a_command_with_a_sentence(letters):
+    """As of `| head`; a few letters are written only as the process ends."""
+    code = (
+        "import sys, types; from sparsellm import cli;"
+        f"sys.modules['sparsellm.commands.push'] = types.SimpleNamespace(main=lambda *_: print('x' * {letters}));"
+        "cli.run('push', ['checkpoint=x', 'repo=a/b'])"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "sparsellm push: starting",
+        "sparsellm push: ended, for nobody reads its output any more",
+    ]

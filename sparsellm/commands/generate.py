@@ -7,7 +7,6 @@ that cannot be read, 2 for a refused configuration.
 """
 
 import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -58,9 +57,6 @@ def main(config: GenerateConfig) -> int:
     write = _write_one if config.prompt is not None else _write_all
     try:
         write(generator, prompts, config.tokens, Sampling(config.temperature, config.top_p), config.seed)
-    except BrokenPipeError:  # whoever reads has seen enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would complain as it ends
-        return 1
     except ValueError as error:
         warn(str(error))
         return 1

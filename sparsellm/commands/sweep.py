@@ -24,12 +24,16 @@ from sparsellm.training import run_folder
 def main(arguments: list[str], program: str) -> int:
     try:
         sweep = plan(arguments)
-        if sweep.options.mode == SweepMode.print:
-            print(commands.text(sweep, arguments))
-            return 0
-        sweep.folder.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
         warn(str(error))
+        return 2
+    if sweep.options.mode == SweepMode.print:
+        print(commands.text(sweep, arguments))
+        return 0
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn(f"{sweep.folder} cannot be written: {error}; choose another sweep.root")
         return 2
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"

@@ -174,7 +174,8 @@ def _wanted(kind: Any) -> str:
         return f"one of {', '.join(kind.__members__)}"
     if typing.get_origin(kind) is list:
         (inner,) = typing.get_args(kind)
-        return {int: "a list of whole numbers, as [1,2]", str: "a list, as [a,b]"}.get(inner, "a list, as [{a: b}]")
+        wanted = {int: "a list of whole numbers, as [1,2]", str: "a list, as [a,b]"}
+        return wanted.get(inner, "a list of mappings, as [{a: b}]")
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
 
 
@@ -183,7 +184,8 @@ def _without_value(name: str, schema: type) -> str:
         return f"{name} has no choice: write {name}=CHOICE, one of {', '.join(choices(name))}"
     if name in flat_types(schema):
         return f"{name} has no value: write {name}=VALUE"
-    return unknown_key(name, schema)
+    unknown = unknown_key(name, schema)
+    return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"  # what is said of a group has it
 
 
 def sweep_request(overrides: list[str]) -> SweepRequest:

@@ -55,6 +55,8 @@ def rows(sweep: Sweep) -> list[Row]:
         last, result = finished.get(point.name, {}), scores.get(point.name, {})
         begun = metrics[point.name]
         nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
+        if last.get("tokens", 0) < point.config.sparsity.dead_after_tokens:
+            dead = None  # too short a run for any neuron to count as dead, which is not that none is
         table.append(
             {key: point.values.get(key) for key in sweep.keys}
             | {

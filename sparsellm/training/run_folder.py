@@ -66,7 +66,9 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
         return []
     before, now = definition(begun), definition(config)
     remedy, reasons = "choose another run.name, or add run.restart=true", {}
-    if _both_wsd(begun, config) and not any(text.lstrip("+").startswith(f"{WARMUP}=") for text in typed):
+    other_steps = config.training.steps != begun.training.steps
+    warmup_typed = any(text.lstrip("+").startswith(f"{WARMUP}=") for text in typed)
+    if (other_steps or _both_wsd(begun, config)) and not warmup_typed:  # it follows from the steps
         now[WARMUP] = before[WARMUP]
     if (start := _return_to(begun, config)) is not None:
         for key in ("training.steps", "data.max_tokens"):  # the latter decides only how much is prepared
@@ -76,6 +78,8 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
                 f"run {config.run.name} cannot be made longer, for it has no checkpoint up to step {start}, the"
                 f" last that a longer one has in common with it: {remedy}"
             ]
+    elif config.training.steps > begun.training.steps and begun.optimizer.schedule == Schedule.wsd:
+        reasons["training.steps"] = " and optimizer.schedule=wsd, which makes it longer if it is typed again"
     elif config.training.steps > begun.training.steps:
         reasons["training.steps"] = (
             " and a cosine schedule, which has lowered the learning rate towards that step from the warm-up on: none of"

@@ -106,6 +106,7 @@ def test_yaml_round_trip(tmp_path):
         ("runtime.compile=1", "runtime.compile is 1: it must be true or false"),
         ("sparsity.activation=gelu", "sparsity.activation is gelu: it must be one of relu, silu"),
         ("optimizer.learning_rate=[1,2]", "optimizer.learning_rate is [1,2]: it must be a number"),
+        ("data.mix=[a,b]", "data.mix is [a,b]: it must be a list of mappings, as [{a: b}]"),
         ("training.seed=1,2", "training.seed is 1,2: it takes one value; a list of them is for the command `sweep`"),
         ("run.name=${nope}", "run.name is ${nope}: a command line has no interpolations"),
         ("model.num_layers=???", "model.num_layers has no value"),
@@ -116,6 +117,16 @@ def test_what_is_typed_wrong_is_refused_by_name_with_a_remedy(override, message)
         from_overrides([override])
     (mistake,) = refused.value.mistakes
     assert mistake.startswith(message)
+
+
+def test_a_word_alone_is_told_what_to_write():
+    with pytest.raises(ConfigError) as refused:
+        from_overrides(["runs/NAME", "training"])
+    word, group = refused.value.mistakes
+    assert word.startswith("runs/NAME is not a key: there are model, data")
+    assert word.endswith("; write KEY=VALUE")
+    assert group.startswith("training is a group of keys: write training.KEY=VALUE")
+    assert group.count("=VALUE") == 1
 
 
 def test_all_mistakes_are_found_at_once_and_the_rest_is_composed():

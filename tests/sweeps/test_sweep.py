@@ -273,3 +273,11 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
     assert [command[2] for command in started] == ["sparsellm.evaluate"]
     assert parts[0].is_relative_to(tmp_path / started[0][3].removeprefix("checkpoint="))
     assert results(tmp_path) == straight
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_key_that_moves_it(sweep, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    code, _, said = sweep(*SMALL, COEFFICIENTS, "sweep.root=taken")
+    assert code == 2
+    assert said.startswith("sparsellm: taken/s cannot be written: ")
+    assert said.endswith("; choose another sweep.root\n")

@@ -23,7 +23,7 @@ def swept(tmp_path):
 
 def leave(point, step=40, scores=None, **values):
     """What a run leaves at `step`, complete or not."""
-    row = {"step": step, "tokens": step * 2048, "ce": 3.0, "val_ce": 3.5, "nnz_mean": 20.0,
+    row = {"step": step, "tokens": step * 4096, "ce": 3.0, "val_ce": 3.5, "nnz_mean": 20.0,
            "nnz_per_layer": [30.0, 10.0], "dead_per_layer": [5, 7]} | values  # fmt: skip
     point.folder.mkdir(parents=True)
     before = row | {"step": 1, "tokens": 2048, "ce": 9.0}
@@ -77,7 +77,7 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
     assert [list(row) for row in rows] == [list(rows[0])] * 5
     assert rows[0] == {
         "sparsity.l1_coefficient": "0", "activation": "relu", "run": none.name, "status": "complete", "step": 40,
-        "tokens": 81920, "ce": 3.0, "val_ce": 3.2, "ce_increase": 0.0, "nnz_mean": 20.0, "nnz_layer_00": 30.0,
+        "tokens": 163840, "ce": 3.0, "val_ce": 3.2, "ce_increase": 0.0, "nnz_mean": 20.0, "nnz_layer_00": 30.0,
         "nnz_layer_01": 10.0, "dead_neurons": 12, "arc_easy": 0.6, "piqa": 0.4, "mean": 0.5,
         "mean_stderr": pytest.approx(0.03 / 2**0.5), "mean_acc": 0.375,
     }  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
     absent = dict.fromkeys(list(rows[0])[6:])
     assert rows[2] == absent | {
         "sparsity.l1_coefficient": "0.003", "activation": "relu", "run": unfinished.name, "status": "unfinished",
-        "step": 20, "tokens": 40960,
+        "step": 20, "tokens": 81920,
     }  # fmt: skip
     assert rows[3] == rows[2] | {
         "sparsity.l1_coefficient": "0.01", "run": not_begun.name, "status": "not begun", "step": None, "tokens": None,
@@ -96,9 +96,16 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
 
     read = list(csv.reader(io.StringIO(table.as_csv(rows))))
     assert read[0] == list(rows[0])
-    assert read[3][4:6] == ["20", "40960"]
+    assert read[3][4:6] == ["20", "81920"]
     assert read[3][6:] == [""] * (len(read[0]) - 6)
     assert float(read[2][read[0].index("ce_increase")]) == rows[1]["ce_increase"]
+
+
+def test_no_neuron_of_a_run_shorter_than_their_silence_is_counted_as_alive_or_dead(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    for point, tokens in zip(sweep.points, (99_999, 100_000), strict=True):
+        leave(point, tokens=tokens)
+    assert [row["dead_neurons"] for row in table.rows(sweep)] == [None, 12]
 
 
 def test_the_cross_entropy_is_compared_within_the_other_swept_values(swept):

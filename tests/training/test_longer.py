@@ -77,6 +77,25 @@ def test_the_warm_up_stays_where_a_longer_run_would_have_another(tmp_path):
 @pytest.mark.parametrize(
     ("begun", "asked", "message"),
     [
+        ([], [], "begun with 12 and a cosine schedule, which has lowered"),
+        (WSD, ["run.checkpoint_every=2"], "begun with 12 and optimizer.schedule=wsd, which makes it longer if it is"),
+    ],
+)
+def test_more_steps_are_refused_by_the_schedule_that_the_run_has_and_not_by_their_warm_up(
+    begun, asked, message, tmp_path
+):
+    named = [*(each for each in OVERRIDES if "warmup" not in each), f"run.root={tmp_path}", "run.name=r"]
+    with process_group("cpu") as ranks, run_folder.open_folder(from_overrides([*named, *begun]), ranks):
+        pass
+    longer = [*named, *asked, "training.steps=60"]
+    found = run_folder.mistakes(from_overrides(longer), longer)
+    assert any(message in each for each in found), found
+    assert not any("warmup_steps" in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked", "message"),
+    [
         ([], ["training.steps=20"], "begun with 12 and a cosine schedule, which has lowered"),
         (WSD, ["training.steps=11"], "training.steps is 11, and run r was begun with 12:"),
         (WSD, ["training.steps=20", "training.seed=3"], "training.seed is 3, and run r was begun with 0:"),
