@@ -64,6 +64,11 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return found + distillation.mistakes(config) + initial.weight_mistakes(config)
 
 
+def _of_rank(error: Exception) -> str:
+    """What ends this process, and which of several ranks it is."""
+    return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
+
+
 @entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config, initial.adopt)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
@@ -89,7 +94,7 @@ def main(config: Config) -> int:
             except MainRankFailed:
                 return 1  # the main rank says why
             except OutOfMemory as error:
-                warn(f"rank {ranks.rank}: {error}")
+                warn(_of_rank(error))
                 if ranks.world_size > 1:
                     leave(error)
                     os._exit(1)  # the others may wait inside a collective, and leaving the group might wait for them
@@ -99,5 +104,5 @@ def main(config: Config) -> int:
                     warn(str(error))
                 return 1
     except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
-        warn(f"rank {os.environ.get('RANK', '0')}: {error}")
+        warn(_of_rank(error))
         return 1
