@@ -181,7 +181,8 @@ class Trainer:
         a teacher that cannot be read, or is not what it was.
         """
         self._resume()
-        if self.step >= self.config.training.steps:
+        if self.step >= (steps := self.config.training.steps):
+            self.ranks.say(f"sparsellm: {self.folder.name} has a checkpoint of step {self.step:,}: {steps:,} are done")
             return 0
         if self.config.distill.teacher is not None:
             self.teacher = Teacher(self.config, self.ranks, self.autocast, self.taught_by)

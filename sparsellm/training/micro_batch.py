@@ -300,7 +300,14 @@ class MicroBatch:
             raise OutOfMemory(f"{what}: {LESS}")
         if self.ranks.world_size > 1:
             record = {"most": smaller[-1], "because": f"rank {self.ranks.rank}, {what}"}
-            write_whole(self.trainer.folder / RECORD, json.dumps(record).encode())
+            path = self.trainer.folder / RECORD
+            try:
+                write_whole(path, json.dumps(record).encode())
+            except OSError as error:
+                raise OutOfMemory(
+                    f"{what}. {path}, by which the next start would take {smaller[-1]}, cannot be written"
+                    f" ({error.strerror}): give it runtime.micro_batch_size={smaller[-1]}"
+                ) from error
             raise OutOfMemory(
                 f"{what}. Started again, by torchrun --max-restarts or by the same command, the run goes on from the"
                 f" newest checkpoint with {smaller[-1]} at a time"

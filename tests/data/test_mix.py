@@ -153,7 +153,7 @@ def test_mixes_that_cannot_be_are_refused_by_name(typed: list[str], message: str
 
 
 def test_a_mix_is_a_list_of_sources_whose_folders_may_move() -> None:
-    with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list, as \[\{a: b\}\]"):
+    with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list of mappings, as \[\{a: b\}\]"):
         from_overrides(["data.mix=a"])
     here, there = (from_overrides([f"data.mix=[{{data: {path}, weight: 0.5}}]"]) for path in ("a", "/mnt/a"))
     assert mix.folders(here) == {"a": Path("data/a")}

@@ -408,7 +408,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
     assert without_timing(tmp_path / "straight" / METRICS) == without_timing(tmp_path / "stopped" / METRICS)
 
 
-def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_path):
+def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_path, capsys):
     with small_trainer(tmp_path / "run") as trainer:
         torch.manual_seed(7)
         trainer.fit()
@@ -418,6 +418,7 @@ def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_
         assert trainer.fit() == 0
         assert torch.equal(torch.get_rng_state(), state)
     assert (tmp_path / "run" / METRICS).read_bytes() == written
+    assert "run has a checkpoint of step 12: 12 are done" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_replaced_only_on_request(tmp_path):

@@ -1,7 +1,10 @@
 """runtime.micro_batch_size=auto: what it chooses, when it grows, what it does where memory runs out; on a fake GPU."""
 
+import errno
 import json
+import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -274,6 +277,18 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path):
         (tmp_path / "run" / RECORD).write_text('{"most": "some"}')
         with pytest.raises(MicroBatchError, match=rf"{RECORD} cannot be read .*Remove it"):
             trainer.micro_batch.choose()
+
+
+def test_memory_that_ran_out_is_named_where_the_record_cannot_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(micro_batch, "write_whole", full)
+    with small_trainer(tmp_path / "run", *AUTO) as trainer:
+        trainer.micro_batch.ranks = replace(trainer.ranks, world_size=2)
+        said = rf"^lost\. .*{RECORD}, by which .* 6, cannot be written \(No space.*runtime\.micro_batch_size=6"
+        with pytest.raises(OutOfMemory, match=said):
+            trainer.micro_batch._halve("lost")
 
 
 def test_a_run_that_has_gone_back_does_not_return_to_more_than_its_record_says(tmp_path):
