@@ -72,7 +72,9 @@ class WandbRun:
             self.place = "offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)"
         start = partial(
             wandb.init, project=config.logging.wandb_project, group=config.logging.wandb_group, name=config.run.name,
-            id=record_id(folder), resume="allow", dir=folder, config=to_dict(config),
+            id=record_id(folder), resume="allow", config=to_dict(config),
+            # The process of wandb that writes may be of a parent that works in another folder (WANDB_SERVICE).
+            dir=folder.absolute(),
         )  # fmt: skip
         try:
             self._run = start(mode=mode)

@@ -70,6 +70,24 @@ def test_an_unreachable_server_means_offline_and_says_so(tmp_path, monkeypatch):
     ]
 
 
+def test_a_record_is_in_the_runs_folder_wherever_the_process_works_that_writes_it(tmp_path):
+    """wandb's own process is that of a parent, which may work in another folder."""
+    code = (
+        "import os, wandb; from pathlib import Path; from small_run import small_config;"
+        "from sparsellm.training.wandb_record import WandbRun;"
+        "wandb.setup(); assert 'WANDB_SERVICE' in os.environ; os.chdir('elsewhere');"
+        "run = WandbRun(small_config('logging=offline', 'run.name=r'), Path('run'));"
+        "run.write({'step': 1, 'loss': 1.5}); run.close(0)"
+    )
+    (tmp_path / "elsewhere/run").mkdir(parents=True)
+    environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=120)
+    (record,) = (tmp_path / "elsewhere/run/wandb").glob("offline-run-*/*.wandb")
+    assert record.stat().st_size > wandb_record.HEADER_BYTES
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_place_is_the_link_online_and_the_reason_otherwise(tmp_path, monkeypatch, started):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(Record, "url", "https://wandb.example/sparsellm/runs/1")
