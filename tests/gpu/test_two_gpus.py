@@ -86,8 +86,10 @@ def test_shards_over_nccl_train_as_copies_do_and_any_shape_resumes_any_other(tmp
     for rank in range(2):
         found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert all(found["drawn"].values())
-        assert found["losses"]["optimizer"][0] == pytest.approx(found["losses"]["none"][0], rel=1e-6)
-        for shard in SHARDS[1:]:  # attention's backward adds in any order, and what it changes is rounded to bfloat16
+        for shard in SHARDS[1:]:
+            # The first cross entropy is of the same weights, by the same kernels.
+            assert found["losses"][shard][0][0] == pytest.approx(found["losses"]["none"][0][0], rel=1e-6)
+            # Then attention's backward adds in any order, and what it changes is rounded to bfloat16.
             for step, expected in zip(found["losses"][shard], found["losses"]["none"], strict=True):
                 assert step == pytest.approx(expected, rel=2**-7)
         assert len(found["resumed"]) == len(SHARDS) ** 2
