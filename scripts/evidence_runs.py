@@ -126,7 +126,8 @@ class Runs:
         return found
 
     def work(self) -> int:
-        gpus = [str(number) for number in range(torch.cuda.device_count())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
         slots: list[str | None] = [gpu for _ in range(self.args.at_once) for gpu in gpus or [None]]
         running: dict[int, Running] = {}
         deadline = time.monotonic() + 60 * self.args.minutes

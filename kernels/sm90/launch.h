@@ -206,7 +206,7 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 // and x is not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32
 // [kRowTickets], zero on entry and on exit. Where row_ffn_counts(M, K), row_ffn does not read row_counts, and writes
 // the counters.
-constexpr int kRowTickets = 320;
+constexpr int kRowTickets = 640;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream);

@@ -315,7 +315,8 @@ def test_rows_that_fire_every_neuron(m, gated):
 
 # How many nonzeros consecutive rows have. Up to 64 rows, the row engine deals rows to clusters: a row to a cluster, the
 # pieces of a row of very many nonzeros to several, and several rows to a cluster if there are more rows than clusters.
-# From 65 rows on, rows are divided in runs, one for each cluster; only rows of more than 128 nonzeros are cut.
+# From 65 rows on, rows are divided in runs, one for each cluster; only rows of more than 128 nonzeros are cut, from 512
+# rows on of more than 64.
 RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,
@@ -326,6 +327,8 @@ RUNS = {
     "runs without a row": [0] * 30 + [5632] * 5 + [0] * 30,
     "long rows at both ends": [5632] + [129] * 100 + [5632],
     "rows that are just cut, or just not": [128, 129, 127, 160, 161] * 40,
+    "rows that are just cut, or just not, in long runs": [64, 65, 63, 80, 81] * 120,
+    "long runs without a row": [0] * 250 + [5632] * 12 + [0] * 250,
     "as many rows as there may be": [0, 3, 40, 700, 31] * 307,
     "as many rows as there may be, all empty": [0] * 1535,
     "one row more than there may be": [0, 3, 40, 700] * 384,

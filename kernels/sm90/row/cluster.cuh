@@ -20,7 +20,9 @@
 // the other, are cut into equal runs, one for each cluster. A cluster does the rows that begin in its run, whole, but
 // for rows of more than kWhole nonzeros: those are cut where a run ends, in whole rounds. So the work is even, however
 // uneven the rows are, and a cluster leaves pieces of two rows at most. Runs of 100 and rows that begin at 0, 60 and
-// 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100.
+// 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100. From
+// kLongRunTokens on, CTAs have four warps and are twice as many: where a row ends fewer warps wait for each other, and a
+// row fills its last round better.
 #pragma once
 
 #include "row/counts.cuh"
@@ -28,6 +30,8 @@
 namespace sparsellm::row {
 
 constexpr int kClusterWarps = 8;                // of a CTA
+constexpr int kRunWarps = 4;                    // of a CTA, where runs are long: CTAs are smaller, and twice as many
+constexpr int kLongRunTokens = 512;             // M from which on they are
 constexpr int kClusterTokens = kCountedTokens;  // M at most, where rows are dealt
 constexpr int kRunTokens = 1536;                // M at most, where they are divided in runs
 constexpr int kRowCost = 16;                    // what a row costs beside its nonzeros, in nonzeros
@@ -35,10 +39,10 @@ constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
 
-// Clusters of `cluster` CTAs, at most: one warp adds the l1 of all of them, and there are 256 tickets for their CTAs.
-constexpr int max_clusters(int cluster) { return 256 / cluster; }
-constexpr int kMaxClusters = max_clusters(4);
-static_assert(kMaxClusters + 256 <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
+// Clusters of `cluster` CTAs of `warps` warps, at most: one warp adds the l1 of all, and their CTAs have tickets.
+constexpr int max_clusters(int cluster, int warps) { return 2048 / warps / cluster; }
+constexpr int kMaxClusters = max_clusters(4, kRunWarps);
+static_assert(5 * kMaxClusters <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
 
 // tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it is there (|h| sums to
 // no negative number). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's columns. A cut
@@ -53,9 +57,8 @@ struct ClusterArguments : RowArguments {
 // All methods are called by all threads of the CTA, unless they say which. Arrays in registers are locals, passed by
 // reference: as members they would keep the scalars beside them in local memory until loops are unrolled.
 // kDealt: of few tokens, whose rows are dealt to the clusters by their lengths, and cut, and which this kernel counts.
-template <int kCluster, int kVectors, bool kFull, bool kGated, bool kDealt>
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 struct ClusterCta {
-  static constexpr int kWarps = kClusterWarps;
   static constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
   static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
   // A row of no more nonzeros than that, or than a cluster's share of all, is not cut.
@@ -558,7 +561,7 @@ struct ClusterCta {
     __threadfence();
     ptx::bar_sync(kAdderBarrier, kAdders);
     if (threadIdx.x == 0) {
-      int32_t* ticket = a.tickets + max_clusters(kCluster) + first * kCluster + rank;
+      int32_t* ticket = a.tickets + max_clusters(kCluster, kWarps) + first * kCluster + rank;
       shared.last = atomicAdd(ticket, 1) == static_cast<int>(pieces) - 1;
       if (shared.last) *ticket = 0;
     }
@@ -589,7 +592,7 @@ struct ClusterCta {
       uint32_t all = kThere;
       sum = 0.0f;
 #pragma unroll
-      for (int i = lane; i < max_clusters(kCluster); i += 32) {
+      for (int i = lane; i < max_clusters(kCluster, kWarps); i += 32) {
         const uint32_t part = i < with_l1 ? parts[i] : kThere;
         all &= part;
         sum += __uint_as_float(part & ~kThere);
@@ -603,12 +606,11 @@ struct ClusterCta {
   }
 };
 
-// Where kFull, two CTAs share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or H200 has room for
-// 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
-template <int kCluster, int kVectors, bool kFull, bool kGated, bool kDealt>
-__global__ void __launch_bounds__(32 * kClusterWarps, kFull ? 2 : 1) row_cluster_kernel(const ClusterArguments a) {
-  using Cta = ClusterCta<kCluster, kVectors, kFull, kGated, kDealt>;
-  constexpr int kWarps = kClusterWarps;
+// Where kFull, two CTAs of eight warps share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or H200
+// has room for 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
+__global__ void __launch_bounds__(32 * kWarps, kFull ? 16 / kWarps : 1) row_cluster_kernel(const ClusterArguments a) {
+  using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt>;
   __shared__ uint4 x[2][kGated ? 32 * kVectors : 1];
   __shared__ float4 sums_of[kWarps][Cta::kSlices][2][32];
   __shared__ alignas(16) uint32_t list[2][kClusterListed];

@@ -41,7 +41,8 @@ struct Layout {
   // planned: row_ffn, for any number of tokens. Otherwise row_rest: the kernel for many tokens, without a plan.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && for_runs(m, k)) {
-      partials = take((m + kMaxClusters) * k * 4);
+      const int64_t rows = for_clusters(m, k) ? m + max_clusters(4, kClusterWarps) : 2 * kMaxClusters;
+      partials = take(rows * k * 4);
       return;
     }
     slot_capacity = kSlotBytes / ((k + 8) * 4);
@@ -77,11 +78,11 @@ cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
       32 * many_warps(a.k), 0, 1, stream, a);
 }
 
-template <int kCluster, int kVectors, bool kFull, bool kDealt>
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kDealt>
 cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
-  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kVectors, kFull, false, kDealt>
-                                        : row_cluster_kernel<kCluster, kVectors, kFull, true, kDealt>,
-                      clusters * kCluster, 32 * kClusterWarps, 0, kCluster, stream, a);
+  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kWarps, kVectors, kFull, false, kDealt>
+                                        : row_cluster_kernel<kCluster, kWarps, kVectors, kFull, true, kDealt>,
+                      clusters * kCluster, 32 * kWarps, 0, kCluster, stream, a);
 }
 
 RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
@@ -104,15 +105,19 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
 // Where there are more rows than clusters, all clusters should be on the device at once, because a cluster that starts
 // only when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not divide
 // evenly: 132 SMs have room for 15 clusters of eight, not 16, and for twice as many where two CTAs share an SM. Of
-// clusters of four, 60 to 62 were seen at once, where the driver says 64.
+// clusters of four, 60 to 62 were seen at once, where the driver says 64; with half the warps, twice as many are launched.
 struct Clusters {
-  bool full;  // k is 2,048: two CTAs share an SM
-  int ctas, count;
+  bool full;  // k is 2,048: 16 warps share an SM
+  int ctas, warps, count;
 
-  Clusters(int64_t m, int64_t k, int grid) : full(k == 2048), ctas(full && m > max_clusters(8) ? 4 : 8) {
+  Clusters(int64_t m, int64_t k, int grid)
+      : full(k == 2048),
+        ctas(full && m > max_clusters(8, kClusterWarps) ? 4 : 8),
+        warps(full && m >= kLongRunTokens ? kRunWarps : kClusterWarps) {
+    const int most = max_clusters(ctas, warps);
     count = grid / ctas;
-    if (m > count) count = (full ? 2 : 1) * (count - (ctas == 4 ? 3 : 1));
-    count = count < 1 ? 1 : count > max_clusters(ctas) ? max_clusters(ctas) : count;
+    if (m > count) count = (full ? 2 * kClusterWarps / warps : 1) * (count - (ctas == 4 ? 3 : 1));
+    count = count < 1 ? 1 : count > most ? most : count;
   }
 };
 
@@ -121,12 +126,15 @@ cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, v
   const Layout layout(common.m, common.k, common.n, true);
   ClusterArguments a = {common};
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
-  if (clusters.ctas == 4) return launch_cluster<4, 8, true, kDealt>(a, clusters.count, stream);
-  if constexpr (kDealt) {
-    if (clusters.full) return launch_cluster<8, 8, true, kDealt>(a, clusters.count, stream);
+  if constexpr (!kDealt) {
+    if (clusters.warps == kRunWarps) return launch_cluster<4, kRunWarps, 8, true, kDealt>(a, clusters.count, stream);
   }
-  if (a.k < 2048) return launch_cluster<8, 8, false, kDealt>(a, clusters.count, stream);
-  return launch_cluster<8, 16, false, kDealt>(a, clusters.count, stream);
+  if (clusters.ctas == 4) return launch_cluster<4, kClusterWarps, 8, true, kDealt>(a, clusters.count, stream);
+  if constexpr (kDealt) {
+    if (clusters.full) return launch_cluster<8, kClusterWarps, 8, true, kDealt>(a, clusters.count, stream);
+  }
+  if (a.k < 2048) return launch_cluster<8, kClusterWarps, 8, false, kDealt>(a, clusters.count, stream);
+  return launch_cluster<8, kClusterWarps, 16, false, kDealt>(a, clusters.count, stream);
 }
 
 // Many tokens. only_if: null for row_ffn. For row_rest it points to a word; where that is zero, nothing is done, and no
