@@ -114,6 +114,13 @@ def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
     assert seeds == {name: ord(name) for name in "abc"}
 
 
+def test_runs_stay_on_the_gpus_that_the_command_may_see(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert runs("--run", "a training.seed=1", "--run", "b training.seed=2") == evidence_runs.COMPLETE
+    lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
+    assert {line[0]: line[2] for line in lines if line[0] != "-"} == {"a": "2", "b": "5"}
+
+
 def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_path, capsys):
     assert runs(*THREE, "--minutes", "0.01", pace=0.2) == evidence_runs.LEFT
     assert "silu is stopped" in capsys.readouterr().out
