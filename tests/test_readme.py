@@ -12,6 +12,7 @@ from scripts import draw_readme
 from sparsellm.cli import COMMANDS
 from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request
 from sparsellm.config.command import RULES
+from sparsellm.ops import backend
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
@@ -76,7 +77,8 @@ def composed(command: Command) -> list[str]:
 @pytest.mark.parametrize(
     "command", [c for c in ALL if c.name in {*COMMANDS, "bench_train"} and c.arguments != ["--help"]], ids=str
 )
-def test_a_command_in_the_documents_is_accepted(command):
+def test_a_command_in_the_documents_is_accepted(command, monkeypatch):
+    monkeypatch.setattr(backend, "check", lambda _: None)  # the kernels that it demands need not run here
     assert composed(command) == []
 
 
