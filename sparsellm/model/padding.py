@@ -6,14 +6,13 @@ fires many. The sparse engines would compute them, and layers would choose their
 
 So before a stack of layers begins, the embeddings of tokens that are hidden become zeros. They stay zeros through all
 layers, if attention gives them zeros: norms and biasless products of zeros are zeros. What attention gives a token that
-sees nothing depends on its kernel: zeros on a CPU, a mean of all values in some of CUDA's. So the layers' masks are
-made here, as the stack would make them, and let hidden tokens see hidden keys, whose values are zeros. A row of zeros
-fires nothing, so it costs a sparse engine nothing after the gate product, and adds nothing to any count. Other tokens
-keep every bit. Masks of floats, as transformers' "eager" attention takes, stay as they are, and there padding fires.
+sees nothing depends on its kernel: zeros on a CPU, a mean of all values in some of CUDA's. So each layer's mask lets
+hidden tokens see hidden keys, whose values are zeros. A row of zeros fires nothing, so it costs a sparse engine nothing
+after the gate product, and adds nothing to any count. Other tokens keep every bit. Masks of floats, as transformers'
+"eager" attention takes, stay as they are, and there padding fires.
 
-The number of rows stays, so a compiled model sees no new shape. Only calls without gradients are changed, and calls of
-one token per sequence, as in decoding, are not: none of them is padding. There is one hook for a stack and none for a
-layer, because a module with a hook takes the host longer in every call, and in eager decoding all wait for the host.
+The host waits for nothing, and the number of rows stays, so a compiled model sees no new shape. Only calls without
+gradients are changed, and calls of one token per sequence, as in decoding, are not: none of them is padding.
 """
 
 from inspect import signature
@@ -29,18 +28,21 @@ def spare_padding(model: nn.Module) -> None:
     for module in model.modules():
         if "embed_tokens" in module._modules and "inputs_embeds" in signature(module.forward).parameters:
             module.register_forward_pre_hook(_with_zeros, with_kwargs=True)
+            for layer in getattr(module, "layers", ()):
+                layer.register_forward_pre_hook(_seeing_hidden_keys, with_kwargs=True)
 
 
 def stop_sparing(model: nn.Module) -> None:
     """Undo `spare_padding`."""
     for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _with_zeros]:
+        for key in [
+            key for key, hook in module._forward_pre_hooks.items() if hook in (_with_zeros, _seeing_hidden_keys)
+        ]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """The arguments of `stack` with embeddings, zero where a token is hidden, in the place of token ids, and with masks
-    in which hidden tokens see hidden keys."""
+    """The arguments of `stack` with embeddings, zero where a token is hidden, in the place of token ids."""
     ids, embedded, mask = (kwargs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
     given = embedded if ids is None else ids
     if given is None or mask is None or given.shape[1] == 1 or torch.is_grad_enabled():
@@ -51,32 +53,17 @@ def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
     if embedded is None:
         embedded = stack.embed_tokens(ids)  # type: ignore[operator]  # a module
     embedded = embedded.masked_fill(~seen[..., None].to(embedded.device), 0)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        from transformers.masking_utils import create_masks_for_generate  # loaded, as the stack is
-
-        made = create_masks_for_generate(
-            config=stack.config,  # type: ignore[arg-type]  # of transformers
-            inputs_embeds=embedded,
-            attention_mask=mask,
-            past_key_values=kwargs.get("past_key_values"),
-            position_ids=kwargs.get("position_ids"),
-        )
-        mask = made if isinstance(made, dict) or (isinstance(made, Tensor) and made.dim() == 4) else mask
-    return args, kwargs | {"input_ids": None, "inputs_embeds": embedded, "attention_mask": _seeing_hidden_keys(mask)}
+    return args, kwargs | {"input_ids": None, "inputs_embeds": embedded}
 
 
-Mask = Tensor | None  # of a kind of layers; None: the causal one, without padding
-
-
-def _seeing_hidden_keys(mask: Mask | dict[str, Mask]) -> Mask | dict[str, Mask]:
-    """Masks, bool [B or 1, 1, T, S], in which tokens that see nothing see all keys that nobody sees: other hidden
-    tokens, and room in a static cache. Others stay as they are."""
-    if isinstance(mask, dict):
-        return {kind: _seeing_hidden_keys(each) for kind, each in mask.items()}  # type: ignore[misc]  # not nested
-    if mask is None or mask.dtype != torch.bool or mask.dim() != 4:
-        return mask
+def _seeing_hidden_keys(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments of a layer with a mask, bool [B or 1, 1, T, S], in which tokens that see nothing see all keys that
+    nobody sees: other hidden tokens, and room in a static cache."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[-2] == 1 or torch.is_grad_enabled():
+        return None
     hidden, unused = ~mask.any(-1, keepdim=True), ~mask.any(-2, keepdim=True)
-    return mask | (hidden & unused)
+    return args, kwargs | {"attention_mask": mask | (hidden & unused)}
 
 
 def _seen(mask: Tensor | dict[str, Tensor | None], length: int) -> Tensor | None:
