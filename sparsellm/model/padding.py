@@ -9,7 +9,7 @@ layers, if attention gives them zeros: norms and biasless products of zeros are 
 sees nothing depends on its kernel: zeros on a CPU, a mean of all values in some of CUDA's. So each layer's mask lets
 hidden tokens see hidden keys, whose values are zeros. A row of zeros fires nothing, so it costs a sparse engine nothing
 after the gate product, and adds nothing to any count. Other tokens keep every bit. Masks of floats, as transformers'
-"eager" attention takes, stay as they are, and there padding fires.
+"eager" attention takes, stay as they are, and there padding fires. So does padding on the right, which sees the text.
 
 The host waits for nothing, and the number of rows stays, so a compiled model sees no new shape. Only calls without
 gradients are changed, and calls of one token per sequence, as in decoding, are not: none of them is padding.
@@ -47,7 +47,8 @@ def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
     given = embedded if ids is None else ids
     if given is None or mask is None or given.shape[1] == 1 or torch.is_grad_enabled():
         return None
-    seen = _seen(mask, given.shape[1])
+    cache = kwargs.get("past_key_values")
+    seen = _seen(mask, given.shape[1], 0 if cache is None else cache.get_seq_length())
     if seen is None:
         return None
     if embedded is None:
@@ -66,12 +67,17 @@ def _seeing_hidden_keys(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     return args, kwargs | {"attention_mask": mask | (hidden & unused)}
 
 
-def _seen(mask: Tensor | dict[str, Tensor | None], length: int) -> Tensor | None:
-    """bool [B or 1, T]: which of the last T tokens see any token; None if the mask does not say. Masks are [B, S] of
-    zeros and ones, or bool [B or 1, 1, T, S] as made for a static cache, alone or by kinds of layers."""
+def _seen(mask: Tensor | dict[str, Tensor | None], length: int, before: int | Tensor) -> Tensor | None:
+    """bool [B or 1, T]: which of the T tokens of a call see any token; None if the mask does not say. Masks are [B, S]
+    of zeros and ones, or bool [B or 1, 1, T, S] as made for a static cache, alone or by kinds of layers. `before`:
+    tokens that the cache holds; a static one keeps their number on the device."""
     if isinstance(mask, dict):  # a hidden token sees nothing in any kind of layer, another one always itself
         first = next(iter(mask.values()), None)
-        return None if first is None else _seen(first, length)
+        return None if first is None else _seen(first, length, before)
     if mask.dim() == 2:
-        return mask[:, -length:].bool()
+        # Columns count from the first token of the cache. There may be more of them than tokens so far, as for a static
+        # cache's room or for a prompt that is computed in pieces; what lies behind the last one is hidden.
+        before = before.to(mask.device) if isinstance(before, Tensor) else before
+        columns = torch.arange(length, device=mask.device) + before
+        return mask.bool()[:, columns.clamp(max=mask.shape[1] - 1)] & (columns < mask.shape[1])
     return mask.any(-1)[:, 0] if mask.dtype == torch.bool else None
