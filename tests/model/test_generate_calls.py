@@ -127,7 +127,11 @@ def qwen():
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, hidden_act="relu", initializer_range=0.2)).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, hidden_act="relu", initializer_range=0.2)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero in a new model, so values of padding would be zeros
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def fired(model, **given):
