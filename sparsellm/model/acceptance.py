@@ -4,8 +4,8 @@
     non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
 
 Everything else is refused by name: other activations, biases, other children, hooks, linears that are not plain
-nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way. So one
-block of each class is tried on random tokens.
+nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way, and
+not as the other blocks of its class do. So each is tried on random tokens.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,14 @@ PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05
 def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
     """The feedforward blocks inside `model`. Raises ValueError for the first one that the operator does not compute,
     and for a model without any."""
-    found, probed = [], set()
+    found = []
     for name, module in model.named_modules():
         if not name or not {"up_proj", "down_proj"} <= module._modules.keys():
             continue
         for problem in _problems(name, module):
             raise ValueError(problem)
-        if not isinstance(module, OWN) and type(module) not in probed:
+        if not isinstance(module, OWN):
             _probe(name, module)
-            probed.add(type(module))
         found.append(module)
     if not found:
         raise ValueError(

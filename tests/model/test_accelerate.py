@@ -128,13 +128,14 @@ def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own(hollow):
 class Scaled(nn.Module):
     """A block that looks like Llama's, and multiplies by a constant."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, factor):
         super().__init__()
+        self.factor = factor
         self.gate_proj, self.up_proj, self.down_proj = inner.gate_proj, inner.up_proj, inner.down_proj
         self.act_fn = nn.ReLU()
 
     def forward(self, x):
-        return 1.25 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.factor * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Quantised(nn.Linear):
@@ -151,7 +152,9 @@ def spoil(change):
 
 
 def scale(mlp, model):
-    model.model.layers[1].mlp = Scaled(mlp)
+    """All blocks are of one class, and one of them computes something else."""
+    for layer, factor in zip(model.model.layers, (1, 1.25), strict=True):
+        layer.mlp = Scaled(layer.mlp, factor)
 
 
 @pytest.mark.parametrize(
