@@ -180,6 +180,10 @@ def scale(mlp, model):
             r"model.layers.1.mlp.down_proj.weight is \[32, 72\]: it should be \[32, 64\]",
         ),
         (spoil(lambda mlp, _: mlp.add_module("norm", nn.LayerNorm(64))), "model.layers.1.mlp also has norm: it should"),
+        (
+            spoil(lambda mlp, _: mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+            "model.layers.1.mlp also has scale: it should",
+        ),
         (spoil(lambda mlp, _: mlp.up_proj.register_forward_hook(print)), "model.layers.1.mlp has hooks.*remove them"),
         (spoil(scale), "model.layers.1.mlp, a Scaled, computes something else: it should compute down"),
         (lambda: nn.Sequential(nn.Linear(8, 8)), "Sequential has no feedforward block: it should hold modules with up"),
