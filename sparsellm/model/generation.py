@@ -142,6 +142,8 @@ class Generator:
 
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""
+        if isinstance(prompts, str):  # each of its characters would be a prompt
+            raise ValueError(f"prompts is one text, {prompts!r:.80}: it should be a list of texts")
         made: list[list[int]] = [[] for _ in prompts]
         given = [self.tokenizer(prompt).input_ids for prompt in prompts]
         for tokens in self.stream(given, new_tokens, sampling, seed):

@@ -126,6 +126,11 @@ def test_draws_that_have_no_chances_are_refused(sampling, message):
         Generator(make("decoder")).stream(PROMPTS, 5, sampling)
 
 
+def test_one_text_is_not_taken_for_prompts_of_one_character():
+    with pytest.raises(ValueError, match="prompts is one text, 'The water': it should be a list of texts"):
+        Generator(make("decoder")).text("The water", 5)
+
+
 def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, as the hf/ of a"):
         Generator.load(tmp_path)
