@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
+from sparsellm import locks
+
 _SEAL = b',\n "xxh3": "'
 
 
@@ -34,19 +36,46 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """The same for what is written piece by piece: an open file, which takes the place of `path` when the block ends.
 
-    An exception in the block leaves what was there before.
+    An exception in the block leaves what was there before. Of several processes that write one path, each waits until
+    the one before it is done.
     """
     partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
+    with _alone(partial) as file:
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)  # which would keep a full disk full
-        raise
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)  # which would keep a full disk full
+            raise
     sync(path.parent)
+
+
+@contextmanager
+def _alone(partial: Path) -> Iterator[BinaryIO]:
+    """`partial`, open for writing, empty, and locked until the block ends.
+
+    Whoever held the lock before has renamed or removed the file that was opened here: then another one is.
+    """
+
+    def keeping(name: str, flags: int) -> int:  # what is in the file, which another process may be writing
+        return os.open(name, flags & ~os.O_TRUNC, 0o666)
+
+    while True:
+        with open(partial, "wb", opener=keeping) as file:
+            locks.take(file)
+            if _is_at(partial, file):
+                file.truncate()
+                yield file
+                return
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def sync(path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from sparsellm import files
-from sparsellm.files import read_json, read_sealed, write_sealed, write_whole
+from sparsellm.files import read_json, read_sealed, whole, write_sealed, write_whole
 
 
 class Damaged(ValueError):
@@ -45,9 +46,9 @@ def test_a_sealed_file_comes_back_and_is_json_for_everyone(tmp_path: Path) -> No
 def test_no_changed_bit_of_a_sealed_file_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_sealed(path, {"é": [1, {"xxh3": "abc"}], "none": None, "half": 0.5})
-    whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         with pytest.raises(Damaged, match="is damaged"):
@@ -67,3 +68,16 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
         write_whole(tmp_path / "x", "after")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "before"
+
+
+def test_who_writes_a_file_waits_for_who_is_writing_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with ThreadPoolExecutor() as threads:
+        with whole(path) as file:
+            file.write(b"one")
+            others = [threads.submit(write_whole, path, content) for content in ("a second one", "a third one")]
+            assert not wait(others, timeout=0.3).done
+            file.write(b" that takes long")
+        assert [other.result() for other in others] == [None, None]
+    assert path.read_text() in ("a second one", "a third one")
+    assert [left.name for left in tmp_path.iterdir()] == ["x"]

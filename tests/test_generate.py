@@ -40,6 +40,19 @@ def test_one_prompt_is_gone_on_from_and_lines_of_them_too(checkpoint, capsys, mo
     assert [json.loads(line)["prompt"] for line in lines] == ["why water", "bird", "fish tree stone"]
 
 
+def test_what_is_no_text_is_refused_in_a_sentence(checkpoint, capsys, monkeypatch):
+    other = "prompt\u00e9".encode("latin-1")
+    for errors in ("strict", "surrogateescape"):  # as by most locales, and by C
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(other), encoding="utf-8", errors=errors))
+        assert main([f"checkpoint={checkpoint}"], PROGRAM) == 2
+        assert "the standard input is no text in UTF-8" in capsys.readouterr().err
+    assert main([f"checkpoint={checkpoint}", f"prompt={other.decode('utf-8', 'surrogateescape')}"], PROGRAM) == 2
+    assert "prompt is no text in UTF-8" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", None)  # closed, as by <&-
+    assert main([f"checkpoint={checkpoint}"], PROGRAM) == 2
+    assert "the standard input has no line with a prompt" in capsys.readouterr().err
+
+
 def test_a_text_of_tokens_that_are_bytes_and_leave_out_its_first_space_is_written_once(checkpoint, capsys, monkeypatch):
     words = small_tokenizers.llama2(["why water stone"] * 20, 280)
     tokens = [

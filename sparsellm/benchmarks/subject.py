@@ -96,7 +96,7 @@ def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found = read_json(path, BenchmarkError, "evaluate the checkpoint again")
-    if found["identity"] != identity:
+    if found.get("identity") != identity:
         return None
     loss = found[VALIDATION] and found[VALIDATION]["loss"]
     tasks = {name: task["score"] for name, task in found["tasks"].items()}

@@ -36,12 +36,14 @@ def main(config: GenerateConfig) -> int:
     from sparsellm.ops.build import KernelsUnavailable
 
     assert config.checkpoint is not None
-    if config.prompt is None and sys.stdin.isatty():
-        warn("prompts are read from here, one a line, until the end of the input (Ctrl-D)")
     checkpoint = locate(config.checkpoint)
-    prompts: list[str] = (
-        [config.prompt] if config.prompt is not None else [line for line in map(str.strip, sys.stdin) if line]
-    )
+    try:
+        prompts: list[str] = _lines() if config.prompt is None else [config.prompt]
+        "".join(prompts).encode()  # raises where Python has let in bytes of no text, as surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        where = "the standard input" if config.prompt is None else "prompt"
+        warn(f"{where} is no text in UTF-8 ({error.reason}): it should be converted, as by iconv")
+        return 2
     if not prompts:
         warn("the standard input has no line with a prompt: give some, or prompt=TEXT")
         return 2
@@ -61,6 +63,15 @@ def main(config: GenerateConfig) -> int:
         warn(str(error))
         return 1
     return 0
+
+
+def _lines() -> list[str]:
+    """The lines of the standard input that are not empty; none where it is closed."""
+    if sys.stdin is None:
+        return []
+    if sys.stdin.isatty():
+        warn("prompts are read from here, one a line, until the end of the input (Ctrl-D)")
+    return [line for line in map(str.strip, sys.stdin) if line]
 
 
 def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":

@@ -3,9 +3,9 @@
     gated      down(relu(gate(x)) * up(x))    children gate_proj, up_proj, down_proj and act_fn, as in Llama
     non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
 
-Everything else is refused by name: other activations, biases, other children, hooks, linears that are not plain
-nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way. So one
-block of each class is tried on random tokens.
+Everything else is refused by name: other activations, biases, other children or tensors, hooks, linears that are not
+plain nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way,
+and not as the other blocks of its class do. So each is tried on random tokens.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,14 @@ PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05
 def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
     """The feedforward blocks inside `model`. Raises ValueError for the first one that the operator does not compute,
     and for a model without any."""
-    found, probed = [], set()
+    found = []
     for name, module in model.named_modules():
         if not name or not {"up_proj", "down_proj"} <= module._modules.keys():
             continue
         for problem in _problems(name, module):
             raise ValueError(problem)
-        if not isinstance(module, OWN) and type(module) not in probed:
+        if not isinstance(module, OWN):
             _probe(name, module)
-            probed.add(type(module))
         found.append(module)
     if not found:
         raise ValueError(
@@ -58,7 +57,8 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
         yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"
     elif not isinstance(module, OWN) and not isinstance(activation := getattr(module, "act_fn", None), nn.ReLU):
         yield f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU (hidden_act 'relu')"
-    if others := sorted(module._modules.keys() - projections.keys() - {"act_fn"}):
+    held = module._modules.keys() | module._parameters.keys() | module._buffers.keys()
+    if others := sorted(held - projections.keys() - {"act_fn"}):
         yield f"{name} also has {', '.join(others)}: it should have no more than {', '.join(PROJECTIONS)} and act_fn"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules()):
         yield f"{name} has hooks, which would not run: it should have none, so remove them first"

@@ -64,7 +64,7 @@ class NeuronMajor(NamedTuple):
 
 def state_of(weight: Tensor) -> tuple[int, int]:
     """(address, version): which tensor a weight is, and how often it has been changed in place. A copy is stale if this
-    has changed since.
+    has changed since. What is written in place through `weight.data` has a version of its own, and is not seen here.
 
     Raises ValueError for a tensor made in inference mode, which has no version.
     """

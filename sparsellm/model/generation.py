@@ -18,6 +18,7 @@ R tokens of a call, all sequences together, T the longest, S positions of the ca
 keys and values, each of which H / H_kv query heads share.
 """
 
+import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -141,6 +142,8 @@ class Generator:
 
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""
+        if isinstance(prompts, str):  # each of its characters would be a prompt
+            raise ValueError(f"prompts is one text, {prompts!r:.80}: it should be a list of texts")
         made: list[list[int]] = [[] for _ in prompts]
         given = [self.tokenizer(prompt).input_ids for prompt in prompts]
         for tokens in self.stream(given, new_tokens, sampling, seed):
@@ -160,10 +163,11 @@ class Generator:
         """Up to `new_tokens` times the next token of each sequence; None after one that is in `stop`. Ends early when
         all sequences have ended.
 
-        Raises ValueError, at once, for a prompt without tokens or with ids that the vocabulary lacks, and for prompts
-        that have no room for `new_tokens` in the model's context.
+        Raises ValueError, at once, for a prompt without tokens or with ids that the vocabulary lacks, for prompts that
+        have no room for `new_tokens` in the model's context, and for a `sampling` that cannot be drawn by.
         """
-        return self._stream(prompts, max(self._check(prompts, new_tokens)) + new_tokens, new_tokens, sampling, seed)
+        lengths = self._check(prompts, new_tokens, sampling)
+        return self._stream(prompts, max(lengths) + new_tokens, new_tokens, sampling, seed)
 
     @torch.no_grad()
     def _stream(
@@ -188,7 +192,11 @@ class Generator:
         finally:
             self._leave(batch)
 
-    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[int]:
+    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling) -> list[int]:
+        if not 0 <= sampling.temperature < math.inf:
+            raise ValueError(f"temperature is {sampling.temperature}: it should be 0 or a positive number")
+        if not 0 < sampling.top_p <= 1:
+            raise ValueError(f"top_p is {sampling.top_p}: it should be above 0 and at most 1")
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or not min(lengths):
             raise ValueError(f"the prompts have {lengths} tokens: each needs at least one, and there must be a prompt")

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -123,8 +124,16 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
 def test_scores_of_other_weights_are_not_shown(run):
     output = run / LAST / "evaluation"
     output.mkdir()
-    (output / "results.json").write_text(json.dumps({"identity": "another", "mean": 0.5}))
-    assert Subject.open(locate(str(run)), BenchmarkConfig()).scores is None
+    for identity in ({"identity": "another"}, {}):  # the latter is of no evaluation of ours
+        (output / "results.json").write_text(json.dumps({**identity, "mean": 0.5}))
+        assert Subject.open(locate(str(run)), BenchmarkConfig()).scores is None
+
+
+def test_what_is_compared_reads_as_many_sequences(run):
+    subject = Subject.open(locate(str(run)), BenchmarkConfig())
+    fewer = replace(subject, blocks=subject.blocks[:2])
+    assert len(subject.blocks) > 2
+    assert len(subject.beside(fewer).blocks) == len(fewer.beside(subject).blocks) == 2
 
 
 def test_kernels_and_pytorch_compute_in_the_side_that_is_named_so(run, kernels):

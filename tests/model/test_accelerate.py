@@ -128,13 +128,14 @@ def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own(hollow):
 class Scaled(nn.Module):
     """A block that looks like Llama's, and multiplies by a constant."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, factor):
         super().__init__()
+        self.factor = factor
         self.gate_proj, self.up_proj, self.down_proj = inner.gate_proj, inner.up_proj, inner.down_proj
         self.act_fn = nn.ReLU()
 
     def forward(self, x):
-        return 1.25 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.factor * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Quantised(nn.Linear):
@@ -151,7 +152,9 @@ def spoil(change):
 
 
 def scale(mlp, model):
-    model.model.layers[1].mlp = Scaled(mlp)
+    """All blocks are of one class, and one of them computes something else."""
+    for layer, factor in zip(model.model.layers, (1, 1.25), strict=True):
+        layer.mlp = Scaled(layer.mlp, factor)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +180,10 @@ def scale(mlp, model):
             r"model.layers.1.mlp.down_proj.weight is \[32, 72\]: it should be \[32, 64\]",
         ),
         (spoil(lambda mlp, _: mlp.add_module("norm", nn.LayerNorm(64))), "model.layers.1.mlp also has norm: it should"),
+        (
+            spoil(lambda mlp, _: mlp.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+            "model.layers.1.mlp also has scale: it should",
+        ),
         (spoil(lambda mlp, _: mlp.up_proj.register_forward_hook(print)), "model.layers.1.mlp has hooks.*remove them"),
         (spoil(scale), "model.layers.1.mlp, a Scaled, computes something else: it should compute down"),
         (lambda: nn.Sequential(nn.Linear(8, 8)), "Sequential has no feedforward block: it should hold modules with up"),

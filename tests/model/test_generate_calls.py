@@ -9,7 +9,15 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from model.small_models import blocks, make, tokens
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
 
 import sparsellm
 from sparsellm.model import engine_choice
@@ -119,7 +127,11 @@ def qwen():
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, hidden_act="relu", initializer_range=0.2)).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, hidden_act="relu", initializer_range=0.2)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero in a new model, so values of padding would be zeros
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def fired(model, **given):
@@ -176,6 +188,24 @@ def test_padding_fires_nothing_where_attention_gives_a_mean_to_tokens_that_see_n
     model, given = sparsellm.accelerate(make("llama"), "cuda", "dense"), padded(PROMPTS)
     for cache in ({}, {"cache_implementation": "static"}):
         assert all(not nonzeros[~given["attention_mask"].bool()].any() for nonzeros in fired(model, **given, **cache))
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, lambda config: StaticCache(config=config, max_cache_len=64)])
+def test_a_mask_may_have_more_columns_than_there_are_tokens_so_far(hollow, cache):
+    """As for all that a static cache has room for, or for prompts, padded on the right, that come in two pieces."""
+    model, ids = make("llama"), tokens(12).expand(2, 12)
+    mask = torch.zeros(2, 64, dtype=torch.int64)
+    mask[0, :12], mask[1, :7] = 1, 1
+
+    def logits():
+        kept = cache(config=model.config)
+        pieces = [model(input_ids=piece, attention_mask=mask, past_key_values=kept).logits for piece in ids.split(6, 1)]
+        return torch.cat(pieces, 1)[mask[:, :12].bool()]
+
+    with torch.no_grad():
+        expected = logits()
+        sparsellm.accelerate(model, "cuda", "dense")
+        torch.testing.assert_close(logits(), expected)
 
 
 def test_calls_with_gradients_are_left_alone_and_embeddings_may_be_given(hollow):

@@ -112,6 +112,25 @@ def test_what_cannot_be_generated_is_refused(prompts, new, message):
         next(Generator(make("decoder")).stream(prompts, new))
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (Sampling(-0.7), "temperature is -0.7: it should be 0 or a positive number"),
+        (Sampling(float("nan")), "temperature is nan"),
+        (Sampling(0.7, 0.0), r"top_p is 0\.0: it should be above 0 and at most 1"),
+        (Sampling(0.7, 90), "top_p is 90"),
+    ],
+)
+def test_draws_that_have_no_chances_are_refused(sampling, message):
+    with pytest.raises(ValueError, match=message):
+        Generator(make("decoder")).stream(PROMPTS, 5, sampling)
+
+
+def test_one_text_is_not_taken_for_prompts_of_one_character():
+    with pytest.raises(ValueError, match="prompts is one text, 'The water': it should be a list of texts"):
+        Generator(make("decoder")).text("The water", 5)
+
+
 def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, as the hf/ of a"):
         Generator.load(tmp_path)
