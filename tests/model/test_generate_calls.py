@@ -14,6 +14,8 @@ from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
@@ -134,6 +136,14 @@ def qwen():
     return model
 
 
+def mistral():
+    """Its layers have a sliding window, which the longer prompts fill."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, hidden_act="relu", initializer_range=0.2)).eval()
+
+
 def fired(model, **given):
     """The nonzeros of each token, [B, T] of each layer, in the first call of `generate`."""
     found = []
@@ -148,7 +158,7 @@ def fired(model, **given):
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("build", [lambda: make("llama"), qwen], ids=["llama", "qwen"])
+@pytest.mark.parametrize("build", [lambda: make("llama"), qwen, mistral], ids=["llama", "qwen", "mistral"])
 def test_padding_fires_nothing_and_changes_no_bit(build, cache, hollow):
     model, given = build(), padded(PROMPTS)
     there = given["attention_mask"].bool()
