@@ -428,7 +428,8 @@ class Trainer:
         self._export(weights, folder)
         step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
         rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
-        (folder / "README.md").write_text(card.text(self.config, step, rows), encoding="utf-8")
+        told = card.text(self.config, step, rows, self.data.training_tokens)
+        (folder / "README.md").write_text(told, encoding="utf-8")
 
     # What people see.
 
