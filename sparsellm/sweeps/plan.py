@@ -94,7 +94,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        return Path(self.options.root, self.name)
+        return Path(self.options.root, self.name).expanduser()
 
     def log(self, point: Point) -> Path:
         return self.folder / "logs" / f"{point.name}.log"
