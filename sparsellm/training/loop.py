@@ -81,6 +81,8 @@ def not_finite(values: StepValues) -> tuple[str, str]:
     """What in a step whose gradient is not finite was so first, and what may help."""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
+    if not math.isfinite(values.kl):
+        return "the KL from the teacher", "raise distill.temperature, or give another distill.teacher"
     if values.l1 is not None and not math.isfinite(values.known["l1_coefficient"] * sum(values.l1)):
         return "the L1 loss", "lower sparsity.l1_coefficient"
     return "the gradient of a finite loss", "lower optimizer.learning_rate or sparsity.l1_coefficient"
