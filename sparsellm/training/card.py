@@ -22,6 +22,7 @@ from sparsellm.config import (
     quoted,
 )
 from sparsellm.model import huggingface
+from sparsellm.training.gradual import relu_share
 
 WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
 MAX_TOKENS = "data.max_tokens"
@@ -144,7 +145,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
         *_attention_facts(model),
-        *_origin_facts(config),
+        *_origin_facts(config, step),
         ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
         ("tokens", done),
     ]
@@ -170,13 +171,17 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     return found
 
 
-def _origin_facts(config: Config) -> list[tuple[str, str]]:
-    """The models that these weights come from, and how their gate became another one."""
+def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
+    """The models that these weights come from, and how their gate became another one, or becomes one up to `step`."""
     found, sparsity = [], config.sparsity
     if config.init_from is not None:
         found.append(("initial weights", f"{_spelled(config.init_from)}, whose licence counts too"))
     if sparsity.relu_tokens:
-        found.append(("gate", f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"))
+        gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
+        if (share := relu_share(step * config.training.tokens_per_step, sparsity)) < 1:
+            gate += f"; cross entropies and nonzeros are of the gate of this step, {share:.0%} ReLU, and not of this"
+            gate += " model, which is loaded with the final one"
+        found.append(("gate", gate))
     if config.distill.teacher is not None:
         found.append(("teacher", f"{_spelled(config.distill.teacher)}, weight {config.distill.weight:g}"))
     return found

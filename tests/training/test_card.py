@@ -111,13 +111,19 @@ def test_its_commands_name_no_folders_of_the_machine():
 
 def test_it_names_the_models_that_its_weights_come_from():
     assert "initial weights" not in card.text(small_config(), 6, [row(6)])
-    given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=4000"]
+    given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=700"]
     text = card.text(small_config(*given), 6, [row(6)])
     for line in (
-        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 4,000 tokens |",
+        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 700 tokens |",
         "| teacher | owner/name, weight 0.5 |",
     ):  # fmt: skip
         assert line in text
+
+
+def test_it_says_of_which_gate_its_numbers_are_until_the_gate_is_a_relu():
+    config = small_config(f"sparsity.relu_tokens={8 * small_config().training.tokens_per_step}")
+    assert "of the gate of this step, 75% ReLU, and not of this model" in card.text(config, 6, [row(6)])
+    assert "| gate | from SiLU to ReLU over 1,024 tokens |" in card.text(config, 8, [row(8)])
 
 
 def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():
