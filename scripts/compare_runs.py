@@ -45,6 +45,13 @@ def path(rows: Rows) -> str:
     return "kernels" if engines - {"torch"} else "PyTorch"
 
 
+def named(folders: list[Path]) -> dict[str, Path]:
+    """By their names; by their paths where several have one name, as the same run of two versions of the code has."""
+    names = [folder.resolve().name for folder in folders]
+    each = zip(names, folders, strict=True)
+    return {name if names.count(name) == 1 else str(folder): folder for name, folder in each}
+
+
 def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
     """The colour of each run, and its name in the legend."""
     paths = {name: path(rows) for name, rows in runs.items()}
@@ -157,7 +164,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the picture to write")
     parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
-    runs = {folder.name: read(folder / METRICS) for folder in args.runs}
+    folders = named(args.runs)
+    runs = {name: read(folder / METRICS) for name, folder in folders.items()}
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
@@ -181,7 +189,7 @@ def main() -> None:
     args.output.write_bytes(saved(draw(runs)))
     print(f"drawn: {args.output}")
     if args.json:
-        configs = [to_dict(load(folder / CONFIG)) for folder in args.runs]
+        configs = [to_dict(load(folder / CONFIG)) for folder in folders.values()]
         lines = zip(runs.items(), configs, strict=True)
         found = [{"name": name, "config": config, "rows": thinned(rows)} for (name, rows), config in lines]
         args.json.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in found))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -80,6 +81,12 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys)
     assert (first["name"], second["config"]["run"]["name"]) == ("a", "b")
     assert [row["tokens_per_s"] for row in first["rows"]] == [50.0] * 4 + [100.0] * 4
     assert second["rows"][-1]["plan_per_layer"] == ["torch"] * 2
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths():
+    """A name follows from the configuration: two versions of the code give one run the same."""
+    old, new, other = Path("old/runs/a"), Path("new/runs/a"), Path("new/runs/b")
+    assert compare_runs.named([old, new, other]) == {"old/runs/a": old, "new/runs/a": new, "b": other}
 
 
 def test_time_and_speed_are_drawn_of_every_run():

@@ -9,6 +9,7 @@ defaults. What a person types wins; from what counts least to what counts most:
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
@@ -87,6 +88,9 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     config = build(Config, nested(values))
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
+    # No shell expands "~" behind the "=" of a key; and a folder of that name would be a trap for `rm -r ~`.
+    config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for a user that there is not)
+    config.run.root = expanduser(config.run.root)  # noqa: PTH111
     data = config.data
     if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
         data.tokenizer = config.init_from  # tokens for a model are those of its tokenizer

@@ -34,7 +34,7 @@ from sparsellm.config.schema import (
 )
 from sparsellm.config.values import flat, to_dict
 
-RUN_NAME = r"[A-Za-z0-9._-]+"
+RUN_NAME = r"[A-Za-z0-9._-]{1,200}"  # file systems take 255 bytes, of which some are for what is put behind a name
 MAX_WORKERS = 256
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
@@ -235,7 +235,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
     )
     require(
         run.name is not None and re.fullmatch(RUN_NAME, run.name) is not None and run.name not in (".", ".."),
-        f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-'",
+        f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-', at most 200 of them",
     )
 
     require(

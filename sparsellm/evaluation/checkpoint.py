@@ -285,7 +285,15 @@ class Evaluation:
                 return None, f"{error}; validation=false goes without"
 
         blocks, error = self._on_main(read)
-        return blocks if self._agreed(VALIDATION, error) else None
+        if not self._agreed(VALIDATION, error) or blocks is None:
+            return None
+        config = self.request.run_config()
+        if (self.checkpoint.step or 0) * config.training.tokens_per_step < config.sparsity.relu_tokens:
+            self.ranks.say(
+                f"{self.checkpoint}: its run validated with a gate between SiLU and ReLU, and the held-out loss here is"
+                " of the final gate, ReLU"
+            )
+        return blocks
 
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
         """As the run validates: float32 weights, and its own precision and micro-batch."""

@@ -94,7 +94,7 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        return Path(self.options.root, self.name)
+        return Path(self.options.root, self.name).expanduser()
 
     def log(self, point: Point) -> Path:
         return self.folder / "logs" / f"{point.name}.log"
@@ -173,7 +173,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
     if "RANK" in os.environ:
         found.append("a sweep starts torchrun itself, for each of its runs: start it without")
     if not re.fullmatch(RUN_NAME, sweep.name) or sweep.name in (".", ".."):
-        found.append(f"sweep.name is {sweep.name!r}: use only letters, digits, '.', '_' and '-'")
+        found.append(f"sweep.name is {sweep.name!r}: use only letters, digits, '.', '_' and '-', at most 200 of them")
     if sweep.processes < 1:
         found.append(f"sweep.nproc_per_node is {sweep.processes}: it must be at least 1")
     if options.mode == SweepMode.slurm and options.nproc_per_node is None:

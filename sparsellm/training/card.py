@@ -10,10 +10,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import Activation, Config, ModelConfig, RopeType, definition, from_overrides, parameters, quoted
+from sparsellm.config import (
+    Activation,
+    Config,
+    ModelConfig,
+    RopeType,
+    Source,
+    definition,
+    from_overrides,
+    parameters,
+    quoted,
+)
 from sparsellm.model import huggingface
+from sparsellm.training.gradual import relu_share
 
 WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
+MAX_TOKENS = "data.max_tokens"
 LICENCE = "FILL IN"
 FOLDER = "FOLDER"  # in place of an absolute path's folders
 
@@ -46,13 +58,14 @@ files.
 """
 
 
-def text(config: Config, step: int, rows: list[dict[str, Any]]) -> str:
-    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl; later ones are not looked at."""
+def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
+    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl; later ones are not looked at.
+    `prepared`: as `commands_of` takes it."""
     rows = [row for row in rows if row["step"] <= step]
     relu = config.sparsity.activation == Activation.relu
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
     table = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, step, rows))
-    commands = "\n".join(f"    {command}" for command in commands_of(config))
+    commands = "\n".join(f"    {command}" for command in commands_of(config, prepared))
     return _TEXT.format(
         licence=LICENCE, name=config.run.name, step=step, kind=kind, parameters=parameters(config.model), table=table,
         architecture=huggingface.class_name(config.model),
@@ -87,19 +100,27 @@ def _parsed(card: str) -> Any:
         raise ValueError(f"its head is not a model card's: {' '.join(str(error).split())}") from error
 
 
-def commands_of(config: Config) -> list[str]:
+def commands_of(config: Config, prepared: int | None = None) -> list[str]:
     """The command lines that prepare the data, where it is prepared from one source, and train the same model.
 
-    Who types them replaces FOLDER, which stands for the folders of this machine.
+    `prepared`: how many training tokens the run found, if it was prepared ones. They may be more than it asks for, and
+    their number decides the order in which they are read. Who types the commands replaces FOLDER, which stands for the
+    folders of this machine.
     """
-    default, typed = definition(from_overrides([])), []
+    default, typed = definition(from_overrides([])), dict[str, Any]()
     for key, value in definition(config).items():
         if config.init_from is not None and key.startswith("model."):
             continue  # they come from there
         if value != default[key] or key == WARMUP:
-            typed.append(shlex.quote(f"{key}={_spelled(value)}"))
-    prepares = not (config.data.streaming or config.data.mix)
-    return [" ".join([f"sparsellm {command}", *typed]) for command in ["prepare_data"] * prepares + ["train"]]
+            typed[key] = value
+    commands = [("train", typed)]
+    if not (config.data.streaming or config.data.mix):
+        all_there_is = prepared is None or config.data.source == Source.stdlib_docs
+        commands.insert(0, ("prepare_data", typed if all_there_is else typed | {MAX_TOKENS: prepared}))
+    return [
+        " ".join(["sparsellm", name, *(shlex.quote(f"{key}={_spelled(value)}") for key, value in values.items())])
+        for name, values in commands
+    ]
 
 
 def _spelled(value: Any) -> str:
@@ -124,7 +145,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
         *_attention_facts(model),
-        *_origin_facts(config),
+        *_origin_facts(config, step),
         ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
         ("tokens", done),
     ]
@@ -150,13 +171,17 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     return found
 
 
-def _origin_facts(config: Config) -> list[tuple[str, str]]:
-    """The models that these weights come from, and how their gate became another one."""
+def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
+    """The models that these weights come from, and how their gate became another one, or becomes one up to `step`."""
     found, sparsity = [], config.sparsity
     if config.init_from is not None:
         found.append(("initial weights", f"{_spelled(config.init_from)}, whose licence counts too"))
     if sparsity.relu_tokens:
-        found.append(("gate", f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"))
+        gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
+        if (share := relu_share(step * config.training.tokens_per_step, sparsity)) < 1:
+            gate += f"; cross entropies and nonzeros are of the gate of this step, {share:.0%} ReLU, and not of this"
+            gate += " model, which is loaded with the final one"
+        found.append(("gate", gate))
     if config.distill.teacher is not None:
         found.append(("teacher", f"{_spelled(config.distill.teacher)}, weight {config.distill.weight:g}"))
     return found

@@ -47,8 +47,10 @@ def losses(config: Config, rows: list[Row]) -> Figure:
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, shown in zip(grid, panels, strict=True):
         curves = [("ce", "training", BLUE)]
-        if any(row["l1_coefficient"] for row in rows):
-            curves.append(("loss", "training, with the L1 term", GREY))
+        terms = ["the L1 term"] if any(row["l1_coefficient"] for row in rows) else []
+        terms += ["the teacher's"] if config.distill.teacher is not None else []
+        if terms:
+            curves.append(("loss", f"training, with {' and '.join(terms)}", GREY))
         for key, label, color in reversed(curves):
             _curve(axes, shown, [row[key] for row in shown], color=color, alpha=0.6, linewidth=1, label=label)
         validated = [row for row in shown if row["val_ce"] is not None]

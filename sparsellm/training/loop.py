@@ -81,6 +81,8 @@ def not_finite(values: StepValues) -> tuple[str, str]:
     """What in a step whose gradient is not finite was so first, and what may help."""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
+    if not math.isfinite(values.kl):
+        return "the KL from the teacher", "raise distill.temperature, or give another distill.teacher"
     if values.l1 is not None and not math.isfinite(values.known["l1_coefficient"] * sum(values.l1)):
         return "the L1 loss", "lower sparsity.l1_coefficient"
     return "the gradient of a finite loss", "lower optimizer.learning_rate or sparsity.l1_coefficient"
@@ -428,7 +430,8 @@ class Trainer:
         self._export(weights, folder)
         step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
         rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
-        (folder / "README.md").write_text(card.text(self.config, step, rows), encoding="utf-8")
+        told = card.text(self.config, step, rows, self.data.training_tokens)
+        (folder / "README.md").write_text(told, encoding="utf-8")
 
     # What people see.
 

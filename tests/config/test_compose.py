@@ -167,6 +167,13 @@ def set_by(group: str, choice: str) -> dict:
     return found | flat(values, f"{group}.")
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    """Behind the "=" of a key no shell says so: a run would be trained into a folder called "~"."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = from_overrides(["data.path=~/tokens", "run.root=~/runs", "run.name=a"])
+    assert (str(config.data.folder), str(config.run.folder)) == ("/home/me/tokens", "/home/me/runs/a")
+
+
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
     groups = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")

@@ -73,6 +73,7 @@ from sparsellm.ops import build
         (["logging.every=11"], "logging.every is 11: it must be 1 to 10"),
         (["run.name=A/B"], "run.name is 'A/B': use only"),
         (["run.name=.."], r"run.name is '\.\.'"),
+        ([f"run.name={'a' * 201}"], "run.name is 'a+': use only .*, at most 200"),
         (["data.source=hub"], "data.source=hub needs the data set's name"),
         (["data.source=files"], "data.source=files needs data.files"),
         (["data.streaming=true"], "there is nothing to stream"),

@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from attack.small_export import cut, damaged, write_export
@@ -65,6 +66,8 @@ def test_the_name_follows_from_the_points_alone():
     assert plan(["experiment=smoke", "sparsity.l1_coefficient=1e-3,0,5e-6"]).name == base
     assert plan(["experiment=smoke", COEFFICIENTS, "training.seed=1"]).name != base
     assert plan(["experiment=smoke", COEFFICIENTS, "sweep.name=mine", "sweep.root=x"]).folder.as_posix() == "x/mine"
+    at_home = plan(["experiment=smoke", COEFFICIENTS, "sweep.name=mine", "sweep.root=~/x"]).folder
+    assert at_home == Path.home() / "x/mine"
 
 
 def test_commands_are_argument_lists_through_torchrun_where_there_are_several_processes():

@@ -80,6 +80,26 @@ def test_its_commands_give_the_same_run(overrides):
         assert definition(from_overrides(typed)) == definition(config)
 
 
+def test_its_preparation_makes_as_many_tokens_as_the_run_found():
+    """More may have been prepared than a run asks for, and their number decides the order in which they are read."""
+    given = ["experiment=smoke", "data=files", "data.files=[a.txt]", "training.steps=5"]
+    for more in ([], ["data.max_tokens=9000"]):
+        prepare, train = (shlex.split(command) for command in card.commands_of(from_overrides([*given, *more]), 20_000))
+        assert [each for each in prepare if each.startswith("data.max_tokens")] == ["data.max_tokens=20000"]
+        assert [each for each in train if each.startswith("data.max_tokens")] == more
+    prepare, _ = card.commands_of(from_overrides(["experiment=smoke"]), 20_000)
+    assert "data.max_tokens" not in prepare  # of the embedded corpus all are prepared
+
+
+def test_a_checkpoints_card_counts_the_tokens_that_the_run_found(tmp_path):
+    files = ["data=files", "data.files=[a.txt]", "training.steps=2"]
+    with small_trainer(tmp_path / "run", *files) as trainer:
+        trainer.data.training_tokens = 20_000
+        assert trainer.fit() == 0
+    text = (run_folder.checkpoint(tmp_path / "run", 2) / "hf/README.md").read_text()
+    assert "data.max_tokens=20000" in next(line for line in text.splitlines() if "prepare_data" in line)
+
+
 def test_its_commands_name_no_folders_of_the_machine():
     private = ["data.files=[/home/me/corpus/*.parquet]", "data.tokenizer=~/me/words", "distill.teacher=/home/me/dense"]
     for command in card.commands_of(from_overrides(["experiment=smoke", "data=files", *private, "init_from=/home/me"])):
@@ -91,13 +111,19 @@ def test_its_commands_name_no_folders_of_the_machine():
 
 def test_it_names_the_models_that_its_weights_come_from():
     assert "initial weights" not in card.text(small_config(), 6, [row(6)])
-    given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=4000"]
+    given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=700"]
     text = card.text(small_config(*given), 6, [row(6)])
     for line in (
-        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 4,000 tokens |",
+        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 700 tokens |",
         "| teacher | owner/name, weight 0.5 |",
     ):  # fmt: skip
         assert line in text
+
+
+def test_it_says_of_which_gate_its_numbers_are_until_the_gate_is_a_relu():
+    config = small_config(f"sparsity.relu_tokens={8 * small_config().training.tokens_per_step}")
+    assert "of the gate of this step, 75% ReLU, and not of this model" in card.text(config, 6, [row(6)])
+    assert "| gate | from SiLU to ReLU over 1,024 tokens |" in card.text(config, 8, [row(8)])
 
 
 def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():

@@ -98,5 +98,12 @@ def test_a_dense_run_has_its_losses_alone_and_a_step_without_a_loss_is_a_gap(con
     assert [line.get_label() for line in curves.losses(config, run).axes[0].get_lines()] == ["training", "held-out"]
 
 
+@pytest.mark.parametrize(("relu", "terms"), [(True, "the L1 term and the teacher's"), (False, "the teacher's")])
+def test_the_loss_of_a_run_with_a_teacher_is_drawn_by_the_name_of_its_terms(relu, terms):
+    taught = small_config("run.name=a", "distill.teacher=x")
+    labels = [line.get_label() for line in curves.losses(taught, rows(4, 60, relu)).axes[0].get_lines()]
+    assert labels == [f"training, with {terms}", "training", "held-out"]
+
+
 def test_the_same_rows_give_the_same_bytes(config):
     assert curves.draw(config, rows(2, 50)) == curves.draw(config, rows(2, 50))

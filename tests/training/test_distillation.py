@@ -16,7 +16,7 @@ from sparsellm.model import cross_entropy
 from sparsellm.model.cross_entropy import Lesson, distilled_cross_entropy, distilled_softmax_cross_entropy
 from sparsellm.training import distillation
 from sparsellm.training.distillation import Teacher
-from sparsellm.training.loop import Trainer
+from sparsellm.training.loop import Trainer, TrainingDiverged
 from sparsellm.training.metrics import METRICS, read
 
 WEIGHT, TEMPERATURE = 0.7, 2.5
@@ -169,3 +169,12 @@ def test_a_teacher_that_does_not_fit_is_refused_by_name(teacher, tmp_path):
     assert "has a context of 64 tokens, and training.sequence_length is 65" in said(*longer)
     missing = said(f"distill.teacher={tmp_path}/none")
     assert missing.startswith(f"distill.teacher={tmp_path}/none does not exist")
+
+
+def test_a_kl_that_is_not_finite_is_named_with_its_keys(teacher, tmp_path):
+    given = f"distill.teacher={teacher}", "distill.temperature=1e-39", "runtime.max_skipped_steps=2"
+    with (
+        small_trainer(tmp_path / "run", *given) as trainer,
+        pytest.raises(TrainingDiverged, match=r"for the KL from the teacher is not finite: raise distill.temperature"),
+    ):
+        trainer.fit()
