@@ -144,21 +144,36 @@ def _traced(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> t
 
 
 def _gated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], *output[4:])
 
 
-def _gated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+def _gated_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor, ...]:
     x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
-    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, dy, dl1)
+    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, *first_order(x, dy, dl1, of_others))
 
 
 def _nongated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[4:])
 
 
-def _nongated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+def _nongated_gradients(
+    ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None
+) -> tuple[Tensor, ...]:
     x, w_up, w_down, h = ctx.saved_tensors
-    return reference.nongated_backward(x, w_up, w_down, h, dy, dl1)
+    return reference.nongated_backward(x, w_up, w_down, h, *first_order(x, dy, dl1, of_others))
+
+
+def first_order(
+    x: Tensor, dy: Tensor | None, dl1: Tensor | None, of_others: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """(dy, dl1), zeros in place of None. of_others: the gradients of the outputs that no caller sees, g and u. Only a
+    second derivative has any, and would be wrong without them: then this raises RuntimeError. (Compiled code has zeros
+    there, and refuses second derivatives by itself.)"""
+    if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
+        raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
+    return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
 
 
 class _Gated(torch.autograd.Function):
@@ -288,8 +303,7 @@ def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _feedforward_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, saved = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    dl1 = x.new_zeros(()) if dl1 is None else dl1
+    dy, dl1 = first_order(x, dy, dl1, ())
     dx, *dws = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, saved)
     dw_gate = None if w_gate is None else dws[0]
     return dx, dw_gate, *dws[-2:], None, None

@@ -110,6 +110,27 @@ def test_bfloat16_is_as_accurate_as_dense_pytorch(gated, plan):
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense bfloat16 {allowed:.2e}"
 
 
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_a_second_derivative_is_refused(gated, plan):
+    """As of a gradient penalty: without the derivatives of g and u it would be wrong."""
+    x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
+    gradients = torch.autograd.grad(operator(gated)(x, *ws, plan).y.square().sum(), [x, *ws], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated twice|no autograd formula was registered"):
+        sum(gradient.square().sum() for gradient in gradients).backward()
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_either_output_may_go_without_a_gradient(gated, plan):
+    x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
+    out = operator(gated)(x, *ws, plan)
+    of_both = torch.autograd.grad(out.y.sum() + out.l1, [x, *ws], retain_graph=True)
+    of_y, of_l1 = (torch.autograd.grad(part, [x, *ws], retain_graph=True) for part in (out.y.sum(), out.l1))
+    for both, one, other in zip(of_both, of_y, of_l1, strict=True):
+        torch.testing.assert_close(one + other, both)
+
+
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_silent_neurons_have_zero_gradients(gated):
     """Nothing flows where the gate is zero, not even the L1 term."""
