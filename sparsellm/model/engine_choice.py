@@ -30,7 +30,7 @@ from torch import Tensor
 from sparsellm.ops import Engine, Plan, backend, choose_engine, cuda
 from sparsellm.ops.backend import row_density
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
-from sparsellm.ops.feedforward import check, fake_results, forward
+from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
 
 FEW, BETWEEN, MANY = range(3)  # kinds of calls, by their tokens
 # Of so many calls of each kind, one is counted. Counting takes the host as long as the call itself, and in decoding the
@@ -139,7 +139,7 @@ class EngineChoice:
         host, and to check a block's weights at each call would cost more than the kernels win.
         """
         known = self.checked
-        if known is None or self.counted or torch.is_autocast_enabled(known.device.type):
+        if known is None or self.counted or in_forward_mode() or torch.is_autocast_enabled(known.device.type):
             return None
         if w_gate is not known.w_gate or w_up is not known.w_up or w_down is not known.w_down:
             return None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsellm.ops import backend, cuda, reference
 from sparsellm.ops.plan import Engine, Plan
@@ -219,8 +220,10 @@ def forward(
 
     w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Without
     `counting`, the kernels' dense engine may leave out the statistics: l1, fired and counts are then empty.
-    Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
+    Raises ValueError or KernelsUnavailable where the plan's engine cannot run, and RuntimeError in forward mode.
     """
+    if in_forward_mode():
+        raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: it has backward only")
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
@@ -234,6 +237,12 @@ def forward(
     counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
+
+
+def in_forward_mode() -> bool:
+    """Whether torch differentiates in forward mode (torch.func.jvp): there it takes the operators that are none of its
+    own for constants."""
+    return forward_ad._current_level >= 0
 
 
 def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:

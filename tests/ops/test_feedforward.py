@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from sparsellm.ops import Engine, Plan, feedforward, saved_bytes
 
@@ -118,6 +119,15 @@ def test_a_second_derivative_is_refused(gated, plan):
     gradients = torch.autograd.grad(operator(gated)(x, *ws, plan).y.square().sum(), [x, *ws], create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiated twice|no autograd formula was registered"):
         sum(gradient.square().sum() for gradient in gradients).backward()
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_forward_mode_is_refused(gated, plan):
+    """torch would take the registered operator for a constant."""
+    x, ws = tokens(9, 16), weights(16, 24, gated, requires_grad=False)
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward mode"):
+        operator(gated)(forward_ad.make_dual(x, x), *ws, plan)
 
 
 @pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
