@@ -88,10 +88,13 @@ def _uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForward
 
 def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
     """(x, cast to the autocast dtype if autocast is on; whether it is on). float64 stays float64."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _autocasts(x.device.type):
         return x, False
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)), True
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type)), True
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # which raises an error for meta
 
 
 def _in(
@@ -224,7 +227,7 @@ def forward(
     """
     if in_forward_mode():
         raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: it has backward only")
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasts(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     if (kernels := _kernels(x, plan.engine)) is not None:

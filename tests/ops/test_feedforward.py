@@ -132,6 +132,15 @@ def test_forward_mode_is_refused(gated, plan):
 
 @pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_the_meta_device_gets_shapes(gated, plan):
+    x, ws = tokens(9, 16, torch.float32), weights(16, 24, gated, torch.float32, requires_grad=False)
+    found = operator(gated)(x.to("meta"), *(w.to("meta") for w in ws), plan)
+    for ours, theirs in zip(found, operator(gated)(x, *ws, plan), strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_either_output_may_go_without_a_gradient(gated, plan):
     x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
     out = operator(gated)(x, *ws, plan)
