@@ -62,7 +62,8 @@ def feedforward(
     h = relu(x w_gate^T) * (x w_up^T), and where w_gate is None, h = relu(x w_up^T). Under autocast all is computed in
     the autocast dtype. The registered operator casts the weights in forward, and again in backward: between the two,
     only the weights themselves are kept, no copies. Raises ValueError for shapes, dtypes, devices or plans that are not
-    allowed, and KernelsUnavailable if the plan's engine cannot run here.
+    allowed, KernelsUnavailable if the plan's engine cannot run here, and RuntimeError where it is differentiated twice
+    or in forward mode.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
