@@ -201,7 +201,7 @@ std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, 
   const auto shape = shape_of_saved("tile_backward", saved, a.m, a.k, a.n, a.gated());
   const Made made(call, a, float_weights);
   const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape, float_weights));
-  call.check(sparsellm::tile_backward(a, shape, call.data(dy), call.data<float>(dl1), saved.data_ptr(),
+  call.check(sparsellm::tile_backward(a, shape, call.data(dy), call.data<float>(dl1), call.data(saved),
                                       workspace.data_ptr(), made.gradients(), call.stream()));
   return made.tensors;
 }

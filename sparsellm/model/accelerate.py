@@ -61,10 +61,12 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
         backend.load(kernels)
     if backend.loaded() and engine is None and kernels != "torch":
         weights = [block.get_parameter("down_proj.weight") for block in originals]
-        computing = {(w.shape[0], w.shape[1]): w.device for w in weights if sparse_engines_take(w)}
-        if calibrate and computing:
-            calibration.measure_missing(computing, next(iter(computing.values())))
-        calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
+        computing = {(w.shape[0], w.shape[1]): w for w in weights if sparse_engines_take(w)}
+        first = next(iter(computing.values()), weights[0])
+        with torch.cuda.device_of(first):  # what is measured, kept and taken is of the current GPU's model
+            if calibrate and computing:
+                calibration.measure_missing(computing, first.device)
+            calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
     spare_padding(model)
     return model

@@ -6,9 +6,9 @@ few tokens (decoding), of many, and of numbers in between are counted and chosen
 What is kept for calls of few and of many tokens is a plan. Numbers in between, 65 to 1,535, are too unlike for one
 plan: what is kept is the nonzeros per token, and each call's engine is chosen by that and its own number of tokens.
 
-Since the host never waits, the call from which on a new choice holds may differ from run to run, and with it the last
-bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the graph keeps the engines
-that it was captured with, chosen from what the calls before the capture have counted.
+Since the host never waits for counts, the call from which on a new choice holds may differ from run to run, and with it
+the last bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the graph keeps the
+engines that it was captured with, chosen from what the calls before the capture have counted.
 
 Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, and passes a `handle`: a tensor of
 one byte on the layer's device, whose address names the layer. The operator looks the layer's choice up when it runs. So
@@ -30,7 +30,7 @@ from torch import Tensor
 from sparsellm.ops import Engine, Plan, backend, choose_engine, cuda
 from sparsellm.ops.backend import row_density
 from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
-from sparsellm.ops.feedforward import check, fake_results, forward
+from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
 
 FEW, BETWEEN, MANY = range(3)  # kinds of calls, by their tokens
 # Of so many calls of each kind, one is counted. Counting takes the host as long as the call itself, and in decoding the
@@ -139,7 +139,7 @@ class EngineChoice:
         host, and to check a block's weights at each call would cost more than the kernels win.
         """
         known = self.checked
-        if known is None or self.counted or torch.is_autocast_enabled(known.device.type):
+        if known is None or self.counted or in_forward_mode() or torch.is_autocast_enabled(known.device.type):
             return None
         if w_gate is not known.w_gate or w_up is not known.w_up or w_down is not known.w_down:
             return None
@@ -217,6 +217,7 @@ class EngineChoice:
 
     def neuron_major(self, w_down: Tensor) -> NeuronMajor:
         """W_d by neuron. If the weight has changed since the copy was made, the copy is made anew in the same memory.
+        Only then does the host wait: other threads may take the copy at once, on other streams.
 
         Raises ValueError if that is due while a CUDA graph is being captured.
         """
@@ -229,8 +230,11 @@ class EngineChoice:
                 " the model once before the capture"
             )
         with torch.inference_mode(False):
-            self.w_down_t = NeuronMajor.of(w_down, None if kept is None else kept.weight)
-        return self.w_down_t
+            made = NeuronMajor.of(w_down, None if kept is None else kept.weight)
+        if w_down.is_cuda:
+            torch.cuda.current_stream(w_down.device).synchronize()
+        self.w_down_t = made
+        return made
 
     @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
     def _send(self, m: int, counts: Tensor, weight: Tensor) -> None:

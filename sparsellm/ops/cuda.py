@@ -81,7 +81,7 @@ def backward(
     if not x.shape[0]:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
     float_weights, engine = w_down.dtype == torch.float32, engine_of(saved)
-    x, dy, dl1, w_up = readable(x), readable(dy), dl1.float().reshape(1), readable(w_up, x.dtype)
+    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if engine == Engine.dense:
         w_down, fused = readable(w_down, x.dtype), dispatch.fuses(x.shape[0])

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsellm.ops import backend, cuda, reference
 from sparsellm.ops.plan import Engine, Plan
@@ -61,7 +62,8 @@ def feedforward(
     h = relu(x w_gate^T) * (x w_up^T), and where w_gate is None, h = relu(x w_up^T). Under autocast all is computed in
     the autocast dtype. The registered operator casts the weights in forward, and again in backward: between the two,
     only the weights themselves are kept, no copies. Raises ValueError for shapes, dtypes, devices or plans that are not
-    allowed, and KernelsUnavailable if the plan's engine cannot run here.
+    allowed, KernelsUnavailable if the plan's engine cannot run here, and RuntimeError where it is differentiated twice
+    or in forward mode.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
@@ -87,10 +89,13 @@ def _uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForward
 
 def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
     """(x, cast to the autocast dtype if autocast is on; whether it is on). float64 stays float64."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _autocasts(x.device.type):
         return x, False
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)), True
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type)), True
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # which raises an error for meta
 
 
 def _in(
@@ -144,21 +149,36 @@ def _traced(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> t
 
 
 def _gated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4], *output[4:])
 
 
-def _gated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+def _gated_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor, ...]:
     x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
-    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, dy, dl1)
+    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, *first_order(x, dy, dl1, of_others))
 
 
 def _nongated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[4:])
 
 
-def _nongated_gradients(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor, ...]:
+def _nongated_gradients(
+    ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None
+) -> tuple[Tensor, ...]:
     x, w_up, w_down, h = ctx.saved_tensors
-    return reference.nongated_backward(x, w_up, w_down, h, dy, dl1)
+    return reference.nongated_backward(x, w_up, w_down, h, *first_order(x, dy, dl1, of_others))
+
+
+def first_order(
+    x: Tensor, dy: Tensor | None, dl1: Tensor | None, of_others: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """(dy, dl1), zeros in place of None. of_others: the gradients of the outputs that no caller sees, g and u. Only a
+    second derivative has any, and would be wrong without them: then this raises RuntimeError. (Compiled code has zeros
+    there, and refuses second derivatives by itself.)"""
+    if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
+        raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
+    return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
 
 
 class _Gated(torch.autograd.Function):
@@ -204,9 +224,11 @@ def forward(
 
     w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Without
     `counting`, the kernels' dense engine may leave out the statistics: l1, fired and counts are then empty.
-    Raises ValueError or KernelsUnavailable where the plan's engine cannot run.
+    Raises ValueError or KernelsUnavailable where the plan's engine cannot run, and RuntimeError in forward mode.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if in_forward_mode():
+        raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: it has backward only")
+    if _autocasts(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     if (kernels := _kernels(x, plan.engine)) is not None:
@@ -219,6 +241,12 @@ def forward(
     counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
+
+
+def in_forward_mode() -> bool:
+    """Whether torch differentiates in forward mode (torch.func.jvp): there it takes the operators that are none of its
+    own for constants."""
+    return forward_ad._current_level >= 0
 
 
 def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:
@@ -288,8 +316,7 @@ def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _feedforward_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, saved = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    dl1 = x.new_zeros(()) if dl1 is None else dl1
+    dy, dl1 = first_order(x, dy, dl1, ())
     dx, *dws = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, saved)
     dw_gate = None if w_gate is None else dws[0]
     return dx, dw_gate, *dws[-2:], None, None

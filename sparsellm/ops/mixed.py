@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops.feedforward import FeedForwardOutput, check, in_autocast
+from sparsellm.ops.feedforward import FeedForwardOutput, check, first_order, in_autocast
 from sparsellm.ops.reference import accumulator, statistics
 
 
@@ -64,9 +64,12 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *output[4:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dl1: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         x, w_gate, w_up, w_down, mix, z, u = ctx.saved_tensors
-        return *mixed_backward(x, w_gate, w_up, w_down, mix, z, u, dy, dl1), None
+        return *mixed_backward(x, w_gate, w_up, w_down, mix, z, u, *first_order(x, dy, dl1, of_others)), None

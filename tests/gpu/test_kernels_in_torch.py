@@ -122,6 +122,21 @@ def test_work_goes_to_the_current_stream(m, engine):
     assert_same(found, expected, "on a side stream")
 
 
+@pytest.mark.parametrize("engine", ["row", "tile"])
+def test_a_copy_of_w_down_that_one_stream_makes_late_is_whole_on_another(engine):
+    x, ws = cases.integers(300, 264, 1000)
+    expected, choice = cases.run(engine, x, ws), EngineChoice(engine)
+    torch.cuda.synchronize()
+    for _ in range(2):  # a new copy, and one made anew in its memory
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(50_000_000)
+            cases.run(engine, x, ws, choice=choice)
+        assert_same(cases.run(engine, x, ws, choice=choice), expected, "on another stream")
+        ws[-1].copy_(-ws[-1])
+        expected = cases.run(engine, x, ws)
+        torch.cuda.synchronize()
+
+
 # Compilers, autocast, autograd.
 
 

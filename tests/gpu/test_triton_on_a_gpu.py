@@ -205,3 +205,14 @@ def test_a_cuda_graph_replays_and_nothing_is_compiled_for_another_number_of_toke
     y.zero_()
     graph.replay()
     assert_equal(y, once, "y of the graph")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_of_a_gpu_that_is_not_the_current_one(engine):
+    x, ws = cases.integers(130, 64, 264, gated=True)
+    expected, _ = forward(engine, x, ws)
+    with torch.cuda.device(0):
+        found, _ = forward(engine, x.to("cuda:1"), [w.to("cuda:1") for w in ws])
+    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+        assert_equal(ours.to(theirs.device), theirs, f"{engine}: {name}")

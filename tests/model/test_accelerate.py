@@ -1,5 +1,6 @@
 """Accelerated models: same results and weights, refusals that change nothing, compilation."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -252,6 +253,28 @@ def test_engines_are_chosen_by_what_was_measured_of_the_layers(monkeypatch):
     sparsellm.accelerate(make("llama").train(), "cuda")
     # Before any are taken: of what is kept, some may be measured again.
     assert [(list(layers), device.type, *before) for layers, device, *before in measured] == [([(32, 64)], "cpu", 0)]
+
+
+def test_what_was_measured_is_of_the_gpu_that_the_layers_are_on(monkeypatch):
+    """It is kept by the name of the current GPU, which may be of another model."""
+    current, found = [], []
+
+    @contextlib.contextmanager
+    def device_of(weight):
+        current.append(weight)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(module.calibration, "take", lambda _: found.extend(current))
+    monkeypatch.setattr(module.calibration, "measure_missing", lambda *_: found.extend(current))
+    monkeypatch.setattr(module.backend, "load", lambda _: None)
+    monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
+    model = make("llama").train()
+    second = blocks(model)[1].down_proj.weight
+    monkeypatch.setattr(module, "sparse_engines_take", lambda weight: weight is second)
+    sparsellm.accelerate(model, "cuda")
+    assert [weight is second for weight in found] == [True, True]
 
 
 def test_a_module_changed_while_accelerated_is_refused(hollow):

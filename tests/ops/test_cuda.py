@@ -136,6 +136,20 @@ def test_inputs_of_any_layout_are_read(engine):
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("engine", [Engine.dense, Engine.tile])
+def test_gradients_of_any_layout_are_read(engine):
+    """Where the l1 of several layers are stacked and weighted, autograd gives each a piece of one gradient."""
+    x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
+    dy, pieces = tokens(9, 16, torch.bfloat16, seed=3), torch.tensor([0.25, 0.37]).unbind()
+    _, saved = forward(x, ws, Plan(engine), saving=True)
+    assert pieces[1].data_ptr() % cuda.ALIGNMENT
+    strided = torch.empty(9, 32, dtype=torch.bfloat16)[:, ::2].copy_(dy)
+    expected = cuda.backward(x, *ws, dy, pieces[1].clone(), saved)
+    for ours, theirs in zip(cuda.backward(x, *ws, strided, pieces[1], saved), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_an_allocation_that_fails_is_raised_as_torch_raises_it(monkeypatch):
     def fail(*_arguments):
         raise RuntimeError(f"sparsellm_cuda: {cuda.NO_MEMORY}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from sparsellm.ops import Engine, Plan, feedforward, saved_bytes
 
@@ -108,6 +109,45 @@ def test_bfloat16_is_as_accurate_as_dense_pytorch(gated, plan):
     for name, e, o, d in zip(names, *runs, strict=True):
         error, allowed = ((t.double() - e).norm() / e.norm() for t in (o, d))
         assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense bfloat16 {allowed:.2e}"
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_a_second_derivative_is_refused(gated, plan):
+    """As of a gradient penalty: without the derivatives of g and u it would be wrong."""
+    x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
+    gradients = torch.autograd.grad(operator(gated)(x, *ws, plan).y.square().sum(), [x, *ws], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated twice|no autograd formula was registered"):
+        sum(gradient.square().sum() for gradient in gradients).backward()
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_forward_mode_is_refused(gated, plan):
+    """torch would take the registered operator for a constant."""
+    x, ws = tokens(9, 16), weights(16, 24, gated, requires_grad=False)
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward mode"):
+        operator(gated)(forward_ad.make_dual(x, x), *ws, plan)
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_the_meta_device_gets_shapes(gated, plan):
+    x, ws = tokens(9, 16, torch.float32), weights(16, 24, gated, torch.float32, requires_grad=False)
+    found = operator(gated)(x.to("meta"), *(w.to("meta") for w in ws), plan)
+    for ours, theirs in zip(found, operator(gated)(x, *ws, plan), strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+@pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
+def test_either_output_may_go_without_a_gradient(gated, plan):
+    x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
+    out = operator(gated)(x, *ws, plan)
+    of_both = torch.autograd.grad(out.y.sum() + out.l1, [x, *ws], retain_graph=True)
+    of_y, of_l1 = (torch.autograd.grad(part, [x, *ws], retain_graph=True) for part in (out.y.sum(), out.l1))
+    for both, one, other in zip(of_both, of_y, of_l1, strict=True):
+        torch.testing.assert_close(one + other, both)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])

@@ -1,13 +1,15 @@
 """The Triton kernels without a GPU: their logic in Triton's interpreter, and every kernel compiled for every GPU that
 is promised, with its resources held to that GPU's limits. On a GPU: tests/gpu/test_triton_on_a_gpu.py."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from triton_launches import compiled, of_layers
+import torch
+from triton_launches import Recorder, compiled, of_layers
 
 from sparsellm.ops.triton import limits, tuning
 
@@ -62,3 +64,22 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path
 def test_shapes_that_16_does_not_divide_compile_too():
     for launch in of_layers(tuning.SMALL, k=1000, n=264):
         assert not compiled(launch, "cuda", 86).spills
+
+
+def test_kernels_are_launched_where_their_inputs_are(monkeypatch):
+    """Triton launches on the current device. That of a layer may be another one, as in a model on several GPUs."""
+    current, launch_of = [], Recorder.__getitem__
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    def launch(recorder, grid):
+        assert current, f"{recorder.kernel.__name__} is launched on whichever device is current"
+        return launch_of(recorder, grid)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(Recorder, "__getitem__", launch)
+    assert len(of_layers(tuning.SMALL, k=8, n=8)) > 25

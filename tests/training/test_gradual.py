@@ -51,6 +51,14 @@ def test_at_the_end_it_is_the_operator_with_a_relu_bit_for_bit(dtype):
     assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))
 
 
+def test_a_second_derivative_is_refused():
+    tensors = inputs(torch.float64)
+    out = mixed_feedforward(*tensors, torch.tensor(0.3))
+    dx, *_ = torch.autograd.grad(out.y.square().sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        dx.square().sum().backward()
+
+
 def trained(folder, *overrides):
     """The state in which a run of these overrides ends, and its rows."""
     config = small_config(*GRADUAL, "run.checkpoint_every=2", "run.keep_checkpoints=9", *overrides)

@@ -16,6 +16,8 @@ z and the tile matrices have room for any pattern, so the forward pass knows no 
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +84,18 @@ class Kept(NamedTuple):
     ups: Tensor  # [capacity], or [0] if the layer is not gated: u
 
 
+def _where_x_is(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the device of its first argument current, because Triton launches kernels on the current device."""
+
+    @wraps(run)
+    def there(x: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return run(x, *arguments)
+
+    return there
+
+
+@_where_x_is
 def forward(
     x: Tensor,
     w_gate: Tensor | None,
@@ -131,6 +145,7 @@ def forward(
     return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
 
 
+@_where_x_is
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
