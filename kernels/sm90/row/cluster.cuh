@@ -21,8 +21,8 @@
 // for rows of more than kWhole nonzeros: those are cut where a run ends, in whole rounds. So the work is even, however
 // uneven the rows are, and a cluster leaves pieces of two rows at most. Runs of 100 and rows that begin at 0, 60 and
 // 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100. From
-// kLongRunTokens on, CTAs have four warps and are twice as many: where a row ends fewer warps wait for each other, and a
-// row fills its last round better.
+// kLongRunTokens on, CTAs have four warps and are twice as many: where a row ends fewer warps wait for each other, and
+// a row fills its last round better.
 #pragma once
 
 #include "row/counts.cuh"
@@ -606,8 +606,8 @@ struct ClusterCta {
   }
 };
 
-// Where kFull, two CTAs of eight warps share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or H200
-// has room for 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
+// Where kFull, two CTAs of eight warps share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or
+// H200 has room for 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
 template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 __global__ void __launch_bounds__(32 * kWarps, kFull ? 16 / kWarps : 1) row_cluster_kernel(const ClusterArguments a) {
   using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt>;

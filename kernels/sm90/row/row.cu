@@ -105,7 +105,8 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
 // Where there are more rows than clusters, all clusters should be on the device at once, because a cluster that starts
 // only when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not divide
 // evenly: 132 SMs have room for 15 clusters of eight, not 16, and for twice as many where two CTAs share an SM. Of
-// clusters of four, 60 to 62 were seen at once, where the driver says 64; with half the warps, twice as many are launched.
+// clusters of four, 60 to 62 were seen at once, where the driver says 64; with half the warps, twice as many are
+// launched.
 struct Clusters {
   bool full;  // k is 2,048: 16 warps share an SM
   int ctas, warps, count;
