@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from scripts.evidence_runs import thinned
 from sparsellm.config import load, to_dict
-from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, plain, saved
+from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
 from sparsellm.run_layout import CONFIG
 from sparsellm.training.metrics import METRICS, read
 
@@ -92,7 +92,7 @@ def draw(runs: dict[str, Rows]) -> Figure:
             axes.set_xlim(0, None)
             plain(axes.xaxis)
         shown = dict(zip(*reversed(losses.get_legend_handles_labels()), strict=True))
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 6))
+        legend_below(figure, shown.values(), shown.keys())
         return figure
 
 
