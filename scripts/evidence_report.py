@@ -316,6 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not sweep.runs:
         parser.error(f"{args.results} has no runs")
     found, pictures = numbers(sweep), {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     for name, picture in pictures.items():
         if picture is not None:
