@@ -84,8 +84,10 @@ def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str
 
 
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """The accuracy of guessing, dashed, with its label at the line."""
+    """The accuracy of guessing, dashed, with its label below the line, for which room is made at the bottom."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, level - 0.1 * (high - low)), high)
     axes.annotate(
         f"{label} {level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(0, -3),
         textcoords="offset points", ha="right", va="top", fontsize="small", color=GREY,

@@ -212,6 +212,14 @@ def test_few_runs_give_a_report_of_what_there_is(tmp_path):
         assert len(json.loads((tmp_path / "new/two.json").read_text())["runs"]) == len(lines)
 
 
+def test_the_coefficients_have_the_same_axis_in_every_panel_and_one_lies_in_its_middle():
+    scores = dict.fromkeys(TASKS, 0.5) | {"mean": 0.5}
+    found = [result("relu", 3.0, 300, "sparsity=relu"), result("l1_2e-5", 2.9, 30, "sparsity=l1", scores=scores)]
+    figure = evidence_report.draw_sweep(evidence_report.Sweep([evidence_report.Run(line) for line in found]))
+    axes = [axes.get_xlim() for axes in figure.axes if axes.get_xlabel().startswith("L1 coefficient")]
+    assert axes == [(pytest.approx(2e-5 / 1.3), pytest.approx(2e-5 * 1.3))] * 4
+
+
 def test_a_fit_of_rows_is_followed_further(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in result("x", 3.0, 100)["rows"]))
