@@ -1,11 +1,11 @@
 """The curves of several runs in one picture, and their last values as a table.
 
-    python scripts/compare_runs.py runs/SPARSE runs/DENSE ... --output docs/comparison.png
+    python -m scripts.compare_runs runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
 Above, over steps: held-out and training cross entropy; how far each run's training cross entropy is from the mean of
 all runs, at the steps that all have logged; nonzero activations per token, the mean over layers (if every run has a
 colour of its own, thin lines show the layers of the first run). Below: held-out cross entropy over the time that steps
-took; over steps, tokens per second and the largest memory of tensors on a GPU.
+took; over steps, tokens per second and, of runs on a GPU, the largest memory of tensors.
 
 --json OUT writes a line of JSON for each run: its configuration, and some 80 of its rows.
 
@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from scripts.evidence_runs import thinned
 from sparsellm.config import load, to_dict
-from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, plain, saved
+from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
 from sparsellm.run_layout import CONFIG
 from sparsellm.training.metrics import METRICS, read
 
@@ -87,12 +87,14 @@ def draw(runs: dict[str, Rows]) -> Figure:
         _in_time(in_time, runs)
         _per_step(speed, runs, "tokens_per_s", 1, "tokens per second")
         _per_step(memory, runs, "peak_memory_bytes", 2**30, "largest memory of tensors on a GPU, GiB")
-        for axes in panels:
+        if not any(len(line.get_xdata()) for line in memory.get_lines()):
+            memory.remove()  # no run was on a GPU
+        for axes in figure.axes:
             axes.set_xlabel("seconds of steps" if axes is in_time else "step")
             axes.set_xlim(0, None)
             plain(axes.xaxis)
         shown = dict(zip(*reversed(losses.get_legend_handles_labels()), strict=True))
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 6))
+        legend_below(figure, shown.values(), shown.keys())
         return figure
 
 
@@ -143,7 +145,7 @@ def _in_time(axes: Axes, runs: dict[str, Rows]) -> None:
     for name, (color, _) in styles(runs).items():
         took = zip(seconds(runs[name]), runs[name], strict=True)
         points = [(second, row["val_ce"]) for second, row in took if row["val_ce"] is not None]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=color, markersize=3)
+        axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=color, markersize=3, clip_on=False)
     axes.set(ylabel="cross entropy, nats per token", title="held-out, over time")
     plain(axes.yaxis)
 
@@ -172,8 +174,9 @@ def main() -> None:
     held_out_last = {name: [r["val_ce"] for r in rows if r["val_ce"] is not None][-1:] for name, rows in runs.items()}
     common = max((last[0] for last in held_out_last.values() if last), default=math.inf)
     to_common = f"to {common:.3f}"
+    width = 2 + max(map(len, ["run", *runs]))
     print(
-        f"{'run':<24}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}{'seconds':>10}"
+        f"{'run':<{width}}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}{'seconds':>10}"
         f"{to_common:>10}"
     )
     for name, rows in runs.items():
@@ -184,7 +187,10 @@ def main() -> None:
         counted = last["nnz_mean"] is not None
         count = f"{last['nnz_mean']:.1f}" if counted else "-"
         dead = f"{sum(last['dead_per_layer']):,}" if counted else "-"
-        print(f"{name:<24}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}{took}")
+        print(
+            f"{name:<{width}}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}"
+            f"{took}"
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_bytes(saved(draw(runs)))
     print(f"drawn: {args.output}")

@@ -216,6 +216,8 @@ def draw_sweep(sweep: Sweep) -> Figure | None:
         for level in LOSSES if sweep.without else ():
             loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
         _errors(accuracy, sweep)
+        for axes, _, _ in levels if sweep.sparse else ():  # else those of one coefficient reach to below 0, or to 1
+            axes.set_xlim(sweep.sparse[0].coefficient / 1.3, sweep.sparse[-1].coefficient * 1.3)
         _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
         for axes in (nonzeros, nonzeros_over):
             axes.set_yscale("log", nonpositive="mask")
@@ -316,6 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not sweep.runs:
         parser.error(f"{args.results} has no runs")
     found, pictures = numbers(sweep), {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     for name, picture in pictures.items():
         if picture is not None:

@@ -35,7 +35,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from sparsellm.config import Config, definition, fingerprint, from_overrides
+from sparsellm.config import Config, ConfigError, definition, fingerprint, from_overrides
 from sparsellm.evaluation.tasks import TASKS, local_rows
 from sparsellm.processes import end_with_parent
 from sparsellm.training.metrics import METRICS, read
@@ -271,7 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="after which unfinished runs are stopped")
     parser.add_argument("--last", action="store_true", help="begin only what would end in that time")
     args = parser.parse_intermixed_args(arguments)
-    return Runs(args, args.overrides).work()
+    try:
+        asked_for = Runs(args, args.overrides)
+    except ConfigError as error:
+        parser.error(str(error))
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    return asked_for.work()
 
 
 if __name__ == "__main__":

@@ -73,9 +73,21 @@ def legend_above(axes: Axes, handles: Iterable[Artist | Container], labels: Iter
     axes.legend(list(handles), labels, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.2, **given)
 
 
+def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str], most: int = 6) -> None:
+    """Below all panels, in lines of at most `most` entries, and of fewer where these would not fit into the figure."""
+    handles, labels = list(handles), list(labels)
+    for columns in range(min(len(labels), most), 0, -1):
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """The accuracy of guessing, dashed, with its label at the line."""
+    """The accuracy of guessing, dashed, with its label below the line, for which room is made at the bottom."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, level - 0.1 * (high - low)), high)
     axes.annotate(
         f"{label} {level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(0, -3),
         textcoords="offset points", ha="right", va="top", fontsize="small", color=GREY,

@@ -63,6 +63,23 @@ def test_how_long_a_run_took_to_a_loss():
     assert compare_runs.seconds_to(of_run, 3.0) is None
 
 
+def test_runs_on_a_cpu_have_no_panel_of_memory_and_those_on_a_gpu_have():
+    on_gpu = [row | {"peak_memory_bytes": 2**30} for row in rows("torch")]
+    assert [len(compare_runs.draw({"a": of_run}).axes) for of_run in (rows("torch"), on_gpu)] == [5, 6]
+
+
+def test_long_names_leave_the_columns_below_their_titles(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "smoke-l1_coefficient_0-steps_40-e8046381"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("torch")))
+    monkeypatch.setattr(sys, "argv", ["compare_runs", str(run), f"--output={tmp_path}/picture.png"])
+    compare_runs.main()
+    titles, values = capsys.readouterr().out.splitlines()[:2]
+    assert values.split()[:2] == [run.name, "PyTorch"]
+    assert titles.index("path") == values.index("PyTorch")
+    assert len(titles) == len(values)
+
+
 def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     for name, engine in (("a", "tile"), ("b", "torch")):
         (tmp_path / name).mkdir()

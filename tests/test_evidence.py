@@ -100,6 +100,16 @@ def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_
         runs("--only", "gelu")
 
 
+def test_a_folder_of_results_that_is_not_there_is_made_before_the_first_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evidence_runs, "TRAIN", (sys.executable, "-c", STAND_IN, "0"))
+    results, own = tmp_path / "new/results.jsonl", ["--root", str(tmp_path / "runs"), "--run", "a training.seed=1"]
+    assert evidence_runs.main([str(results), *MINI, "logging.wandb_group=none", *own]) == evidence_runs.COMPLETE
+    assert list(evidence_runs.load(results)) == ["a"]
+    with pytest.raises(SystemExit, match="2"):
+        evidence_runs.main([str(results), "experimnt=mini"])
+    assert "experimnt is not a key: did you mean experiment=mini?" in capsys.readouterr().err
+
+
 def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_runs.torch.cuda, "device_count", lambda: 2)
     own = [word for name in "abc" for word in ("--run", f"{name} training.seed={ord(name)}")]
@@ -197,9 +207,17 @@ def test_few_runs_give_a_report_of_what_there_is(tmp_path):
     for lines, pictures in (([dense], []), ([dense, sparse], ["two_sweep.png"])):
         results = tmp_path / "results.jsonl"
         results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        evidence_report.main([str(results), "--output", str(tmp_path / "two")])
-        assert [path.name for path in tmp_path.glob("*.png")] == pictures
-        assert len(json.loads((tmp_path / "two.json").read_text())["runs"]) == len(lines)
+        evidence_report.main([str(results), "--output", str(tmp_path / "new/two")])
+        assert [path.name for path in tmp_path.glob("new/*.png")] == pictures
+        assert len(json.loads((tmp_path / "new/two.json").read_text())["runs"]) == len(lines)
+
+
+def test_the_coefficients_have_the_same_axis_in_every_panel_and_one_lies_in_its_middle():
+    scores = dict.fromkeys(TASKS, 0.5) | {"mean": 0.5}
+    found = [result("relu", 3.0, 300, "sparsity=relu"), result("l1_2e-5", 2.9, 30, "sparsity=l1", scores=scores)]
+    figure = evidence_report.draw_sweep(evidence_report.Sweep([evidence_report.Run(line) for line in found]))
+    axes = [axes.get_xlim() for axes in figure.axes if axes.get_xlabel().startswith("L1 coefficient")]
+    assert axes == [(pytest.approx(2e-5 / 1.3), pytest.approx(2e-5 * 1.3))] * 4
 
 
 def test_a_fit_of_rows_is_followed_further(tmp_path, capsys):

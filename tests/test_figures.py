@@ -1,6 +1,7 @@
 """What all figures share."""
 
 import matplotlib
+import pytest
 from matplotlib.figure import Figure
 
 from sparsellm import figures
@@ -32,6 +33,15 @@ def test_an_axis_from_zero_has_some_height():
     axes.plot([1, 2], [0, 0])
     figures.from_zero(axes, least=0.2)
     assert axes.get_ylim() == (0, 0.2)
+
+
+def test_the_label_of_guessing_has_room_below_its_line():
+    for values, bottom in (([0.3, 0.4], 0.296), ([0.0, 1.0], 0.0)):
+        axes = Figure().subplots()
+        axes.plot([1, 2], values)
+        axes.set_ylim(*values)
+        figures.chance_line(axes, 0.306, "chance")
+        assert axes.get_ylim() == (pytest.approx(bottom), values[1])
 
 
 def test_the_same_picture_has_the_same_bytes_and_no_date():

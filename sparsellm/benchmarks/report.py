@@ -96,6 +96,12 @@ def notes(results: Row) -> list[str]:
         for row in rows
         if row["activation"] != "relu"
     ]
+    unscored = list(dict.fromkeys(model["name"] for model in _models(results) if not model["scores"]))
+    if unscored:
+        found.append(
+            "held-out loss and accuracy: what `sparsellm evaluate` without a limit left in the checkpoint;"
+            f" it left none for {'; '.join(unscored)}"
+        )
     return found + results["missing"]
 
 

@@ -4,6 +4,9 @@ Takes the overrides of training, and prepares the tokens that such a run reads. 
 does nothing when all is done, and adds what is missing when more is asked for.
 """
 
+import signal
+import sys
+
 from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
 from sparsellm.data import DataError, Manifest, mistakes, prepare
 from sparsellm.data.manifest import blocks
@@ -23,6 +26,9 @@ def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:
         manifest = prepare(config)
+    except KeyboardInterrupt:
+        print("\nsparsellm: stopped; the same command goes on from the tokens that are prepared", file=sys.stderr)
+        return 128 + signal.SIGINT
     except DataError as error:
         raise ConfigError([str(error)]) from error
     if found := mistakes(config):  # what training would refuse

@@ -47,7 +47,8 @@ def run(sweep: Sweep) -> int:
     """Train and evaluate what is not done yet; write the table and the figure after each run."""
     count, failures = len(sweep.points), []
     numbers = range(count) if sweep.options.point is None else [sweep.options.point]
-    print(f"{sweep.folder}: {count} runs, {sum(point.is_finished() for point in sweep.points)} of them trained")
+    trained = sum(point.is_finished() for point in sweep.points)
+    print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
     with Launcher() as launcher:
         for number in numbers:
             point = sweep.points[number]

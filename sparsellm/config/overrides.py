@@ -223,7 +223,9 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         else:
             axes[key] = texts
     typed = parse(options, SweepConfig)
-    if found := found + [f"sweep.{mistake}" for mistake in typed.mistakes]:
+    if found := found + [
+        f"sweep.{mistake}".replace("did you mean ", "did you mean sweep.") for mistake in typed.mistakes
+    ]:
         found += parse([text for texts in axes.values() for text in texts]).mistakes
         found += [f"evaluate: {mistake}" for mistake in parse(evaluate, EvaluateConfig).mistakes]
         raise ConfigError(list(dict.fromkeys(found)))

@@ -252,7 +252,11 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
             bool(data.files), "data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]"
         )
     if data.source == Source.stdlib_docs:
-        require(not data.streaming, "data.streaming=true with data.source=stdlib_docs: there is nothing to stream")
+        require(
+            not data.streaming,
+            "data.streaming=true with data.source=stdlib_docs: there is nothing to stream, so leave it out, or choose"
+            " data=fineweb_edu_stream",
+        )
         require(
             data.tokenizer is None,
             f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",

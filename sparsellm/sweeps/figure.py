@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from sparsellm.evaluation.tasks import TASKS
-from sparsellm.figures import METADATA, STYLE, broken, chance_line, from_zero, percent, plain, saved
+from sparsellm.figures import METADATA, STYLE, broken, chance_line, from_zero, legend_below, percent, plain, saved
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.sweeps.table import COMPLETE, Row, distinct
 
@@ -90,7 +90,7 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
             axes.remove()
         labels = sorted(legend, key=lambda label: label.startswith(DENSE))
         figure.suptitle(sweep.name)
-        figure.legend([legend[label] for label in labels], labels, loc="outside lower center", ncols=3)
+        legend_below(figure, [legend[label] for label in labels], labels, most=3)
         return {kind: saved(figure, kind) for kind in METADATA}
 
 

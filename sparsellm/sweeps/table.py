@@ -13,6 +13,7 @@ from sparsellm.config import Activation, L1Normalization
 from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
 from sparsellm.evaluation.results import RESULTS, only
+from sparsellm.evaluation.tasks import TASKS
 from sparsellm.run_layout import EVALUATION
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.training.metrics import METRICS, read
@@ -118,7 +119,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     text = "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
-    return text + "\n\n" + _legend(sweep, bool(tasks)) + "\n"
+    return text + "\n\n" + _legend(sweep, {title for title, _ in columns}) + "\n"
 
 
 def unregularised(point: Point, sweep: Sweep) -> Point | None:
@@ -184,21 +185,23 @@ def distinct(values: Iterable[Any]) -> str:
     return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
 
 
-def _legend(sweep: Sweep, evaluated: bool) -> str:
+def _legend(sweep: Sweep, titles: set[str]) -> str:
+    """What the columns of these `titles` mean."""
     configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
-    lines = [
-        "CE: cross entropy of the last step's batch, nats per token; held-out CE on the validation split.",
-        f"CE increase: over the ReLU run with {COEFFICIENT}=0.",
-        f"nonzeros: feedforward activations per token that are not zero, mean over layers, of {neurons}.",
-        f"dead: neurons, over all layers, that were silent for the last {silence} tokens.",
-    ]
+    rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
+    meanings = {
+        "CE": "cross entropy of the last step's batch, nats per token; held-out CE on the validation split",
+        "CE increase": f"over the ReLU run with {COEFFICIENT}=0",
+        "nonzeros": f"feedforward activations per token that are not zero, mean over layers, of {neurons}",
+        "dead": f"neurons, over all layers, that were silent for the last {silence} tokens",
+    }
+    lines = [f"{title}: {meaning}." for title, meaning in meanings.items() if title in titles]
     if multiplied:
         lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
-    if evaluated:
-        rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
+    if titles & TASKS.keys():
         lines.append(
             f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc alone."
         )

@@ -18,6 +18,7 @@ from sparsellm.figures import (
     from_zero,
     layer_colors,
     legend_above,
+    legend_below,
     percent,
     plain,
     saved,
@@ -26,6 +27,7 @@ from sparsellm.training.metrics import NAMED
 
 Row = dict[str, Any]
 GAP = float("nan")  # where a row has no value, a curve has a gap
+ALONE = "s^Dv<>"  # the points of the sources of a mix that was validated once: a line needs two
 LOSS, NONZEROS, DEAD = "loss.png", "nonzeros.png", "dead_neurons.png"
 
 
@@ -64,6 +66,7 @@ def losses(config: Config, rows: list[Row]) -> Figure:
             axes.plot(
                 [row["step"] for row in validated], [GAP if ce is None else ce for ce in each], color=ORANGE,
                 linewidth=1, linestyle=(0, (2 * i, 2)), label=f"held-out {name}", zorder=3,
+                marker=ALONE[i % len(ALONE)] if len(validated) == 1 else None, fillstyle="none",
             )  # fmt: skip
         _step_axis(axes, config, shown)
         axes.set_ylabel("cross entropy, nats per token")
@@ -72,7 +75,7 @@ def losses(config: Config, rows: list[Row]) -> Figure:
         _zoom(grid[1], [row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None])
         grid[1].set_title("after the warm-up", loc="left")
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=len(labels))
+    legend_below(figure, handles[::-1], labels[::-1])
     return figure
 
 

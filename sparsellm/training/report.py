@@ -92,7 +92,8 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
             lines[f"held-out {name}"] = f"{each[-1]:,.3f}"
     scores = last.get("evaluation")
     if scores is not None and scores["mean"] is not None:
-        lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {len(scores) - 1} tasks)"
+        of = len(scores) - 1
+        lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {of} task{'s' * (of > 1)})"
     if last["nnz_mean"] is not None:
         width = config.model.intermediate_size
         zeros = f"{100 * (1 - last['nnz_mean'] / width):.2f}% zeros"

@@ -113,6 +113,7 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     forward = {name: side["forward"]["tokens_per_s"] for name, side in ours["sides"].items()}
     assert f"{forward['kernels'] / 1e3:,.1f} ({forward['kernels'] / forward['baseline']:.2f}x)" in tables[1][1]
     assert f"{forward['PyTorch'] / 1e3:,.1f} ({forward['PyTorch'] / forward['baseline']:.2f}x)" in tables[1][2]
+    assert f"; it left none for {ours['baseline']['name']}; {alone['name']}\n" in shown
     assert tables[3][0].split()[-2:] == ["piqa", "hellaswag"]
     assert [line.split()[-2:] for line in tables[3][1:]] == [["0.6100", "0.3000"], ["-", "-"], ["-", "-"]]
     assert tables[2][0].split()[2:] == ["mJ", "per", "token", "on", "forward", "training", "prefill", "decode"]

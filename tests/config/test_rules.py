@@ -76,7 +76,7 @@ from sparsellm.ops import build
         ([f"run.name={'a' * 201}"], "run.name is 'a+': use only .*, at most 200"),
         (["data.source=hub"], "data.source=hub needs the data set's name"),
         (["data.source=files"], "data.source=files needs data.files"),
-        (["data.streaming=true"], "there is nothing to stream"),
+        (["data.streaming=true"], "there is nothing to stream, so leave it out, or choose data=fineweb_edu_stream"),
         (
             ["data.files=x.txt"],
             "data.files is given with data.source=stdlib_docs, which reads no files: add data=files",

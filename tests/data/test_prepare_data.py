@@ -30,6 +30,18 @@ def refused(
     return run
 
 
+def test_an_interrupted_preparation_says_that_it_goes_on_and_not_that_it_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_config: Config) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, "prepare", interrupted)
+    assert prepare_data.main([], "prepare_data") == 130
+    assert "stopped; the same command goes on from the tokens that are prepared" in capsys.readouterr().err
+
+
 def test_the_command_in_a_refusal_prepares_what_was_missing(
     make_config: Callable[..., Config], parquet: list[str], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["sparsity.l1_coef=0,1"], "sparsity.l1_coef is not a key: did you mean sparsity.l1_coefficient?"),
         (["sparsity.l1_coefficient=interval(0,1)"], "takes a list of values in order, as sparsity.l1_coefficient=1,2"),
         (["training.seed=shuffle(1,2)"], "training.seed takes a list of values in order"),
+        (["sweep.nam=a"], "sweep.nam is not a key: did you mean sweep.name? there are name, root, mode"),
         (["sweep.modus=3"], "sweep.modus is not a key: there are name, root, mode"),
         (["sweep.mode=fly"], "sweep.mode is fly: it must be one of run, print, slurm"),
         (["sweep.point=0,1"], "sweep.point takes one value"),

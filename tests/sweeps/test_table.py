@@ -150,6 +150,15 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     assert any("the sum over neurons and layers of |h|" in line for line in lines)
 
 
+def test_the_markdown_table_explains_no_column_that_it_does_not_have(swept):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    leave(sweep.points[0], tokens=99_999)  # in so few nobody is dead yet
+    text = table.as_markdown(sweep, table.rows(sweep))
+    assert "- CE increase: over the ReLU run" in text
+    assert "- dead: " not in text
+    assert "- Scores: " not in text
+
+
 def test_the_figure_has_a_panel_for_what_exists(swept, monkeypatch):
     panels = []
     monkeypatch.setattr(

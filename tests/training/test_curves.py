@@ -107,3 +107,23 @@ def test_the_loss_of_a_run_with_a_teacher_is_drawn_by_the_name_of_its_terms(relu
 
 def test_the_same_rows_give_the_same_bytes(config):
     assert curves.draw(config, rows(2, 50)) == curves.draw(config, rows(2, 50))
+
+
+@pytest.mark.parametrize("steps", [1, 200])
+def test_the_names_of_a_mix_lie_within_the_picture_and_one_validation_is_a_point(steps):
+    mix = "[{data: fineweb_edu_of_2024, weight: 0.7}, {data: code_with_comments, weight: 0.3}]"
+    mixed = small_config("run.name=a", f"data.mix={mix}")
+    run = rows(4, steps)
+    for row in run:
+        row["val_ce"] = 3.3 if row["step"] == run[-1]["step"] else None
+        row |= {f"validation_ce/{name}": row["val_ce"] for name in mixed.data.mix_names}
+    figure = curves.losses(mixed, run)
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 5
+    figure.canvas.draw()
+    inside = legend.get_window_extent()
+    assert figure.bbox.x0 <= inside.x0
+    assert inside.x1 <= figure.bbox.x1
+    named = [line for line in figure.axes[0].get_lines() if line.get_label().startswith("held-out")]
+    assert len(named) == 3
+    assert all(line.get_marker() != "None" for line in named)
