@@ -88,7 +88,8 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     config = build(Config, nested(values))
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
-    # No shell expands "~" behind the "=" of a key; and a folder of that name would be a trap for `rm -r ~`.
+    # No shell expands the "~" of run.root=~/runs, so a folder would get that name, and who then removes it by `rm -r ~`
+    # removes the home folder.
     config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for a user that there is not)
     config.run.root = expanduser(config.run.root)  # noqa: PTH111
     data = config.data

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
-from sparsellm.config.values import build, flat_types, unknown_key
+from sparsellm.config.values import build, flat_types, nested, unknown_key
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout the configs stand beside the package; a wheel carries them inside it.
@@ -188,6 +188,13 @@ def _without_value(name: str, schema: type) -> str:
     return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"  # what is said of a group has it
 
 
+@dataclass
+class _OfSweep:
+    """What `sweep.` is typed in front of."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
 def sweep_request(overrides: list[str]) -> SweepRequest:
     """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
 
@@ -217,19 +224,17 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
                 continue
             texts = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         if group == "sweep" and name:
-            options.append(text.lstrip("+").removeprefix("sweep."))
+            options.append(text)
         elif group == "evaluate" and name:
             evaluate.append(text.removeprefix("evaluate."))
         else:
             axes[key] = texts
-    typed = parse(options, SweepConfig)
-    if found := found + [
-        f"sweep.{mistake}".replace("did you mean ", "did you mean sweep.") for mistake in typed.mistakes
-    ]:
+    typed = parse(options, _OfSweep)
+    if found := found + typed.mistakes:
         found += parse([text for texts in axes.values() for text in texts]).mistakes
         found += [f"evaluate: {mistake}" for mistake in parse(evaluate, EvaluateConfig).mistakes]
         raise ConfigError(list(dict.fromkeys(found)))
-    return SweepRequest(build(SweepConfig, typed.keys), axes, evaluate)
+    return SweepRequest(build(_OfSweep, nested(typed.keys)).sweep, axes, evaluate)
 
 
 def quoted(value: str) -> str:

@@ -34,7 +34,7 @@ from sparsellm.config.schema import (
 )
 from sparsellm.config.values import flat, to_dict
 
-RUN_NAME = r"[A-Za-z0-9._-]{1,200}"  # file systems take 255 bytes, of which some are for what is put behind a name
+MAX_NAME = 200  # characters: file systems take 255 bytes, of which some are for what is put behind a name
 MAX_WORKERS = 256
 MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
@@ -233,10 +233,7 @@ def value_mistakes(config: Config, world_size: int) -> list[str]:
         1 <= log.every <= MAX_LOG_INTERVAL,
         f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
     )
-    require(
-        run.name is not None and re.fullmatch(RUN_NAME, run.name) is not None and run.name not in (".", ".."),
-        f"run.name is {run.name!r}: use only letters, digits, '.', '_' and '-', at most 200 of them",
-    )
+    found += name_mistakes("run.name", run.name)
 
     require(
         bool(data.name) and ".." not in Path(data.name).parts and not Path(data.name).is_absolute(),
@@ -430,6 +427,14 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
     else:
         return []
     return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
+
+
+def name_mistakes(key: str, name: str | None) -> list[str]:
+    """Why `name`, which `key` gives, names no folder of a run or of a sweep."""
+    fits = name is not None and re.fullmatch(r"[A-Za-z0-9._-]+", name) and len(name) <= MAX_NAME
+    if fits and name not in (".", ".."):
+        return []
+    return [f"{key} is {name!r}: use only letters, digits, '.', '_' and '-', at most {MAX_NAME} of them"]
 
 
 def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ uses. So points that were trained before, by hand or by another sweep, are not t
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,7 +29,7 @@ from sparsellm.config import (
     quoted,
     sweep_request,
 )
-from sparsellm.config.rules import RUN_NAME
+from sparsellm.config.rules import name_mistakes
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
@@ -172,8 +171,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
     options, found = sweep.options, []
     if "RANK" in os.environ:
         found.append("a sweep starts torchrun itself, for each of its runs: start it without")
-    if not re.fullmatch(RUN_NAME, sweep.name) or sweep.name in (".", ".."):
-        found.append(f"sweep.name is {sweep.name!r}: use only letters, digits, '.', '_' and '-', at most 200 of them")
+    found += name_mistakes("sweep.name", sweep.name)
     if sweep.processes < 1:
         found.append(f"sweep.nproc_per_node is {sweep.processes}: it must be at least 1")
     if options.mode == SweepMode.slurm and options.nproc_per_node is None:
