@@ -1,7 +1,7 @@
 """The feedforward operators against the best dense PyTorch, for many firing patterns, in one process on one GPU.
 
     python -m scripts.bench_ffn --activations DIR [--m 2048 16384 131072] [--patterns layer1 ...] [--json OUT]
-    python -m scripts.bench_ffn --activations DIR --decode         M = 1, 4, 16, 64, replayed as CUDA graphs
+    python -m scripts.bench_ffn --activations DIR --decode [--m 1 4 16 64]  few tokens, replayed as CUDA graphs
     python -m scripts.bench_ffn --activations DIR --training [--m 16384]    forward and backward
     python -m scripts.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
 
@@ -250,12 +250,13 @@ def summary(results: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", type=int, nargs="+",
-                        help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training")  # fmt: skip
+                        help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training, {DECODE_TOKENS}"
+                        " with --decode")  # fmt: skip
     parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, choices=patterns.PATTERNS, metavar="NAME",
                         help=f"of {' '.join(patterns.PATTERNS)}; all by default")  # fmt: skip
     patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs; replaces --m")
+    mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")
     mode.add_argument("--training", action="store_true", help="forward and backward")
     parser.add_argument("--gated", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--nongated", dest="gated", action="store_false")
@@ -273,8 +274,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K {patterns.K}, N {patterns.N}, bfloat16")
 
     results, broken, bench = [], [], (ffn_training.Bench if args.training else Bench)(args)
-    default = TRAINING_TOKENS if args.training else FORWARD_TOKENS
-    sizes = DECODE_TOKENS if args.decode else sorted(args.m or default)
+    default = TRAINING_TOKENS if args.training else DECODE_TOKENS if args.decode else FORWARD_TOKENS
+    sizes = sorted(args.m or default)
     with torch.no_grad():
         for name in args.patterns:
             if problem := patterns.obstacle(name, args.activations):
