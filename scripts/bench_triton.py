@@ -4,17 +4,19 @@
     python -m scripts.bench_triton --activations DIR --try sampled=128,64,8,3 gathered=256,64,8,4 resident=1
 
 Lines for each M and pattern (scripts/ffn_patterns.py): the mean union of 128 tokens, in their own order and ordered;
-the times of compiled dense PyTorch and of the tile engine in Triton, as the policy orders and the other way, their
-ratio, and the errors of y against float64 over those of dense PyTorch, on 2,048 tokens; forward, and, up to
---training-m tokens, forward and backward. --kernels: the time of each kernel of one pass, and how many times it was
-launched if not once. --try: block sizes in the place of those of sparsellm/ops/triton/tuning.py, each as columns,
-depth, warps and stages; several values of one name are measured one after the other, against the same base.
+the times of compiled dense PyTorch and of the tile engine in Triton, as the policy orders and the other way, and of the
+dense engine as a layer runs it there; their ratio, and the errors of y against float64 over those of dense PyTorch, on
+2,048 tokens; forward, and, up to --training-m tokens, forward and backward; and which engine `auto` takes for what was
+counted. --kernels: the time of each kernel of one pass, and how many times it was launched if not once. --try: block
+sizes in the place of those of sparsellm/ops/triton/tuning.py, each as columns, depth, warps and stages; several values
+of one name are measured one after the other, against the same base.
 
 Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py), on copies of the inputs that take turns.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -23,13 +25,13 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import dense_gated
 from scripts.ffn_training import Step, forward_backward
-from sparsellm.model.engine_choice import NeuronMajor
-from sparsellm.ops import Plan, backend, dispatch, feedforward
+from sparsellm.model.engine_choice import EngineChoice, NeuronMajor
+from sparsellm.ops import Plan, backend, choose_engine, choose_training_engine, dispatch, feedforward
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.triton import engines, tuning
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
-TILE = Plan.of("tile")
+TILE, DENSE = Plan.of("tile"), Plan.of("dense")
 ERROR_TOKENS = 2048
 NAMES = ("sparse", "layer1", "layer4", "layer7")
 
@@ -136,10 +138,19 @@ def main() -> None:
             def base(i: int, copies: list[Tensor] = copies, weights: list = weights) -> object:
                 return compiled(copies[i % len(copies)], *weights)
 
+            def dense(i: int, copies: list[Tensor] = copies, weights: list = weights) -> object:
+                return EngineChoice("dense").output(copies[i % len(copies)], *weights)
+
             with torch.no_grad():
                 own, ordered = (int(ordering(way, forward)(0)[3][3]) / tiles(m, TOKEN_TILE) for way in (False, True))
                 print(f"union {m:,}, {name}: {own:,.0f} neurons in the tokens' own order, {ordered:,.0f} ordered")
-                times = alternating_ms({"torch compiled": base, **both_ways(m, False, sizes, forward)}, args.budget_ms)
+                nnz, *_, union = forward(0)[3].tolist()
+                chosen = (
+                    of(m, patterns.K, patterns.N, nnz, union).name for of in (choose_engine, choose_training_engine)
+                )
+                print(f"auto {m:,}, {name}: {next(chosen)} forward, {next(chosen)} where a backward pass follows")
+                calls = {"torch compiled": base, **both_ways(m, False, sizes, forward), "dense": dense}
+                times = alternating_ms(calls, args.budget_ms)
                 note = f"error {error_ratio(x, weights, w_down_t):.2f} of dense"
                 show(f"forward {m:,}", name, times, note)
                 if args.kernels:
@@ -150,15 +161,14 @@ def main() -> None:
             dl1 = torch.tensor(2e-5 / m, device="cuda")
             leaves = [t.detach().clone().requires_grad_() for t in (x, *weights)]
             steps = [Step([copy.detach().clone().requires_grad_(), *leaves[1:]], dy, dl1) for copy in copies]
-            plan = TILE.tensor()
 
-            def step(i: int, steps: list[Step] = steps, plan: Tensor = plan) -> object:
+            def step(i: int, plan: Plan = TILE, steps: list[Step] = steps) -> object:
                 return forward_backward(lambda *inputs: feedforward(*inputs, plan), steps[i % len(steps)])
 
             def base_step(i: int, steps: list[Step] = steps) -> object:
                 return forward_backward(compiled, steps[i % len(steps)])
 
-            calls = {"torch compiled": base_step, **both_ways(m, True, sizes, step)}
+            calls = {"torch compiled": base_step, **both_ways(m, True, sizes, step), "dense": partial(step, plan=DENSE)}
             show(f"and backward {m:,}", name, alternating_ms(calls, args.budget_ms), "")
             if args.kernels:
                 print(by_kernel(step))

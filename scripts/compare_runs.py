@@ -4,16 +4,17 @@
 
 Above, over steps: held-out and training cross entropy; how far each run's training cross entropy is from the mean of
 all runs, at the steps that all have logged; nonzero activations per token, the mean over layers (if every run has a
-colour of its own, thin lines show the layers of the first run). Below: held-out cross entropy over the time that steps
-took; over steps, tokens per second and, of runs on a GPU, the largest memory of tensors.
+colour of its own, thin lines show the layers of the first run of ReLU). Below: held-out cross entropy over the time
+that steps took; over steps, tokens per second and, of runs on a GPU, the largest memory of tensors.
 
 --json OUT writes a line of JSON for each run: its configuration, and some 80 of its rows.
 
 The table has last values, and how long each run's steps took, in all and until its held-out cross entropy was as low as
 that of the worst run at its end: by the tokens per second of the logged steps, without validations and checkpoints.
 
-If some runs were computed on the kernels and others in PyTorch, a run's colour shows which: the question is then
-whether the two differ by more than runs of one kind do. Otherwise each run has a colour of its own.
+If some runs of ReLU were computed on the kernels and others in PyTorch, a run's colour shows which: the question is
+then whether the two differ by more than runs of one kind do. Otherwise each run has a colour of its own. (Runs of SiLU
+are always computed in PyTorch.)
 """
 
 import argparse
@@ -45,6 +46,10 @@ def path(rows: Rows) -> str:
     return "kernels" if engines - {"torch"} else "PyTorch"
 
 
+def _is_relu(rows: Rows) -> bool:
+    return any(row["nnz_mean"] is not None for row in rows)
+
+
 def named(folders: list[Path]) -> dict[str, Path]:
     """By their names; by their paths where several have one name, as the same run of two versions of the code has."""
     names = [folder.resolve().name for folder in folders]
@@ -56,7 +61,7 @@ def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
     """The colour of each run, and its name in the legend."""
     paths = {name: path(rows) for name, rows in runs.items()}
     found = list(paths.values())
-    if len(set(found)) == 1:
+    if len({paths[name] for name, rows in runs.items() if _is_relu(rows)}) < 2:
         return {name: (f"C{number}", name) for number, name in enumerate(runs)}
     return {name: (PATHS[of], f"{of} ({found.count(of)})") for name, of in paths.items()}
 
@@ -130,13 +135,16 @@ def _apart(axes: Axes, runs: dict[str, Rows]) -> None:
 
 def _nonzeros(axes: Axes, runs: dict[str, Rows]) -> None:
     by_run = len({color for color, _ in styles(runs).values()}) == len(runs)
-    for number, (name, (color, _)) in enumerate(styles(runs).items()):
+    layers_of = next((name for name, rows in runs.items() if by_run and _is_relu(rows)), None)
+    for name, (color, _) in styles(runs).items():
         counted = [r for r in runs[name] if r["nnz_mean"] is not None]
         steps = [r["step"] for r in counted]
         axes.plot(steps, [r["nnz_mean"] for r in counted], color=color, linewidth=1.8)
-        if number == 0 and by_run and counted:
+        if name == layers_of:
             axes.plot(steps, [r["nnz_per_layer"] for r in counted], color=color, alpha=0.3, linewidth=0.7)
-    axes.set(ylabel="nonzeros per token", title="mean of layers" + "; thin: each layer of the first" * by_run)
+    axes.set(
+        ylabel="nonzeros per token", title="mean of layers" + (f"; thin: each of {layers_of}" if layers_of else "")
+    )
     axes.set_yscale("log", nonpositive="mask")
     plain(axes.yaxis)
 

@@ -53,6 +53,11 @@ def test_runs_of_one_path_have_a_colour_each():
     assert len(colours(figure, 2)) == 3 + 2  # and the layers of the first
 
 
+def test_runs_of_silu_are_no_path_to_compare():
+    figure = compare_runs.draw({"silu": rows("torch", relu=False), "at_once": rows("tile"), "gradual": rows("tile")})
+    assert len(set(colours(figure, 1))) == 3
+
+
 def test_how_long_a_run_took_to_a_loss():
     """Four steps of two seconds, then four of one; held out at steps 4 and 8."""
     of_run = rows("tile")

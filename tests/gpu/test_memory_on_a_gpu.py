@@ -90,6 +90,7 @@ def used_of_the_gpu():
 def test_a_limit_holds_for_all_that_the_process_has_and_is_made_use_of(tmp_path):
     """Of sizes that divide 64, the largest that fits is at least half of what would."""
     there = used_of_the_gpu()  # this process's context among it, and perhaps others'
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]  # of tests before
     with small_trainer(tmp_path / "run", *WIDE, "training.batch_size=64", "runtime.memory_limit_gib=16") as trainer:
         trainer.micro_batch.choose()
         batches = trainer.data.batches(None)
@@ -98,7 +99,7 @@ def test_a_limit_holds_for_all_that_the_process_has_and_is_made_use_of(tmp_path)
         torch.cuda.synchronize()
         assert used_of_the_gpu() <= max(there, 16 * GIB)
         assert trainer.micro_batch.size in (8, 16)
-        assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(15 * GIB, dtype=torch.uint8, device="cuda")
 

@@ -3,6 +3,7 @@ is promised, with its resources held to that GPU's limits. On a GPU: tests/gpu/t
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path
         assert found.registers * warps * WARP[backend] <= FILE_REGISTERS[backend], what
         if launch.kernel in ("sampled", "gathered") and backend == "cuda":
             assert "cp.async" in found.assembly, f"{what}: nothing is pipelined"
+        if launch.kernel in ("hidden", "hidden_gradient") and backend == "cuda":
+            assert "v4.b32" in found.assembly, f"{what}: not 16 bytes are read at once"
+            assert not re.search(r"ld\.global[.\w]*\.b16", found.assembly), f"{what}: some values are read one by one"
+            in_loop = found.assembly.partition("Inner Loop")[2].partition(" bra ")[0]
+            assert "bar.sync" not in in_loop, f"{what}: warps wait for each other in every step"
 
 
 def test_shapes_that_16_does_not_divide_compile_too():

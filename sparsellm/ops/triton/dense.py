@@ -14,30 +14,33 @@ def hidden(
     """h = relu(z) * u (not GATED: relu(z)), [M, N], and its statistics. Program (i, j): TOKENS tokens, COLUMNS neurons,
     ROWS tokens at a time; sums, float32 by program: its sum of |h|."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    nonzeros = tl.zeros((COLUMNS,), tl.int32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    # Summed over the rows behind the loop: a sum over rows crosses warps, and so makes them wait for each other.
+    counts = tl.zeros((ROWS, COLUMNS), tl.int32)
+    totalled = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, TOKENS, ROWS):
         row = tl.program_id(0) * TOKENS + start + tl.arange(0, ROWS)
         inside = (row < m)[:, None] & (column < N)[None, :]
         at = row.to(tl.int64)[:, None] * N + column[None, :]
         g = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
         g = tl.where(g <= 0, 0.0, g)
-        nonzeros += tl.sum((g != 0).to(tl.int32), 0)
+        counts += (g != 0).to(tl.int32)
         if GATED:
             g = (g * tl.load(u + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty).to(tl.float32)
         tl.store(h + at, g.to(h.dtype.element_ty), mask=inside)
-        total += tl.sum(tl.abs(g), 0)
+        totalled += tl.abs(g)
+    nonzeros = tl.sum(counts, 0)
     tl.store(fired + column, tl.full((COLUMNS,), 1, tl.uint8), mask=nonzeros > 0)
-    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(totalled, 0), 0))
     tl.atomic_add(totals + NONZEROS, tl.sum(nonzeros, 0).to(tl.int64))
     tl.atomic_add(totals + UNION, tl.sum((nonzeros > 0).to(tl.int32), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["count"])
-def hidden_gradient(z, u, dh, dl1, dz, du, h, count, BLOCK: tl.constexpr, GATED: tl.constexpr):
-    """dz, du and h (not GATED: dz and h), flat, of z, u and dh; dz may be dh."""
+@triton.jit(do_not_specialize=["octets"])
+def hidden_gradient(z, u, dh, dl1, dz, du, h, octets, BLOCK: tl.constexpr, GATED: tl.constexpr):
+    """dz, du and h (not GATED: dz and h), flat, of z, u and dh; dz may be dh. Their elements are counted in eights: so
+    Triton knows that 16 bytes are inside or outside together, and reads and writes so many at once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    inside = at < octets.to(tl.int64) * 8
     of_l1 = tl.load(dl1)
     g = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.where(g <= 0, 0.0, g)

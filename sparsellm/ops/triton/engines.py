@@ -42,7 +42,7 @@ PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
 PARTS = 32  # of the tokens, of which neurons are alike that fire most in the same
 CLASSIFY = {"COLUMNS": 64}
-HIDDEN = {"ROWS": 8, "COLUMNS": 256}
+HIDDEN = {"ROWS": 4, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
 RANK = {"ROWS": 8, "COLUMNS": 2048}
 
@@ -383,7 +383,7 @@ def _dense_backward(
     dz = dy @ w_down
     h, du = torch.empty_like(z), torch.empty_like(z) if u else z
     grid = (tiles(z.numel(), FLAT["BLOCK"]),)
-    dense.hidden_gradient[grid](z, u[0] if u else z, dz, dl1, dz, du, h, z.numel(), GATED=bool(u), **FLAT)
+    dense.hidden_gradient[grid](z, u[0] if u else z, dz, dl1, dz, du, h, z.numel() // 8, GATED=bool(u), **FLAT)
     if w_gate is None:
         return [dz @ w_up, dz.T @ x, dy.T @ h]
-    return [torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h]
+    return [(dz @ w_gate).addmm_(du, w_up), dz.T @ x, du.T @ x, dy.T @ h]
