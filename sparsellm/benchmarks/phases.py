@@ -54,7 +54,7 @@ class Side(NamedTuple):
     """Who computes which model."""
 
     subject: Subject
-    kernels: bool  # the CUDA kernels; or PyTorch
+    kernels: bool  # those that this process has loaded; or PyTorch
 
 
 Sides = dict[str, Side]
@@ -127,7 +127,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
             device=Device[device.type],
             precision=Precision.bfloat16 if on_gpu else Precision.float32,
             compile=on_gpu,
-            kernels=Kernels[backend.loaded() or "cuda"] if side.kernels else Kernels.torch,
+            kernels=Kernels[_kernels(side) or "torch"],
             micro_batch_size=config.micro_batch_size,
         ),
     )
@@ -150,8 +150,8 @@ def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device
     works: dict[str, Work] = {}
     for name, side in sides.items():
         model = _sharing_copy(stock[side.subject.identity])
-        if side.kernels:
-            accelerate(model, "cuda")
+        if kernels := _kernels(side):
+            accelerate(model, kernels)
         if device.type == "cuda":
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
@@ -219,6 +219,9 @@ def _generator(side: Side, device: torch.device) -> Generator:
     with torch.device("meta"):
         decoder = Decoder(side.subject.config, side.subject.activation)
     decoder.load_state_dict(side.subject.weights, assign=True)
-    return Generator(
-        decoder.to(device), dtype=dtype_on(device), kernels=(backend.loaded() or "cuda") if side.kernels else None
-    )
+    return Generator(decoder.to(device), dtype=dtype_on(device), kernels=_kernels(side))
+
+
+def _kernels(side: Side) -> str | None:
+    """cuda or triton, as this process has loaded; None: PyTorch computes this side."""
+    return (backend.loaded() or "cuda") if side.kernels else None

@@ -62,7 +62,8 @@ def markdown(results: Row) -> str:
 def measured_on(results: Row) -> str:
     compiled = "compiled" if results["compiled"] else "nothing compiled"
     text = "held-out text" if results["text"] == "held-out" else results["text"]
-    return f"{results['device']}, torch {results['torch']}, {results['dtype']}, {compiled}; {text}"
+    kernels = f", {results['kernels']}" if results["kernels"] else ""
+    return f"{results['device']}, torch {results['torch']}, {results['dtype']}, {compiled}{kernels}; {text}"
 
 
 def tables(results: Row) -> list[Table]:

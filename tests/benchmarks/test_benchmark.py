@@ -148,6 +148,24 @@ def test_kernels_and_pytorch_compute_in_the_side_that_is_named_so(run, kernels):
     assert found == {"kernels": True, "PyTorch": False}
 
 
+def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch):
+    """Triton's, on a GPU that is no Hopper one: `accelerate` refuses others then."""
+    subject, taken = Subject.open(locate(str(run)), BenchmarkConfig()), []
+    monkeypatch.setattr(phases.backend, "loaded", lambda: "triton")
+    monkeypatch.setattr(phases, "accelerate", lambda model, name: taken.append(name) or accelerate(model, "torch"))
+    made = phases.Generator
+    monkeypatch.setattr(
+        phases,
+        "Generator",
+        lambda *given, kernels, **more: taken.append(kernels) or made(*given, kernels=kernels, **more),
+    )
+    sides, config = {"kernels": phases.Side(subject, True)}, BenchmarkConfig(seconds=0.01)
+    phases.forward(sides, {subject.identity: phases.stock_model(subject, CPU)}, config, CPU)
+    phases._generator(sides["kernels"], CPU)
+    taken.append(phases.training_config(sides["kernels"], config, CPU).runtime.kernels.name)
+    assert taken == ["triton"] * 3
+
+
 def test_training_steps_leave_the_weights_and_what_fires(run, monkeypatch):
     subject, made = Subject.open(locate(str(run)), BenchmarkConfig(sequences=4)), []
 
