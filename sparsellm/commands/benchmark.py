@@ -1,8 +1,8 @@
 """python -m sparsellm.benchmark checkpoint=PATH [baseline=PATH] [key=value] : speed, memory and energy of checkpoints.
 
 Forward passes, training steps, prefill and decoding of each checkpoint on its own text, with its own firing: on the
-CUDA kernels, in PyTorch, and of a baseline, in turns in one process. One process, on a CPU, without kernels and energy,
-or on a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be measured, 2 for a refused configuration.
+kernels of the GPU, in PyTorch, and of a baseline, in turns in one process. One process, on a CPU, without kernels and
+energy, or on a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be measured, 2 for a refused configuration.
 """
 
 from sparsellm.benchmarks import BenchmarkError, benchmark, mistakes, report
