@@ -1,4 +1,4 @@
-"""How much faster the kernels of this GPU make each feedforward layer, on the inputs that it gets while the model reads."""
+"""How much faster the kernels of this GPU make each feedforward layer, on the inputs that it gets in a model."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
