@@ -45,8 +45,8 @@ from sparsellm.model.rotary import rotary_tables
 
 CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
-# One capture at a time in a process: a capture begins with a wait for the whole device, which CUDA refuses while
-# another one is under way.
+# One capture at a time in a process, and none beside a step that may compile: both wait for the whole device, the
+# compiler because it times its kernels, and CUDA refuses that while a capture is under way.
 CAPTURE = threading.Lock()
 
 
@@ -267,9 +267,12 @@ class Generator:
         return F.linear(self.decoder.norm(x).to(self.dtype), self.decoder.head).float()
 
     def _step(self, batch: Batch, sampling: Sampling) -> None:
-        if self.device.type != "cuda" or batch.steps < UNCAPTURED_STEPS:
-            batch.steps += 1
+        if self.device.type != "cuda":
             return self._decode(batch, sampling)
+        if batch.steps < UNCAPTURED_STEPS:
+            batch.steps += 1
+            with CAPTURE:
+                return self._decode(batch, sampling)
         if sampling not in batch.graphs:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(batch.generator)

@@ -1,6 +1,7 @@
 """Text from the decoder: the tokens that transformers would choose, whatever else is in the batch."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from model.near_ties import assert_texts_part_at_near_ties
 from model.small_models import make
 
 from sparsellm.config import Activation
-from sparsellm.model import huggingface
+from sparsellm.model import generation, huggingface
 from sparsellm.model.generation import Generator, Sampling
 
 PROMPTS = [[5, 17, 3, 80, 11], [3], [44, 2, 9]]
@@ -158,6 +159,16 @@ def test_several_threads_generate_at_once():
         for _ in range(3):
             assert list(threads.map(lambda prompts: all_of(generator, prompts, 20), lists)) == alone
     assert len(generator._idle) == 1
+
+
+def test_a_step_that_may_compile_takes_turns_with_captures(monkeypatch):
+    generator, batch, held = Generator(make("decoder"), kernels=None), SimpleNamespace(steps=0), []
+    monkeypatch.setattr(generator, "device", torch.device("cuda"))
+    monkeypatch.setattr(generator, "_decode", lambda *_: held.append(generation.CAPTURE.locked()))
+    for _ in range(generation.UNCAPTURED_STEPS):
+        generator._step(batch, generation.GREEDY)
+    assert held == [True] * generation.UNCAPTURED_STEPS
+    assert not generation.CAPTURE.locked()
 
 
 def test_the_whole_context_can_be_filled():
