@@ -119,10 +119,8 @@ class Generator:
         self.merged = [_merge_projections(layer.self_attn) for layer in self.layers]
         self.device = decoder.embed_tokens.weight.device
         self._layer = _decode_layer
-        if self.device.type == "cuda":
-            # Captured: inductor fuses what stands between the products. With its search for block sizes it also
-            # computes the products of one token itself, nearer to the memory's speed than cuBLAS.
-            self._layer = torch.compile(_decode_layer, dynamic=False, options={"coordinate_descent_tuning": True})
+        if self.device.type == "cuda":  # captured: inductor fuses what stands between the products
+            self._layer = torch.compile(_decode_layer, dynamic=False)
         self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
 
     @classmethod
