@@ -123,6 +123,7 @@ def main() -> None:
     backend.load("triton")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K {patterns.K}, N {patterns.N}, bfloat16")
     sizes, compiled = variants(args.tries), torch.compile(dense_gated, dynamic=False)
+    always_dense = EngineChoice("dense")
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     for name in args.patterns:
         block = patterns.build(name, max(args.m), "cuda", args.activations)
@@ -139,16 +140,15 @@ def main() -> None:
                 return compiled(copies[i % len(copies)], *weights)
 
             def dense(i: int, copies: list[Tensor] = copies, weights: list = weights) -> object:
-                return EngineChoice("dense").output(copies[i % len(copies)], *weights)
+                return always_dense.output(copies[i % len(copies)], *weights)
 
             with torch.no_grad():
                 own, ordered = (int(ordering(way, forward)(0)[3][3]) / tiles(m, TOKEN_TILE) for way in (False, True))
                 print(f"union {m:,}, {name}: {own:,.0f} neurons in the tokens' own order, {ordered:,.0f} ordered")
                 nnz, *_, union = forward(0)[3].tolist()
-                chosen = (
-                    of(m, patterns.K, patterns.N, nnz, union).name for of in (choose_engine, choose_training_engine)
-                )
-                print(f"auto {m:,}, {name}: {next(chosen)} forward, {next(chosen)} where a backward pass follows")
+                counted = m, patterns.K, patterns.N, nnz, union
+                alone, in_training = choose_engine(*counted), choose_training_engine(*counted)
+                print(f"auto {m:,}, {name}: {alone.name} forward, {in_training.name} where a backward pass follows")
                 calls = {"torch compiled": base, **both_ways(m, False, sizes, forward), "dense": dense}
                 times = alternating_ms(calls, args.budget_ms)
                 note = f"error {error_ratio(x, weights, w_down_t):.2f} of dense"

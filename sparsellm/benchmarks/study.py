@@ -56,7 +56,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             "torch": torch.__version__,
             "dtype": str(dtype_on(ranks.device)).removeprefix("torch."),
             "compiled": on_gpu,
-            "kernels": backend.NAMES.get(backend.loaded() or ""),
+            "kernels": (loaded := backend.loaded()) and backend.NAMES[loaded],
             "text": config.text or "held-out",
             "micro_batch_size": config.micro_batch_size,
             "seconds": config.seconds,

@@ -164,6 +164,8 @@ def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch
     phases._generator(sides["kernels"], CPU)
     taken.append(phases.training_config(sides["kernels"], config, CPU).runtime.kernels.name)
     assert taken == ["triton"] * 3
+    about = {"device": "A100", "torch": "2.11", "dtype": "bfloat16", "compiled": True, "text": "held-out"}
+    assert ", the Triton kernels; held-out" in report.measured_on(about | {"kernels": "the Triton kernels"})
 
 
 def test_training_steps_leave_the_weights_and_what_fires(run, monkeypatch):

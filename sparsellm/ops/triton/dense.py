@@ -16,7 +16,7 @@ def hidden(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     # Summed over the rows behind the loop: a sum over rows crosses warps, and so makes them wait for each other.
     counts = tl.zeros((ROWS, COLUMNS), tl.int32)
-    totalled = tl.zeros((ROWS, COLUMNS), tl.float32)
+    magnitudes = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, TOKENS, ROWS):
         row = tl.program_id(0) * TOKENS + start + tl.arange(0, ROWS)
         inside = (row < m)[:, None] & (column < N)[None, :]
@@ -27,10 +27,10 @@ def hidden(
         if GATED:
             g = (g * tl.load(u + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty).to(tl.float32)
         tl.store(h + at, g.to(h.dtype.element_ty), mask=inside)
-        totalled += tl.abs(g)
+        magnitudes += tl.abs(g)
     nonzeros = tl.sum(counts, 0)
     tl.store(fired + column, tl.full((COLUMNS,), 1, tl.uint8), mask=nonzeros > 0)
-    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(totalled, 0), 0))
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(magnitudes, 0), 0))
     tl.atomic_add(totals + NONZEROS, tl.sum(nonzeros, 0).to(tl.int64))
     tl.atomic_add(totals + UNION, tl.sum((nonzeros > 0).to(tl.int32), 0).to(tl.int64))
 
