@@ -7,10 +7,12 @@ import pytest
 import torch
 from small_run import small_config
 
-from scripts import bench_train, shaped_firing
+from scripts import bench_train, shaped_checkpoint, shaped_firing
 from scripts import ffn_patterns as patterns
 from sparsellm import data
+from sparsellm.analysis import text
 from sparsellm.distributed import process_group
+from sparsellm.model import Decoder, huggingface, pretrained
 from sparsellm.training import micro_batch, plans
 
 SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=256", "model.context_length=128"]
@@ -202,3 +204,20 @@ def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypat
     benchmark("--variant", "runtime.micro_batch_size=auto", "--rounds", "1", "--soon")
     assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (2, 1)
     assert "micro-batch of runtime.micro_batch_size=auto: 8\n" in capsys.readouterr().out
+
+
+def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
+    shaped_checkpoint.main([
+        str(tmp_path / "out"), "model=tiny", "model.num_layers=2", "--mean", "12", "--locality", "0.5",
+        "--sequences", "4", "--length", "64",
+    ])  # fmt: skip
+    config, activation, weights = huggingface.load(tmp_path / "out/hf")
+    tokenizer = pretrained.read_tokenizer(tmp_path / "out/hf", config.vocab_size)
+    tokens = text.of_file(tmp_path / "out/text.txt", tokenizer, sequences=9, length=64)
+    words = (tmp_path / "out/text.txt").read_text().split()
+    assert len(tokens) == 4
+    assert tokens.flatten().tolist() == [int(word.removeprefix("w")) for word in words]
+    decoder = Decoder(config, activation)
+    decoder.load_state_dict(weights)
+    nonzeros, _ = shaped_firing.firing_statistics(decoder, tokens)
+    assert sum(nonzeros) / len(nonzeros) == pytest.approx(12, rel=0.2)  # other tokens than those it was shaped with

@@ -1,0 +1,73 @@
+"""A checkpoint that is sparse without having been trained, and a text for it: to try commands on, at any size.
+
+    python -m scripts.shaped_checkpoint OUT model=0p5b --mean 36 --locality 0.6
+    sparsellm benchmark checkpoint=OUT/hf text=OUT/text.txt
+
+OUT/hf is a model of `transformers` with ReLU whose neurons fire at wanted rates (scripts/shaped_firing.py; with
+--activations at recorded ones, all times one factor where --mean is given). OUT/text.txt are random tokens, --sequences
+x --length of them, as words of a tokenizer whose every id is a word. `bench_model` and `bench_train --firing` measure
+such weights on such tokens, so their figures are to be compared with those of `sparsellm benchmark`.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from scripts import ffn_patterns as patterns
+from scripts import shaped_firing
+from sparsellm.config import from_overrides
+from sparsellm.data import tokenizer as vocabularies
+from sparsellm.model import huggingface
+
+END = vocabularies.END_OF_TEXT  # of id 0
+
+
+def word_tokenizer(vocabulary: int) -> Tokenizer:
+    """Of id i the word is "wi", but for 0, which ends a text."""
+    words = {END: 0} | {f"w{number}": number for number in range(1, vocabulary)}
+    made = Tokenizer(WordLevel(words, unk_token="w1"))
+    made.pre_tokenizer = WhitespaceSplit()
+    made.add_special_tokens([END])
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
+    patterns.add_activations(parser)
+    parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers")
+    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what tokens of a cluster share")
+    parser.add_argument("--sequences", type=int, default=64, help="of the text")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    args = parser.parse_intermixed_args(arguments)
+    config = from_overrides(args.overrides)
+    model = config.model
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, args.mean)
+
+    def text(sequences: int, seed: int) -> torch.Tensor:
+        tokens = shaped_firing.random_text(sequences, args.length, model.vocab_size, device, args.locality, seed)
+        return tokens.clamp_(min=1)  # id 0 ends a text
+
+    sample = text(-(-shaped_firing.CALIBRATION // args.length), seed=1)
+    decoder = shaped_firing.shaped_decoder(config, sample, rates, args.locality)
+    args.out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = vocabularies.Vocabulary(word_tokenizer(model.vocab_size), END)
+        vocabularies.save(vocabulary, Path(folder))
+        weights, activation = decoder.state_dict(), config.sparsity.activation
+        huggingface.export(weights, model, activation, args.out / "hf", Path(folder), 0, torch.bfloat16)
+    words = (" ".join(f"w{token}" for token in sequence) for sequence in text(args.sequences, seed=2).tolist())
+    (args.out / "text.txt").write_text("\n".join(words))
+    nonzeros, _ = shaped_firing.firing_statistics(decoder, sample)
+    print(f"{args.out / 'hf'}: {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token; {args.out / 'text.txt'}")
+
+
+if __name__ == "__main__":
+    main()
