@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 from types import FrameType
 
-from sparsellm.processes import end_with_torchrun
+from sparsellm.processes import end_with_torchrun, without_garbage_collection
 
 COMMANDS = {
     "train": "pretrain a model, or go on with a run",
@@ -92,11 +92,12 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         # exception that comes in the middle of their imports.
         if heard:
             signal.signal(signal.SIGINT, end_at_once)
-        from sparsellm.config.command import refused
+        with without_garbage_collection():
+            from sparsellm.config.command import refused
 
-        if refused(command, arguments):
-            return 2
-        module = importlib.import_module(f"sparsellm.commands.{command}")
+            if refused(command, arguments):
+                return 2
+            module = importlib.import_module(f"sparsellm.commands.{command}")
         if heard:
             signal.signal(signal.SIGINT, interrupt)
         code = module.main(arguments, program)
