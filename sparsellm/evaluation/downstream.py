@@ -159,11 +159,11 @@ class SharedLM(HFLM):
         logits = self._model_call(self._sent(padded))[row, position]
         scores = nn.functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
         hits = scores.argmax(-1) == predicted
-        scores = scores.gather(1, predicted[:, None])[:, 0]
+        received = self._received(scores.gather(1, predicted[:, None])[:, 0], hits)
 
         def read() -> list[Answer]:
             lengths = [len(continuation) for _, continuation in batch]
-            by_request = zip(scores.cpu().split(lengths), hits.cpu().split(lengths), strict=True)
+            by_request = zip(*(tensor.split(lengths) for tensor in received()), strict=True)
             return [(float(score.sum()), bool(likeliest.all())) for score, likeliest in by_request]
 
         return read
@@ -172,6 +172,22 @@ class SharedLM(HFLM):
         """`tensor`, of the CPU, on the device, without waiting for what the device does."""
         cuda = self.ranks.device.type == "cuda"
         return (tensor.pin_memory() if cuda else tensor).to(self.device, non_blocking=cuda)
+
+    def _received(self, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begin to copy `tensors`, of the device, to the CPU; the result waits for the copies, and returns them.
+
+        The copies begin here because the device works in the order in which it is asked: a copy that is asked for when
+        the next batch is under way would wait for that batch too, and the device then for the host.
+        """
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        done = torch.cuda.current_stream(self.device).record_event() if self.ranks.device.type == "cuda" else None
+
+        def wait() -> list[torch.Tensor]:
+            if done is not None:
+                done.synchronize()
+            return copies
+
+        return wait
 
     def _batches(self, requests: list[Request]) -> list[list[int]]:
         """Numbers of requests by batch, longest first: those of lm-eval's own `hf` model at a fixed batch size.
