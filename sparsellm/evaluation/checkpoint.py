@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,7 +117,7 @@ class Evaluation:
         self.request, self.ranks = request, ranks
         self.config, self.checkpoint, self.output = request.config, request.checkpoint, request.output
         self.failed: dict[str, str] = {}
-        self.lm: Any = None  # loaded once something needs it; then also
+        self.loading: Future[Any] | None = None  # of the model, begun once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
 
     def run(
@@ -127,9 +128,14 @@ class Evaluation:
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         identity = self._on_main(self._open)
-        if not self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides)):
-            self._model(Kernels.torch)  # a broken model is refused before rows are looked for, which takes a while
+        begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))
+        if not begun:
+            self._begin_loading()
+            if self.config.data_dir is None:
+                self._model(Kernels.torch)  # a broken model is refused before rows are downloaded, which takes a while
         loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
+        if not begun:
+            self._model(Kernels.torch)  # a broken model is refused whatever the rows are
         held_out = self._held_out()
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
@@ -233,9 +239,18 @@ class Evaluation:
 
     def _model(self, kernels: Kernels) -> Any:
         """The checkpoint as a SharedLM, loaded once, its feedforward blocks on `kernels`. Raises EvaluationError."""
-        from sparsellm.evaluation.downstream import SharedLM
+        lm = self._begin_loading().result()
+        if kernels != self.asked:
+            restore(lm.model)
+            self._accelerate(lm.model, kernels)
+            self.asked = kernels
+        return lm
 
-        if self.lm is None:
+    def _begin_loading(self) -> Future[Any]:
+        """Load the checkpoint as a SharedLM in a thread, unless that was begun before: rows are read meanwhile."""
+        from sparsellm.evaluation.downstream import SharedLM  # by this thread: two must not import transformers at once
+
+        def load() -> SharedLM:
             choice = self.config.dtype.name
             try:
                 model = pretrained.read_model(
@@ -245,12 +260,11 @@ class Evaluation:
                 tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
             except (OSError, ValueError) as error:
                 raise EvaluationError(unreadable(self.checkpoint, error)) from error
-            self.lm = SharedLM(model.to(self.ranks.device), tokenizer, self.ranks, self.config.batch_size)
-        if kernels != self.asked:
-            restore(self.lm.model)
-            self._accelerate(self.lm.model, kernels)
-            self.asked = kernels
-        return self.lm
+            return SharedLM(model.to(self.ranks.device), tokenizer, self.ranks, self.config.batch_size)
+
+        if self.loading is None:
+            self.loading = ThreadPoolExecutor(1, "model").submit(load)
+        return self.loading
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
         """Switch to the kernels, where they can be; `self.kernels` says what came of it. Raises EvaluationError."""

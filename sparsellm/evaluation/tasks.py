@@ -65,11 +65,13 @@ def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[s
 
 
 def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
-    """`load` on all ranks; the main rank downloads, the others find it there. Raises TaskUnavailable on all or none."""
+    """`load` on all ranks, local rows at once; of the hub the main rank downloads first, and the others find it there.
+    Raises TaskUnavailable on all or none."""
     loaded: LoadedTask | None = None
+    first = ranks.is_main or data_dir is not None
     for turn in (True, False):
         error = None
-        if ranks.is_main == turn:
+        if first == turn:
             try:
                 loaded = load(name, data_dir)
             except TaskUnavailable as exception:
