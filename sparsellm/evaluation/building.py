@@ -1,4 +1,4 @@
-"""The requests of tasks, built by lm-eval and tokenized by a thread, one task ahead of the GPU.
+"""The requests of tasks, built by lm-eval and tokenized by a thread, two tasks ahead of the GPU.
 
 Each rank builds the requests of its share of a task's rows, every `world_size`-th one, and computes the metrics of the
 same rows. Of other ranks' requests a rank sees only the tokens.
@@ -22,6 +22,7 @@ setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string)) 
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # of texts
+AHEAD = 2  # tasks: to build a large one takes longer than to answer a small one before it
 TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
 
 
@@ -64,20 +65,20 @@ class Share:
 
 
 class Builder:
-    """Builds the shares of tasks in a thread: the next one of those announced as soon as one is taken."""
+    """Builds the shares of tasks in a thread: the next one of those announced whenever one is taken."""
 
     def __init__(self, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
         """`tokenize`: the tokens of all texts that requests need. Called in the thread."""
         self.ranks, self.tokenize = ranks, tokenize
         self.thread = ThreadPoolExecutor(1, "requests")
         self.announced: list[tuple[LoadedTask, int | None]] = []
-        self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most one, by task and limit
+        self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most AHEAD, by task and limit
 
     def announce(self, loaded: list[LoadedTask], limit: int | None) -> None:
-        """Say which tasks will be taken, in this order, each of its first `limit` rows, so that the first is begun."""
+        """Say which tasks will be taken, in this order, each of its first `limit` rows, so that the first are begun."""
         self.announced = [(task, limit) for task in loaded]
         self.begun.clear()
-        self._begin_next()
+        self._begin()
 
     def take(self, loaded: LoadedTask, limit: int | None) -> Share:
         """This rank's share of the task, once it is built, announced or not. Raises whatever building it raised."""
@@ -85,10 +86,10 @@ class Builder:
         try:
             return building.result()
         finally:
-            self._begin_next()
+            self._begin()
 
-    def _begin_next(self) -> None:
-        if self.announced and not self.begun:
+    def _begin(self) -> None:
+        while self.announced and len(self.begun) < AHEAD:
             task, limit = self.announced.pop(0)
             self.begun[task.name, limit] = self._submit(task, limit)
 

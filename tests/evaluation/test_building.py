@@ -116,8 +116,8 @@ def test_the_shares_of_ranks_are_the_requests_of_one(rows, name, limit):
     assert numbers == [list(range(limit or 6))[rank::3] for rank in range(3)]
 
 
-def test_the_next_task_is_built_while_one_is_scored(rows, monkeypatch):
-    loaded, built = load(rows, *NAMES), []
+def test_the_next_two_tasks_are_built_while_one_is_scored(rows, monkeypatch):
+    loaded, built = load(rows, *NAMES, "piqa"), []
 
     def tokenize(pairs):
         assert threading.current_thread() is not threading.main_thread()
@@ -128,13 +128,14 @@ def test_the_next_task_is_built_while_one_is_scored(rows, monkeypatch):
     builder.announce(loaded, 2)
     first = builder.take(loaded[0], 2)
     assert len(first.instances) == 2 * 4
-    builder.begun[NAMES[1], 2].result(timeout=60)
-    assert built == [8, 8]  # and the third is not begun before the second is taken
+    builder.begun[NAMES[2], 2].result(timeout=60)
+    assert built == [8, 8, 4]  # and the fourth is not begun before the second is taken
     monkeypatch.setattr(building, "Share", lambda *_: 1 / 0)
     builder.take(loaded[1], 2)
+    builder.take(loaded[2], 2)
     with pytest.raises(ZeroDivisionError):
-        builder.take(loaded[2], 2)
+        builder.take(loaded[3], 2)
     monkeypatch.undo()
     builder.announce(loaded, 2)
     assert len(builder.take(loaded[2], None).instances) == 6 * 2  # of more rows than were announced
-    assert list(builder.begun) == [(NAMES[0], 2)]  # one ahead, whatever is taken
+    assert list(builder.begun) == [(NAMES[0], 2), (NAMES[1], 2)]  # two ahead, whatever is taken
