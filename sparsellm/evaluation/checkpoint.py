@@ -251,6 +251,8 @@ class Evaluation:
         from sparsellm.evaluation.downstream import SharedLM  # by this thread: two must not import transformers at once
 
         def load() -> SharedLM:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.set_device(self.ranks.device)  # which each thread has of its own
             choice = self.config.dtype.name
             try:
                 model = pretrained.read_model(
