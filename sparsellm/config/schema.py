@@ -258,7 +258,7 @@ class LoggingConfig:
 
     every: int = key(10, "steps between rows of metrics.jsonl, at most 10")
     validation_every: int = key(250, "steps between validations; 0: never")
-    validation_samples: int = key(256, "held-out sequences per validation")
+    validation_samples: int = key(256, "held-out sequences per validation, evenly spaced; of a stream the first")
     wandb: WandbMode = key(WandbMode.online, "Weights & Biases; online without a key is offline, and says so")
     wandb_project: str = key("sparsellm", "the record's project")
     wandb_group: str | None = key(None, "records shown together; a sweep gives its own name")

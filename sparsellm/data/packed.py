@@ -141,9 +141,11 @@ class PackedTokens(Samples):
         return str(self.folder)
 
     def validation(self, samples: int) -> torch.Tensor:
-        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]."""
+        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. They are evenly spaced, for the first
+        ones alone would be of the first files."""
         found = blocks(self.manifest.validation.tokens, self.sequence_length)
-        return self._read("validation", np.arange(min(samples, found)))
+        count = min(samples, found)
+        return self._read("validation", np.arange(count) * found // max(count, 1))
 
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
         size = blocks(self.manifest.train.tokens, self.sequence_length)

@@ -86,8 +86,8 @@ def test_each_source_is_validated_and_the_mix_by_shares(mixed: Config, tmp_path:
         data = open_data(mixed, ranks)
     each = data.named_validation
     assert {name: len(blocks) for name, blocks in each.items()} == {"a": 10, "b": 10}
-    assert torch.equal(data.validation, torch.cat([each["a"][:7], each["b"][:3]]))
     sources = data.tokens.sources
+    assert torch.equal(data.validation, torch.cat([sources["a"].validation(7), sources["b"].validation(3)]))
     assert data.training_tokens == min(
         sources["a"].manifest.train.tokens * 10 // 7, sources["b"].manifest.train.tokens * 10 // 3
     )
