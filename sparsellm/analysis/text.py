@@ -24,7 +24,7 @@ DOCUMENTS_AT_ONCE = 64
 
 
 def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) -> Tensor:
-    """The first `sequences` held-out blocks of the checkpoint's `run`, or all, int64 [S, T]. Raises AnalysisError."""
+    """`sequences` held-out blocks of the checkpoint's `run`, or all there are: int64 [S, T]. Raises AnalysisError."""
     config = replace(config, logging=replace(config.logging, validation_samples=sequences))
     try:
         blocks = data.open_validation(config, Path(checkpoint.model), run)
