@@ -256,8 +256,7 @@ class Generator:
                 parts = tuple(room.index_copy_(0, within, part) for room, part in zip(rooms, parts, strict=True))
             q, k, v = (part.unflatten(0, (len(prompts), longest)).transpose(1, 2) for part in parts)
             y = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-            x, y = _after_attention(layer, x, y if rooms is None else y[within])
-            x = x + y
+            x = _after_attention(layer, x, y if rooms is None else y[within])
         batch.tokens.copy_(sampling.draw(self._logits(x[ends - 1]), batch.generator))
         batch.lengths.copy_(lengths)
 
@@ -290,12 +289,11 @@ class Generator:
         hidden = torch.arange(batch.keys.shape[2], device=self.device) > batch.lengths[:, None]
         # What attention adds to its scores: made once, for each layer would turn a mask of bools into it.
         bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
-        y = x.new_zeros(x.shape, dtype=self.dtype)
         for i, layer in enumerate(self.layers):
-            x, y = self._layer(
-                layer, self.merged[i], x, y, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, bias
+            x = self._layer(
+                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, bias
             )
-        batch.tokens.copy_(sampling.draw(self._logits(x + y), batch.generator))
+        batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
         batch.lengths.add_(1)
 
     def _send(self, batch: Batch) -> Any:
@@ -345,10 +343,10 @@ def _projections(
     return *rotated.split(attention.heads[:2], 1), v
 
 
-def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K] with what attention has found, y [R, H, D]; and the feedforward block's output [R, K], to be added."""
+def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
+    """x [R, K] with what attention has found, y [R, H, D], and then with the feedforward block's output."""
     x = x + layer.self_attn.o_proj(y.flatten(1))
-    return x, _feedforward(layer.mlp, layer.post_attention_layernorm(x).to(y.dtype))
+    return x + _feedforward(layer.mlp, layer.post_attention_layernorm(x).to(y.dtype))
 
 
 def _feedforward(block: nn.Module, x: Tensor) -> Tensor:
@@ -364,12 +362,11 @@ def _feedforward(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _decode_layer(
-    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, keys: Tensor,
-    values: Tensor, rows: Tensor, lengths: Tensor, bias: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of each sequence: x [B, K], and what the layer before has left to be added to it, y; keys and values
-    [B, S, H_kv, D] get its own at `lengths`; bias [B, 1, 1, S] is -inf for positions that are not there yet."""
-    x = x + y  # here and not where y is made, for inductor adds and normalises in one kernel
+    layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    rows: Tensor, lengths: Tensor, bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """One token of each sequence: x [B, K]; keys and values [B, S, H_kv, D] get its own at `lengths`; bias
+    [B, 1, 1, S] is -inf for positions that are not there yet."""
     q, k, v = _projections(layer, merged, x, cos, sin)
     keys[rows, lengths], values[rows, lengths] = k, v
     # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
