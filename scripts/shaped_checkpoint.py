@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
-from sparsellm.config import from_overrides
+from sparsellm.config import ConfigError, from_overrides
 from sparsellm.data import tokenizer as vocabularies
 from sparsellm.model import huggingface
 
@@ -46,10 +46,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=64, help="of the text")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     args = parser.parse_intermixed_args(arguments)
-    config = from_overrides(args.overrides)
-    model = config.model
+    if args.out.exists():
+        parser.error(f"{args.out} is there: give a new folder")
+    try:
+        config = from_overrides(args.overrides)
+        model = config.model
+        rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, args.mean)
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, args.mean)
 
     def text(sequences: int, seed: int) -> torch.Tensor:
         tokens = shaped_firing.random_text(sequences, args.length, model.vocab_size, device, args.locality, seed)

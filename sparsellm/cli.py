@@ -12,7 +12,8 @@ import sys
 from importlib import metadata
 from types import FrameType
 
-from sparsellm.processes import end_with_torchrun, without_garbage_collection
+from sparsellm.garbage import without_garbage_collection
+from sparsellm.processes import end_with_torchrun
 
 COMMANDS = {
     "train": "pretrain a model, or go on with a run",

@@ -16,8 +16,8 @@ from sparsellm.distributed import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.request import mistakes
+from sparsellm.garbage import without_garbage_collection
 from sparsellm.ops.build import KernelsUnavailable
-from sparsellm.processes import without_garbage_collection
 from sparsellm.run_layout import CONFIG
 from sparsellm.training import run_folder
 from sparsellm.training.wandb_record import WandbRun, sync_command
@@ -29,7 +29,7 @@ def main(config: EvaluateConfig) -> int:
     from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint
 
     try:
-        # Requests and samples are millions of objects that stay: looking through them takes a third of the host's time.
+        # Requests and samples are millions of objects that stay: to look through them takes a quarter of the time.
         with without_garbage_collection():
             found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:

@@ -70,6 +70,18 @@ def test_answers_are_lm_evals(folder, dtype, autocast):
     assert ours.truncated == 2 * 2 + 1 + 2 * 1
 
 
+def test_a_batchs_answers_are_asked_for_before_the_next_batch(folder, monkeypatch):
+    """A device does what it is asked in order: a copy that is asked for later waits for the next batch, too."""
+    order, draw = [], random.Random(0)
+    pairs = [(tokens(draw, 12), tokens(draw, 3)) for _ in range(3 * BATCH)]
+    with both(folder) as (ours, _):
+        called, received = ours._model_call, ours._received
+        monkeypatch.setattr(ours, "_model_call", lambda batch: order.append("batch") or called(batch))
+        monkeypatch.setattr(ours, "_received", lambda *found: order.append("copy") or received(*found))
+        ours._loglikelihood_tokens(requests_of(pairs))
+    assert order == ["batch", "copy"] * 3
+
+
 def test_one_sequence_answers_whatever_is_asked_of_it(folder):
     """lm-eval computes each request by itself here: with its cache, it takes a shorter continuation's logits too early.
 

@@ -1,11 +1,11 @@
-"""When Python looks for garbage; how processes end together is tested where it matters, by the commands' tests."""
+"""When Python looks for garbage."""
 
 import gc
 import weakref
 
 import pytest
 
-from sparsellm.processes import without_garbage_collection
+from sparsellm.garbage import without_garbage_collection
 
 
 class Node:
