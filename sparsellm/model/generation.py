@@ -61,14 +61,16 @@ class Sampling(NamedTuple):
         """logits [B, V] float32 -> [B] int64."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        chances = F.softmax(logits / self.temperature, -1)
+        logits = logits / self.temperature
         if self.top_p < 1:
-            ordered, tokens = chances.sort(-1, descending=True)
-            ordered = ordered.where(ordered.cumsum(-1) - ordered < self.top_p, 0)  # the likeliest always stays
-            chances = torch.zeros_like(chances).scatter_(-1, tokens, ordered)
-        # The token whose chance divided by a draw from Exp(1) is largest comes up as often as its chance says. Unlike
-        # torch.multinomial this needs no look at the numbers by the host, and can be captured.
-        return (chances / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
+            ordered, tokens = logits.sort(-1, descending=True)
+            chances = F.softmax(ordered, -1)
+            ordered = ordered.where(chances.cumsum(-1) - chances < self.top_p, -torch.inf)  # the likeliest always stays
+            logits = torch.empty_like(logits).scatter_(-1, tokens, ordered)
+        # The token whose chance divided by a draw from Exp(1) is largest comes up as often as its chance says; the
+        # logarithms of these quotients differ from what follows by one number for all. Unlike torch.multinomial this
+        # needs no look at the numbers by the host, and can be captured.
+        return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
 GREEDY = Sampling()
@@ -243,11 +245,12 @@ class Generator:
         positions = torch.arange(len(tokens), device=self.device) - (ends - lengths)[rows]
         # Where a token of the call is among all positions of the batch: of attention's input, and of the cache.
         within, cached = (rows * width + positions for width in (longest, batch.keys.shape[2]))
-        x = self.decoder.embed_tokens(tokens).float()
+        x, y = self._embedded(tokens)
         cos, sin = batch.cos[positions, None], batch.sin[positions, None]
         rooms: list[Tensor] | None = None
         for i, layer in enumerate(self.layers):
-            parts: tuple[Tensor, ...] = _projections(layer, self.merged[i], x, cos, sin)
+            x, heads = _heads(layer, self.merged[i], x, y)
+            parts: tuple[Tensor, ...] = _positioned(layer.self_attn, heads, cos, sin)
             for cache, part in zip((batch.keys[i], batch.values[i]), parts[1:], strict=True):
                 cache.flatten(0, 1).index_copy_(0, cached, part)
             if len(tokens) < len(prompts) * longest:
@@ -255,14 +258,19 @@ class Generator:
                 rooms = rooms or [part.new_zeros(len(prompts) * longest, *part.shape[1:]) for part in parts]
                 parts = tuple(room.index_copy_(0, within, part) for room, part in zip(rooms, parts, strict=True))
             q, k, v = (part.unflatten(0, (len(prompts), longest)).transpose(1, 2) for part in parts)
-            y = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-            x = _after_attention(layer, x, y if rooms is None else y[within])
-        batch.tokens.copy_(sampling.draw(self._logits(x[ends - 1]), batch.generator))
+            found = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+            x, y = _after_attention(layer, x, found if rooms is None else found[within])
+        batch.tokens.copy_(sampling.draw(self._logits(x[ends - 1], y[ends - 1]), batch.generator))
         batch.lengths.copy_(lengths)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """x [B, K] float32 -> [B, V] float32."""
-        return F.linear(self.decoder.norm(x).to(self.dtype), self.decoder.head).float()
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [R] -> [R, K] float32, and what is to be added to it, nothing yet, in the dtype of the products."""
+        x = self.decoder.embed_tokens(tokens)
+        return x.float(), torch.zeros_like(x)
+
+    def _logits(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y [B, K] -> [B, V] float32."""
+        return F.linear(self.decoder.norm(x + y).to(self.dtype), self.decoder.head).float()
 
     def _step(self, batch: Batch, sampling: Sampling) -> None:
         if self.device.type != "cuda":
@@ -284,16 +292,11 @@ class Generator:
 
     def _decode(self, batch: Batch, sampling: Sampling) -> None:
         """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
-        x = self.decoder.embed_tokens(batch.tokens).float()
-        cos, sin = batch.cos[batch.lengths, None], batch.sin[batch.lengths, None]
-        hidden = torch.arange(batch.keys.shape[2], device=self.device) > batch.lengths[:, None]
-        # What attention adds to its scores: made once, for each layer would turn a mask of bools into it.
-        bias = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+        x, y = self._embedded(batch.tokens)
         for i, layer in enumerate(self.layers):
-            x = self._layer(
-                layer, self.merged[i], x, cos, sin, batch.keys[i], batch.values[i], batch.rows, batch.lengths, bias
-            )
-        batch.tokens.copy_(sampling.draw(self._logits(x), batch.generator))
+            memory = batch.cos, batch.sin, batch.lengths, batch.keys[i], batch.values[i]
+            x, y = self._layer(layer, self.merged[i], x, y, *memory)
+        batch.tokens.copy_(sampling.draw(self._logits(x, y), batch.generator))
         batch.lengths.add_(1)
 
     def _send(self, batch: Batch) -> Any:
@@ -329,13 +332,31 @@ def _merge_projections(attention: Attention) -> Projection:
     return Projection(weight, torch.cat(biases).to(weight.dtype) if biases else None)
 
 
-def _projections(
-    layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [R, K], cos and sin [R, 1, D] -> rotated queries [R, H, D] and keys, and values, [R, H_kv, D]."""
-    attention = layer.self_attn
-    normed = layer.input_layernorm(x).to(merged.weight.dtype)
-    heads = F.linear(normed, *merged).view(len(x), -1, attention.head_dim)
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, K], weight [N, K] -> [R, N]. Compiled, one row is a sum: inductor has it in one kernel with what surrounds
+    it."""
+    if len(x) > 1 or not torch.compiler.is_compiling():
+        return F.linear(x, weight)
+    return (x.float() * weight.float()).sum(-1).to(x.dtype)[None]
+
+
+def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K], and what the layer before has left to be added to it, y -> (x + y, heads [R, H + 2 H_kv, D]). Added
+    here, for this and the norm are one kernel."""
+    norm = layer.input_layernorm
+    if len(x) == 1 and torch.compiler.is_compiling():
+        from sparsellm.ops.triton.decoding import sum_norm_product  # what is compiled is on a GPU, where Triton is
+
+        x, heads = sum_norm_product(x, y, norm.weight, norm.eps, *merged)
+    else:
+        x = x + y
+        heads = F.linear(norm(x).to(merged.weight.dtype), *merged)
+    return x, heads.view(len(x), -1, layer.self_attn.head_dim)
+
+
+def _positioned(attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """heads [R, H + 2 H_kv, D], cos and sin [R, 1, D] -> rotated queries [R, H, D], rotated keys and values
+    [R, H_kv, D]."""
     q, k, v = heads.split(attention.heads, 1)
     if attention.q_norm is not None:
         return *attention.positioned(q, k, cos, sin), v
@@ -343,33 +364,50 @@ def _projections(
     return *rotated.split(attention.heads[:2], 1), v
 
 
-def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> Tensor:
-    """x [R, K] with what attention has found, y [R, H, D], and then with the feedforward block's output."""
-    x = x + layer.self_attn.o_proj(y.flatten(1))
-    return x + _feedforward(layer.mlp, layer.post_attention_layernorm(x).to(y.dtype))
+def _attend(
+    attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """One token of each sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. The caches [B, S, H_kv, D] get its keys and
+    values at `lengths` [B]; cos and sin are tables [S, D]."""
+    if torch.compiler.is_compiling():
+        from sparsellm.ops.triton.decoding import attend_to_the_past
+
+        norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
+        return attend_to_the_past(heads, norms, cos, sin, lengths, keys, values)
+    q, k, v = _positioned(attention, heads, cos[lengths, None], sin[lengths, None])
+    rows, positions = (torch.arange(n, device=heads.device) for n in keys.shape[:2])
+    keys[rows, lengths], values[rows, lengths] = k, v
+    there = positions <= lengths[:, None]
+    # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
+    queries, past = q.unflatten(1, (keys.shape[2], -1)), (keys.transpose(1, 2), values.transpose(1, 2))
+    return F.scaled_dot_product_attention(queries, *past, attn_mask=there[:, None, None]).flatten(1, 2)
+
+
+def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] with what attention has found, y [R, H, D]; and the feedforward block's output [R, K], to be added."""
+    x = x + _product(y.flatten(1), layer.self_attn.o_proj.weight)
+    return x, _feedforward(layer.mlp, layer.post_attention_layernorm(x).to(y.dtype))
 
 
 def _feedforward(block: nn.Module, x: Tensor) -> Tensor:
     """The output [R, K] of a feedforward block, without the statistics that a block of the decoder counts beside it."""
     if isinstance(block, SparseFeedForward):
         return cast(Tensor, block(x))
-    if isinstance(block, SiluFeedForward):
-        return block(x)[0]
     if isinstance(block, NonGatedFeedForward):
-        return block.down_proj(F.relu(block.up_proj(x)))
+        return _product(F.relu(_product(x, block.up_proj.weight)), block.down_proj.weight)
     assert isinstance(block, GatedFeedForward)
-    return block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x))
+    activation = F.silu if isinstance(block, SiluFeedForward) else F.relu
+    h = activation(_product(x, block.gate_proj.weight)) * _product(x, block.up_proj.weight)
+    return _product(h, block.down_proj.weight)
 
 
 def _decode_layer(
-    layer: DecoderLayer, merged: Projection, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-    rows: Tensor, lengths: Tensor, bias: Tensor,
-) -> Tensor:  # fmt: skip
-    """One token of each sequence: x [B, K]; keys and values [B, S, H_kv, D] get its own at `lengths`; bias
-    [B, 1, 1, S] is -inf for positions that are not there yet."""
-    q, k, v = _projections(layer, merged, x, cos, sin)
-    keys[rows, lengths], values[rows, lengths] = k, v
-    # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
-    queries = q.view(len(x), keys.shape[2], -1, keys.shape[3])
-    y = F.scaled_dot_product_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias)
-    return _after_attention(layer, x, y.flatten(1, 2))
+    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor,
+    keys: Tensor, values: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token of each sequence: x [B, K], and what the layer before has left to be added to it, y [B, K], to the same
+    of this layer. The other tensors are those of `_attend`."""
+    x, heads = _heads(layer, merged, x, y)
+    return _after_attention(layer, x, _attend(layer.self_attn, heads, cos, sin, lengths, keys, values))

@@ -23,7 +23,7 @@ QWEN2 = {"num_key_value_heads": 1, "attention_bias": True}
 
 def generator(engine, device=DEVICE, **attention):
     torch.manual_seed(0)
-    model = ModelConfig(96, 256, 512, 2, 4, context_length=512, init_std=0.1, **attention)
+    model = ModelConfig(96, 256, 512, 2, 4, init_std=0.1, **{"context_length": 512, **attention})
     with torch.device(device):
         decoder = Decoder(model, Activation.relu)
     made = Generator(decoder, dtype=torch.bfloat16, kernels=None if engine is None else "cuda")
@@ -55,6 +55,31 @@ def test_captured_steps_give_the_same_tokens(engine, attention, sampling, monkey
     assert torch.equal(batch.values, cache[1])
     other = list(made.stream(PROMPTS, 60, Sampling(1.0), seed=6))
     assert other != captured
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize("attention", [{}, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
+def test_a_compiled_layer_computes_what_pytorch_does_operator_by_operator(attention, size):
+    torch._dynamo.reset()
+    made = generator(None, context_length=4096, **attention)
+    layer, merged, random = made.layers[0], made.merged[0], torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, generator=random, device=DEVICE, dtype=dtype)
+
+    for positions in (192, 2048):  # in one part; in two, for the few sequences
+        batch = generation.Batch(made.config, size, positions, made.device, torch.bfloat16)
+        batch.lengths.copy_(torch.linspace(1, positions - 1, size, device=DEVICE).long())
+        memory = batch.cos, batch.sin, batch.lengths
+        x, y = draw(size, 256, dtype=torch.float32), draw(size, 256)
+        caches = draw(*batch.keys.shape[1:]), draw(*batch.keys.shape[1:])
+        theirs = [cache.clone() for cache in caches]
+        with torch.no_grad():
+            found = made._layer(layer, merged, x, y, *memory, *caches)
+            expected = generation._decode_layer(layer, merged, x, y, *memory, *theirs)
+        for ours, other in zip((*found, *caches), (*expected, *theirs), strict=True):
+            apart, length = ((t.float().flatten(1).norm(dim=1)) for t in (ours - other, other))
+            assert (apart <= 0.02 * length).all(), (positions, (apart / length).max())  # bfloat16 rounds by 0.004
 
 
 @pytest.mark.parametrize("engine", [None, "dense", "row"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_launches import Recorder, compiled, of_layers
+from triton_launches import Recorder, compiled, of_decoding, of_layers
 
 from sparsellm.ops.triton import limits, tuning
 
@@ -70,6 +70,26 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path
 def test_shapes_that_16_does_not_divide_compile_too():
     for launch in of_layers(tuning.SMALL, k=1000, n=264):
         assert not compiled(launch, "cuda", 86).spills
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu[0] == "cuda"], ids=lambda gpu: f"{gpu[0]}-{gpu[1]}")
+def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = [
+        *of_decoding(2048, 32, 32, 64, torch.bfloat16),  # 1.5B, one sequence
+        *of_decoding(2048, 32, 32, 64, torch.bfloat16, batch=16),
+        *of_decoding(4096, 32, 8, 128, torch.bfloat16, positions=4096),  # Llama 3 8B, in parts
+        *of_decoding(896, 14, 2, 64, torch.float32),  # Qwen2.5 0.5B
+    ]
+    assert len(launches) == 16
+    for launch in launches:
+        found = compiled(launch, *gpu)
+        what = f"{launch.kernel} {launch.arguments} on {gpu[1]}: {found[:3]}"
+        assert found.shared <= GPUS[gpu][0], what
+        assert not found.spills, what
+        assert "v4.b32" in found.assembly, f"{what}: not 16 bytes are read at once"
+        if launch.kernel == "attend":
+            assert "cp.async" in found.assembly, f"{what}: nothing is pipelined"
 
 
 def test_kernels_are_launched_where_their_inputs_are(monkeypatch):

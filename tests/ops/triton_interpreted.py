@@ -17,7 +17,7 @@ from triton_order import order_of
 
 from sparsellm.ops import Plan, dispatch, reference
 from sparsellm.ops.feedforward import output_of
-from sparsellm.ops.triton import clusters, engines, plan, tuning
+from sparsellm.ops.triton import clusters, decoding, engines, plan, tuning
 
 cases.DEVICE = "cpu"
 DL1 = 0.5
@@ -247,3 +247,73 @@ def test_block_sizes_fit_each_other():
         assert sizes.gathered.depth <= sizes.sampled.columns
         assert sizes.few_gathered.depth <= sizes.few_sampled.columns
         assert max(sizes.weights.depth, sizes.down_weights.depth) <= tuning.PITCH_MULTIPLE
+
+
+def attention(heads, norms, cos, sin, lengths, keys, values):
+    """What `attend_to_the_past` computes, sequence by sequence and head by head, in float64."""
+    size, _, kv_heads, width = keys.shape
+    shared, out = (heads.shape[1] - 2 * kv_heads) // kv_heads, []
+    for b, length in enumerate(lengths.tolist()):
+        q, k, v = heads[b].double().split([shared * kv_heads, kv_heads, kv_heads])
+        if norms is not None:
+            q = torch.nn.functional.rms_norm(q, (width,), norms[0].double(), norms[2])
+            k = torch.nn.functional.rms_norm(k, (width,), norms[1].double(), norms[2])
+        rotated = []
+        for each in (q, k):
+            first, second = each.chunk(2, -1)
+            rotated.append((each * cos[length] + torch.cat([-second, first], -1) * sin[length]).to(heads.dtype))
+        keys[b, length], values[b, length] = rotated[1], v.to(heads.dtype)
+        for h in range(shared * kv_heads):
+            past = keys[b, : length + 1, h // shared].double(), values[b, : length + 1, h // shared].double()
+            chances = (past[0] @ rotated[0][h].double() / width**0.5).softmax(-1)
+            out.append((chances @ past[1]).to(heads.dtype))
+    return torch.stack(out).view(size, -1, width)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    ("sharing", "kv_heads", "width", "normed", "positions", "lengths"),
+    [
+        (1, 2, 64, False, 192, [0, 130, 191]),  # one query head to a head of keys
+        (2, 2, 48, True, 64, [1, 16, 63]),  # heads that are normalised, and no power of two wide
+        (20, 1, 32, False, 64, [1, 40]),  # more query heads than a product's rows
+        (2, 1, 64, True, 2048, [3, 1500]),  # in two parts, of which one is empty
+        (1, 2, 64, False, 2048, [2047]),  # the last position of all
+    ],
+)
+def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, lengths, dtype, close):
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=random)
+
+    size = len(lengths)
+    heads = draw(size, (sharing + 2) * kv_heads, width).to(dtype)
+    norms = (draw(width), draw(width), 1e-6) if normed else None
+    cos, sin = draw(positions, width), draw(positions, width)
+    cos, sin = (torch.cat([table[:, : width // 2]] * 2, -1) for table in (cos, sin))
+    keys, values = (draw(size, positions, kv_heads, width).to(dtype) for _ in range(2))
+    for cache in (keys, values):  # what is behind the last token may be anything
+        for b, length in enumerate(lengths):
+            cache[b, length:] = torch.nan
+    expected_keys, expected_values = keys.clone(), values.clone()
+    inputs = heads, norms, cos, sin, torch.tensor(lengths)
+    expected = attention(*inputs, expected_keys, expected_values)
+    found = decoding.attend_to_the_past(*inputs, keys, values)
+    torch.testing.assert_close(found, expected, atol=close, rtol=close)
+    torch.testing.assert_close(keys, expected_keys, atol=close, rtol=close, equal_nan=True)
+    torch.testing.assert_close(values, expected_values, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("width", "rows"), [(64, 48), (96, 50), (1000, 7)])
+def test_a_sum_its_norm_and_a_product(width, rows, biased):
+    random = torch.Generator().manual_seed(0)
+    x, y, norm, weight, bias = (
+        torch.randn(shape, generator=random) for shape in ((1, width), (1, width), (width,), (rows, width), (rows,))
+    )
+    both, out = decoding.sum_norm_product(x, y, norm, 1e-5, weight, bias if biased else None)
+    assert torch.equal(both, x + y)
+    normed = torch.nn.functional.rms_norm(x.double() + y.double(), (width,), norm.double(), 1e-5)
+    expected = normed @ weight.double().T + (bias.double() if biased else 0)
+    torch.testing.assert_close(out, expected.float(), atol=1e-4, rtol=1e-5)

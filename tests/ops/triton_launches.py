@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsellm.ops import Plan, dispatch
-from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
+from sparsellm.ops.triton import clusters, decoding, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (plan, clusters, products, nonzeros, dense, transpose)
+MODULES = (plan, clusters, products, nonzeros, dense, transpose, decoding)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
     torch.bool: "*i1", torch.int8: "*i8",
@@ -102,6 +102,23 @@ def of_layers(
                 if saving:
                     engines.forward(x, gate, first, down, Plan.of(engine), None, False)
                     engines.backward(x, gate, first, down.float(), x, torch.zeros(()), saved)
+    return list(found.values())
+
+
+def of_decoding(
+    k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, batch: int = 1, positions: int = 192
+) -> list[Launch]:
+    """Every launch of sparsellm.ops.triton.decoding for one token of each sequence."""
+    with recording(tuning.SMALL) as found:
+        projected = torch.zeros((batch, heads + 2 * kv_heads, width), dtype=dtype)
+        cache, table = projected.new_zeros((batch, positions, kv_heads, width)), torch.zeros((positions, width))
+        norm = torch.zeros(width)
+        for norms in (None, (norm, norm, 1e-6)):
+            lengths = torch.zeros(batch, dtype=torch.int64)
+            decoding.attend_to_the_past(projected, norms, table, table, lengths, cache, cache)
+        x, weight = torch.zeros((1, k)), torch.zeros((projected[0].numel(), k), dtype=dtype)
+        for bias in (None, weight[:, 0].contiguous()):
+            decoding.sum_norm_product(x, x.to(dtype), x[0], 1e-6, weight, bias)
     return list(found.values())
 
 
