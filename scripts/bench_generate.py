@@ -63,7 +63,7 @@ from sparsellm.ops import Engine
 MODES = ("eager", "static", "batched", "ours")
 WARMUP = 2  # whole calls that are not timed
 PROFILED = 9  # tokens of the calls whose kernels are summed
-ATTENTION = re.compile("sdpa|fmha|flash|attention", re.IGNORECASE)  # names of kernels
+ATTENTION = re.compile("sdpa|fmha|flash|attention|^attend$", re.IGNORECASE)  # names of kernels
 MEMORY = 0.3  # of what is free, for the cache of each model in continuous batching
 LOCALITY = 0.5
 Call = Callable[[int], object]  # generates so many new tokens for each sequence

@@ -15,6 +15,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).paren
 import kernel_cases as cases
 from triton_order import order_of
 
+from sparsellm.config import Activation, ModelConfig
+from sparsellm.model import Decoder, generation
 from sparsellm.ops import Plan, dispatch, reference
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.triton import clusters, decoding, engines, plan, tuning
@@ -317,3 +319,29 @@ def test_a_sum_its_norm_and_a_product(width, rows, biased):
     normed = torch.nn.functional.rms_norm(x.double() + y.double(), (width,), norm.double(), 1e-5)
     expected = normed @ weight.double().T + (bias.double() if biased else 0)
     torch.testing.assert_close(out, expected.float(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"num_key_value_heads": 2, "head_dim": 32, "qk_norm": True}, {"attention_bias": True}, {"gated": False}],
+    ids=["llama", "qwen3", "qwen2", "not_gated"],
+)
+def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch):
+    torch.manual_seed(0)
+    config = ModelConfig(96, 64, 128, 1, 4, context_length=64, init_std=0.1, **model)
+    decoder = Decoder(config, Activation.relu)
+    for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    made = generation.Generator(decoder, kernels=None)
+    batch = generation.Batch(config, size, 64, made.device, torch.float32)
+    batch.lengths.copy_(torch.linspace(1, 63, size).long())
+    layer, memory = (made.layers[0], made.merged[0]), (batch.cos, batch.sin, batch.lengths)
+    x, y, keys, values = (torch.randn(shape) for shape in [(size, 64)] * 2 + [batch.keys.shape[1:]] * 2)
+    caches = keys.clone(), values.clone()
+    with torch.no_grad():
+        expected = generation._decode_layer(*layer, x, y, *memory, keys, values)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        found = generation._decode_layer(*layer, x, y, *memory, *caches)
+    for ours, theirs in zip((*found, *caches), (*expected, keys, values), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

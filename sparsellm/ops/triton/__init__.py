@@ -9,7 +9,9 @@
     transpose.py   W_d by neuron, and back
     tuning.py      block sizes by GPU
     policy.py      the choice of engines, and its constants
+    decoding.py    no part of the operator: what sparsellm.Generator computes of one token, beside the operator
     device.py      whether all this runs here; limits.py: what it needs
 
-Only this folder imports triton, and sparsellm.ops.backend imports it once its kernels are asked for.
+Only this folder imports triton. sparsellm.ops.backend imports it once its kernels are asked for, and
+sparsellm.model.generation imports decoding.py once it compiles a step for a GPU.
 """
