@@ -291,7 +291,7 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
 
     size = len(lengths)
     heads = draw(size, (sharing + 2) * kv_heads, width).to(dtype)
-    norms = (draw(width), draw(width), 1e-6) if normed else None
+    norms = (draw(width), draw(width), 0.1) if normed else None
     cos, sin = draw(positions, width), draw(positions, width)
     cos, sin = (torch.cat([table[:, : width // 2]] * 2, -1) for table in (cos, sin))
     keys, values = (draw(size, positions, kv_heads, width).to(dtype) for _ in range(2))
@@ -314,9 +314,9 @@ def test_a_sum_its_norm_and_a_product(width, rows, biased):
     x, y, norm, weight, bias = (
         torch.randn(shape, generator=random) for shape in ((1, width), (1, width), (width,), (rows, width), (rows,))
     )
-    both, out = decoding.sum_norm_product(x, y, norm, 1e-5, weight, bias if biased else None)
+    both, out = decoding.sum_norm_product(x, y, norm, 0.1, weight, bias if biased else None)
     assert torch.equal(both, x + y)
-    normed = torch.nn.functional.rms_norm(x.double() + y.double(), (width,), norm.double(), 1e-5)
+    normed = torch.nn.functional.rms_norm(x.double() + y.double(), (width,), norm.double(), 0.1)
     expected = normed @ weight.double().T + (bias.double() if biased else 0)
     torch.testing.assert_close(out, expected.float(), atol=1e-4, rtol=1e-5)
 
