@@ -20,7 +20,7 @@ keys and values, each of which H / H_kv query heads share.
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -44,6 +44,7 @@ from sparsellm.model.decoder import (
 from sparsellm.model.rotary import rotary_tables
 
 CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
+COMPILED_SHAPES = 1024  # sizes of batches and of their memory; beyond, torch warns and computes without compiling
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
 # One capture at a time in a process, and none beside a step that may compile: both wait for the whole device, the
 # compiler because it times its kernels, and CUDA refuses that while a capture is under way.
@@ -67,9 +68,9 @@ class Sampling(NamedTuple):
             chances = F.softmax(ordered, -1)
             ordered = ordered.where(chances.cumsum(-1) - chances < self.top_p, -torch.inf)  # the likeliest always stays
             logits = torch.empty_like(logits).scatter_(-1, tokens, ordered)
-        # The token whose chance divided by a draw from Exp(1) is largest comes up as often as its chance says; the
-        # logarithms of these quotients differ from what follows by one number for all. Unlike torch.multinomial this
-        # needs no look at the numbers by the host, and can be captured.
+        # The Gumbel-max trick: the largest of logits - log E, where E is drawn from Exp(1), is each token with its
+        # softmax probability. Unlike torch.multinomial this needs no look at the numbers by the host, and can be
+        # captured.
         return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
@@ -83,7 +84,7 @@ class Batch:
         self, config: ModelConfig, size: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         shape = config.num_layers, size, positions, config.kv_heads, config.head_width
-        # Zeros, for positions that are not there yet are masked, but what they hold is multiplied by zero.
+        # Zeros, because PyTorch's attention multiplies what positions hold that are not there yet by zero.
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.cos, self.sin = rotary_tables(positions, config, device)
         self.rows = torch.arange(size, device=device)
@@ -122,7 +123,7 @@ class Generator:
         self.device = decoder.embed_tokens.weight.device
         self._layer = _decode_layer
         if self.device.type == "cuda":  # captured: inductor fuses what stands between the products
-            self._layer = torch.compile(_decode_layer, dynamic=False)
+            self._layer = _compiled()
         self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
 
     @classmethod
@@ -332,20 +333,34 @@ def _merge_projections(attention: Attention) -> Projection:
     return Projection(weight, torch.cat(biases).to(weight.dtype) if biases else None)
 
 
+def _compiled(backend: str | Callable = "inductor") -> Callable:
+    """`_decode_layer`, compiled anew for each size of a batch and of its memory."""
+    settings = torch._dynamo.config
+    # Dynamo counts for all generators of a process, and would go on without compiling after 8 shapes.
+    settings.recompile_limit = max(COMPILED_SHAPES, settings.recompile_limit)
+    settings.accumulated_recompile_limit = max(COMPILED_SHAPES, settings.accumulated_recompile_limit)
+    return torch.compile(_decode_layer, dynamic=False, backend=backend)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """Whether x is of a step that is compiled for a GPU: by inductor and Triton, not operator by operator."""
+    return torch.compiler.is_compiling() and x.is_cuda
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, K], weight [N, K] -> [R, N]. Compiled, one row is a sum: inductor has it in one kernel with what surrounds
-    it."""
-    if len(x) > 1 or not torch.compiler.is_compiling():
+    """x [R, K], weight [N, K] -> [R, N]. For a GPU one row is multiplied and summed, because inductor fuses that with
+    its neighbours, which it cannot do with a library's product."""
+    if len(x) > 1 or not _by_kernels(x):
         return F.linear(x, weight)
     return (x.float() * weight.float()).sum(-1).to(x.dtype)[None]
 
 
 def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K], and what the layer before has left to be added to it, y -> (x + y, heads [R, H + 2 H_kv, D]). Added
-    here, for this and the norm are one kernel."""
+    """x [R, K], and what the layer before has left to be added to it, y -> (x + y, heads [R, H + 2 H_kv, D]). The
+    sum is made here, because one kernel then computes it, the norm and, for one sequence, the product."""
     norm = layer.input_layernorm
-    if len(x) == 1 and torch.compiler.is_compiling():
-        from sparsellm.ops.triton.decoding import sum_norm_product  # what is compiled is on a GPU, where Triton is
+    if len(x) == 1 and _by_kernels(x):
+        from sparsellm.ops.triton.decoding import sum_norm_product
 
         x, heads = sum_norm_product(x, y, norm.weight, norm.eps, *merged)
     else:
@@ -369,7 +384,7 @@ def _attend(
 ) -> Tensor:
     """One token of each sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. The caches [B, S, H_kv, D] get its keys and
     values at `lengths` [B]; cos and sin are tables [S, D]."""
-    if torch.compiler.is_compiling():
+    if _by_kernels(heads):
         from sparsellm.ops.triton.decoding import attend_to_the_past
 
         norms = None

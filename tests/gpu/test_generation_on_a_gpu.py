@@ -63,6 +63,9 @@ def test_a_compiled_layer_computes_what_pytorch_does_operator_by_operator(attent
     torch._dynamo.reset()
     made = generator(None, context_length=4096, **attention)
     layer, merged, random = made.layers[0], made.merged[0], torch.Generator(DEVICE).manual_seed(0)
+    vectors = [parameter for parameter in layer.parameters() if parameter.dim() == 1]
+    for vector in vectors if merged.bias is None else [*vectors, merged.bias]:  # not all ones, and not all zeros
+        vector.data += 0.3 * torch.randn(vector.shape, generator=random, device=DEVICE)
 
     def draw(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, generator=random, device=DEVICE, dtype=dtype)

@@ -172,6 +172,21 @@ def test_a_step_that_may_compile_takes_turns_with_captures(monkeypatch):
     assert not generation.CAPTURE.locked()
 
 
+def test_a_step_is_compiled_for_every_shape():
+    """Dynamo's own limit is 8 for a function, and all generators share this one."""
+    torch._dynamo.reset()
+    generator, compiled = Generator(make("decoder")), []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph
+
+    expected = [all_of(generator, [[5]] * size, 3) for size in range(1, 13)]
+    generator._layer = generation._compiled(backend)
+    assert [all_of(generator, [[5]] * size, 3) for size in range(1, 13)] == expected
+    assert len(compiled) == 12
+
+
 def test_the_whole_context_can_be_filled():
     generator = Generator(make("decoder"))
     assert len(all_of(generator, [[1] * 250], 6)[0]) == 6

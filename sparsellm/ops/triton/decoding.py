@@ -19,9 +19,11 @@ from sparsellm.ops.twell import tiles
 Norms = tuple[Tensor, Tensor, float]  # weights [D] float32 of queries' and keys' RMS norms, and their epsilon
 LOG2_E = math.log2(math.e)
 FEWEST = 16  # rows of a product by tl.dot, and terms of its sums
-STEP, LONG_STEP = 4 << 10, 16 << 10  # bytes of keys (and of values) in a step of a program: of many programs, of few
+# Bytes of keys that a program of `attend` loads in one step, and as many of values: where many programs share the GPU,
+# and where there are at most FEW.
+STEP, LONG_STEP = 4 << 10, 16 << 10
 FEW = 132  # programs: one for each multiprocessor of an H100
-SPLIT = 1024  # positions of a cache for each program more, while they are few
+SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs
 ROWS = 4  # of a weight, in one program of `normed_product`
 
 
@@ -47,8 +49,8 @@ def attend(
     [B, H, SPLITS, 2] the largest score of each and the sum of its weights.
 
     positions: S. SCALE: of scores, times log2(e). SHARING, HALF: powers of two, no less than H / H_kv and D / 2.
-    Program (b, h, split): the query heads of one head of keys. Its own token comes first, from registers: what split 0
-    stores is read by no program of this launch.
+    Program (b, h, split): the query heads of one head of keys. Split 0 computes the new token, too, from registers;
+    what it stores is read by no program of this launch. A split without positions leaves -inf and 0 as its sizes.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = H // H_KV
@@ -118,14 +120,15 @@ def attend_to_the_past(
     heads: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lengths: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """heads [B, H + 2 H_kv, D], queries, keys and values -> [B, H, D]. keys and values [B, S, H_kv, D] have `lengths`
-    [B] positions already, and get this one.
+    [B] int64 positions already, fewer than S, and get this one in place.
 
-    norms: what queries and keys are normalised with. cos, sin: tables [S, D] float32. All are contiguous.
+    norms: what queries and keys are normalised with. cos, sin: tables [S, D] float32, of which the first half of each
+    row is read: the second is the same. All are contiguous.
     """
     size, positions, kv_heads, width = keys.shape
     count, programs = heads.shape[1] - 2 * kv_heads, size * kv_heads
     splits = max(1, min(positions // SPLIT, 2 * FEW // programs))
-    out, sizes = heads.new_empty(size, count, 1, width), heads  # of one split there are no sizes
+    out, sizes = heads.new_empty(size, count, 1, width), heads  # one split leaves no sizes: any tensor will do
     if splits > 1:
         out, sizes = (heads.new_empty(size, count, splits, n, dtype=torch.float32) for n in (width, 2))
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)  # without norms any tensor, which is not read
@@ -135,7 +138,7 @@ def attend_to_the_past(
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
         SHARING=_padded(count // kv_heads), HALF=half,
         POSITIONS=max(FEWEST, (LONG_STEP if programs <= FEW else STEP) // (2 * half * heads.itemsize)),
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=3 if heads.itemsize == 2 else 2,
     )  # fmt: skip
     if splits == 1:
         return out[:, :, 0]
@@ -167,7 +170,8 @@ def normed_product(
 def sum_norm_product(
     x: Tensor, y: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [1, K] float32, y [1, K] -> (x + y, its RMS norm times weight [N, K]^T, plus bias [N]), [1, K] and [1, N].
+    """x [1, K] float32, y [1, K] of any dtype -> (x + y, its RMS norm times weight [N, K]^T, plus bias [N]): [1, K]
+    float32 and [1, N] in the dtype of `weight`.
 
     norm: weight [K] float32 of the norm. The product is in the dtype of `weight`. All are contiguous.
     """
