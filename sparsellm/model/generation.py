@@ -87,7 +87,6 @@ class Batch:
         # Zeros, because PyTorch's attention multiplies what positions hold that are not there yet by zero.
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.cos, self.sin = rotary_tables(positions, config, device)
-        self.rows = torch.arange(size, device=device)
         self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
         self.generator = torch.Generator(device)  # of the draws
         self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
@@ -241,7 +240,8 @@ class Generator:
 
         tokens = on_device([token for prompt in prompts for token in prompt])
         lengths, longest = on_device([len(prompt) for prompt in prompts]), max(map(len, prompts))
-        rows = batch.rows.repeat_interleave(lengths, output_size=len(tokens))
+        sequences = torch.arange(len(prompts), device=self.device)
+        rows = sequences.repeat_interleave(lengths, output_size=len(tokens))
         ends = lengths.cumsum(0)
         positions = torch.arange(len(tokens), device=self.device) - (ends - lengths)[rows]
         # Where a token of the call is among all positions of the batch: of attention's input, and of the cache.
@@ -334,7 +334,7 @@ def _merge_projections(attention: Attention) -> Projection:
 
 
 def _compiled(backend: str | Callable = "inductor") -> Callable:
-    """`_decode_layer`, compiled anew for each size of a batch and of its memory."""
+    """`_decode_layer`, compiled anew for each size of a batch and of its memory. backend: one of torch.compile's."""
     settings = torch._dynamo.config
     # Dynamo counts for all generators of a process, and would go on without compiling after 8 shapes.
     settings.recompile_limit = max(COMPILED_SHAPES, settings.recompile_limit)

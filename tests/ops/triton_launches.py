@@ -21,8 +21,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MODULES = (plan, clusters, products, nonzeros, dense, transpose, decoding)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.int8: "*i8",
-    torch.float16: "*fp16",
+    torch.bool: "*i1", torch.int8: "*i8", torch.float16: "*fp16",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 

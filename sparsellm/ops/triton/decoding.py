@@ -185,4 +185,5 @@ def sum_norm_product(
 
 
 def _padded(length: int) -> int:
+    """The power of two, no less than FEWEST, that `length` fits in: by arithmetic that dynamo traces with the step."""
     return max(FEWEST, 1 << (length - 1).bit_length())
