@@ -1,6 +1,7 @@
 """Text from the decoder: the tokens that transformers would choose, whatever else is in the batch."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from model.near_ties import assert_texts_part_at_near_ties
 from model.small_models import make
 
 from sparsellm.config import Activation
-from sparsellm.model import generation, huggingface
+from sparsellm.model import generation, huggingface, inference
 from sparsellm.model.generation import Generator, Sampling
 
 PROMPTS = [[5, 17, 3, 80, 11], [3], [44, 2, 9]]
@@ -162,7 +163,7 @@ def test_several_threads_generate_at_once():
     assert len(generator._idle) == 1
 
 
-def test_a_step_that_may_compile_takes_turns_with_captures(monkeypatch):
+def test_a_step_that_may_load_kernels_takes_turns_with_captures(monkeypatch):
     generator, batch, held = Generator(make("decoder"), kernels=None), SimpleNamespace(steps=0), []
     monkeypatch.setattr(generator, "device", torch.device("cuda"))
     monkeypatch.setattr(generator, "_decode", lambda *_: held.append(generation.CAPTURE.locked()))
@@ -172,19 +173,23 @@ def test_a_step_that_may_compile_takes_turns_with_captures(monkeypatch):
     assert not generation.CAPTURE.locked()
 
 
-def test_a_step_is_compiled_for_every_shape():
-    """Dynamo's own limit is 8 for a function, and all generators share this one."""
-    torch._dynamo.reset()
-    generator, compiled = Generator(make("decoder")), []
+def test_triton_launches_on_the_device_of_the_model(monkeypatch):
+    """It launches on the current device, which may be another GPU."""
+    generator, current, seen = Generator(make("decoder"), kernels=None), [], []
 
-    def backend(graph, _inputs):
-        compiled.append(graph)
-        return graph
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
 
-    expected = [all_of(generator, [[5]] * size, 3) for size in range(1, 13)]
-    generator._layer = generation._compiled(backend)
-    assert [all_of(generator, [[5]] * size, 3) for size in range(1, 13)] == expected
-    assert len(compiled) == 12
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("of_prompts", "of_step"):
+        layer = getattr(inference, name)
+        monkeypatch.setattr(inference, name, lambda *a, layer=layer: seen.append(list(current)) or layer(*a))
+    all_of(generator, PROMPTS, 3)
+    assert seen == [[generator.device]] * 3 * len(generator.layers)
+    assert not current
 
 
 def test_the_whole_context_can_be_filled():

@@ -13,13 +13,14 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
 # ruff: noqa: E402
 import kernel_cases as cases
+from model.kept_logits import KeptLogits
 from triton_order import order_of
 
 from sparsellm.config import Activation, ModelConfig
-from sparsellm.model import Decoder, generation
+from sparsellm.model import Decoder, generation, inference
 from sparsellm.ops import Plan, dispatch, reference
 from sparsellm.ops.feedforward import output_of
-from sparsellm.ops.triton import clusters, decoding, engines, plan, tuning
+from sparsellm.ops.triton import clusters, decoding, engines, plan, pointwise, prompts, tuning
 
 cases.DEVICE = "cpu"
 DL1 = 0.5
@@ -251,23 +252,29 @@ def test_block_sizes_fit_each_other():
         assert max(sizes.weights.depth, sizes.down_weights.depth) <= tuning.PITCH_MULTIPLE
 
 
+def turned(heads, kv_heads, norms, cos, sin):
+    """Queries and keys of one token's heads [H + 2 H_kv, D], normalised and rotated in float64, and its values: all in
+    the dtype of the heads."""
+    q, k, v = heads.double().split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
+    if norms is not None:
+        q = torch.nn.functional.rms_norm(q, (heads.shape[1],), norms[0].double(), norms[2])
+        k = torch.nn.functional.rms_norm(k, (heads.shape[1],), norms[1].double(), norms[2])
+    rotated = []
+    for each in (q, k):
+        first, second = each.chunk(2, -1)
+        rotated.append((each * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype))
+    return *rotated, v.to(heads.dtype)
+
+
 def attention(heads, norms, cos, sin, lengths, keys, values):
     """What `attend_to_the_past` computes, sequence by sequence and head by head, in float64."""
     size, _, kv_heads, width = keys.shape
     shared, out = (heads.shape[1] - 2 * kv_heads) // kv_heads, []
     for b, length in enumerate(lengths.tolist()):
-        q, k, v = heads[b].double().split([shared * kv_heads, kv_heads, kv_heads])
-        if norms is not None:
-            q = torch.nn.functional.rms_norm(q, (width,), norms[0].double(), norms[2])
-            k = torch.nn.functional.rms_norm(k, (width,), norms[1].double(), norms[2])
-        rotated = []
-        for each in (q, k):
-            first, second = each.chunk(2, -1)
-            rotated.append((each * cos[length] + torch.cat([-second, first], -1) * sin[length]).to(heads.dtype))
-        keys[b, length], values[b, length] = rotated[1], v.to(heads.dtype)
+        q, keys[b, length], values[b, length] = turned(heads[b], kv_heads, norms, cos[length], sin[length])
         for h in range(shared * kv_heads):
             past = keys[b, : length + 1, h // shared].double(), values[b, : length + 1, h // shared].double()
-            chances = (past[0] @ rotated[0][h].double() / width**0.5).softmax(-1)
+            chances = (past[0] @ q[h].double() / width**0.5).softmax(-1)
             out.append((chances @ past[1]).to(heads.dtype))
     return torch.stack(out).view(size, -1, width)
 
@@ -308,18 +315,58 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
     torch.testing.assert_close(values, expected_values, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("width", "rows"), [(64, 48), (96, 50), (1000, 7)])
-def test_a_sum_its_norm_and_a_product(width, rows, biased):
+ACTIVATIONS = {"": lambda a: a, "relu": torch.relu, "silu": torch.nn.functional.silu}
+
+
+# In float16 the factors of a product are rounded, each by 2^-11, and the product once more.
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("given", ["x", "x + y", "norm(x)", "norm(x + y)"])
+@pytest.mark.parametrize(
+    ("biased", "activation", "gating"),
+    [(False, "", False), (True, "", False), (False, "relu", False), (False, "relu", True), (True, "silu", True)],
+)
+@pytest.mark.parametrize(("width", "rows"), [(64, 48), (1000, 7)])
+def test_products_of_one_token(width, rows, biased, activation, gating, given, dtype, close):
     random = torch.Generator().manual_seed(0)
-    x, y, norm, weight, bias = (
-        torch.randn(shape, generator=random) for shape in ((1, width), (1, width), (width,), (rows, width), (rows,))
+    x, y, norm, weight, up, bias = (
+        torch.randn(shape, generator=random)
+        for shape in ((1, width), (1, width), (width,), (rows, width), (rows, width), (rows,))
     )
-    both, out = decoding.sum_norm_product(x, y, norm, 0.1, weight, bias if biased else None)
-    assert torch.equal(both, x + y)
-    normed = torch.nn.functional.rms_norm(x.double() + y.double(), (width,), norm.double(), 0.1)
-    expected = normed @ weight.double().T + (bias.double() if biased else 0)
-    torch.testing.assert_close(out, expected.float(), atol=1e-4, rtol=1e-5)
+    y, weight, up, bias = (tensor.to(dtype) for tensor in (y, weight, up, bias))
+    if given == "x":
+        x = x.to(dtype)
+    before = x.clone()
+    both, out = decoding.multiply(
+        weight, x, y if "y" in given else None, norm if "norm" in given else None, 0.1, bias if biased else None,
+        activation, up if gating else None,
+    )  # fmt: skip
+    a = before + y if "y" in given else before
+    assert torch.equal(both, a)
+    assert torch.equal(x, before)
+    assert out.dtype == dtype
+    a = a.double()
+    if "norm" in given:
+        a = torch.nn.functional.rms_norm(a, (width,), norm.double(), 0.1).to(dtype).double()
+    expected = ACTIVATIONS[activation](a @ weight.double().T + (bias.double() if biased else 0))
+    if gating:
+        expected *= a @ up.double().T
+    torch.testing.assert_close(out.double(), expected, atol=close * expected.abs().max(), rtol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("gating", [False, True])
+def test_a_gate_times_what_it_gates(gating, activation, dtype):
+    random = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, 37, 61, generator=random).to(dtype)
+    gate[3, 5] = torch.nan
+    expected = ACTIVATIONS[activation](gate)
+    if gating:
+        expected = expected * up
+    found = pointwise.activate(gate, up if gating else None, activation)
+    assert found is gate
+    close = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, expected, atol=close, rtol=close, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -337,12 +384,99 @@ def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch)
     made = generation.Generator(decoder, kernels=None)
     batch = generation.Batch(config, size, 64, made.device, torch.float32)
     batch.lengths.copy_(torch.linspace(1, 63, size).long())
-    layer, memory = (made.layers[0], made.merged[0]), (batch.cos, batch.sin, batch.lengths)
     x, y, keys, values = (torch.randn(shape) for shape in [(size, 64)] * 2 + [batch.keys.shape[1:]] * 2)
-    caches = keys.clone(), values.clone()
-    with torch.no_grad():
-        expected = generation._decode_layer(*layer, x, y, *memory, keys, values)
-        monkeypatch.setattr(generation, "_by_kernels", lambda _: True)
-        found = generation._decode_layer(*layer, x, y, *memory, *caches)
-    for ours, theirs in zip((*found, *caches), (*expected, keys, values), strict=True):
+    inputs, found = (made.layers[0], made.merged[0], x, y, batch.tables, batch.lengths), []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(inference, "by_kernels", lambda _, chosen=by_kernels: chosen)
+        caches = keys.clone(), values.clone()
+        with torch.no_grad():
+            found.append((*inference.of_step(*inputs, caches), *caches))
+    for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+# Rounded to float16 or bfloat16, a number is wrong by up to 2^-11 or 2^-8, and two roundings of about the same number
+# may part by twice as much.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 96), (3, 1000), (2, 16), (2, 7)])
+def test_a_sum_and_its_norm(rows, width, dtype):
+    random = torch.Generator().manual_seed(0)
+    x, y, weight = (torch.randn(shape, generator=random) for shape in ((rows, width), (rows, width), (width,)))
+    x *= torch.logspace(-2, 2, rows)[:, None]  # each row has a scale of its own
+    y = y.to(dtype)
+    before = x.clone()
+    both, normed = pointwise.sum_norm(x, y, weight, 0.1, dtype)
+    assert torch.equal(both, before + y)
+    assert torch.equal(x, before)
+    expected = torch.nn.functional.rms_norm(both.double(), (width,), weight.double(), 0.1)
+    torch.testing.assert_close(normed, expected.to(dtype), atol=1e-6, rtol=ROUNDING[dtype])
+
+
+def tables(positions, width):
+    """Tables of a rotation, of which the second half of each row is not to be read."""
+    halves = torch.randn(2, positions, width // 2, generator=torch.Generator().manual_seed(1))
+    return halves, torch.cat([halves, torch.full_like(halves, torch.nan)], -1)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(
+    ("sharing", "kv_heads", "width", "normed", "lengths"),
+    [
+        (1, 2, 64, False, [3, 3]),  # no padding
+        (3, 2, 48, True, [1, 5, 2]),  # heads that are normalised, and no power of two wide
+        (20, 2, 32, False, [2, 1]),  # more heads than a step
+        (2, 20, 32, True, [4]),  # and more heads of keys
+        (7, 1, 10, True, [1, 2]),  # fewer and narrower heads than a step
+    ],
+)
+def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed, lengths, dtype, monkeypatch):
+    monkeypatch.setattr(prompts, "BLOCK", 512)
+    random, positions, longest, count = torch.Generator().manual_seed(0), 16, max(lengths), sharing * kv_heads
+    heads = torch.randn(sum(lengths), count + 2 * kv_heads, width, generator=random).to(dtype)
+    norms = (*torch.randn(2, width, generator=random), 0.1) if normed else None
+    halves, (cos, sin) = tables(positions, width)
+    keys, values = torch.full((2, len(lengths), positions, kv_heads, width), torch.nan, dtype=dtype)
+    theirs = keys.clone(), values.clone()
+    expected = torch.zeros(len(lengths), longest, count, width, dtype=dtype)
+    for cache in theirs:  # zeros behind a sequence's end, and nothing behind that of the longest one
+        cache[:, :longest] = 0
+    places = [(b, t) for b, length in enumerate(lengths) for t in range(length)]
+    for row, (b, t) in enumerate(places):
+        rotation = (torch.cat([half[t]] * 2) for half in halves)
+        expected[b, t], theirs[0][b, t], theirs[1][b, t] = turned(heads[row], kv_heads, norms, *rotation)
+    given = torch.tensor(lengths)
+    queries = prompts.place(heads, norms, cos, sin, given.cumsum(0), given, longest, keys, values)
+    close = {"atol": ROUNDING[dtype], "rtol": ROUNDING[dtype], "equal_nan": True}
+    torch.testing.assert_close(queries, expected, **close)
+    torch.testing.assert_close(keys, theirs[0], **close)
+    torch.testing.assert_close(values, theirs[1], atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("given", [[[5, 17, 3, 80, 11], [3], [44, 2, 9]], [[1, 2, 3], [9, 8, 7]], [[7]]])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"num_key_value_heads": 2, "head_dim": 20, "qk_norm": True}, {"attention_bias": True}, {"gated": False}],
+    ids=["llama", "qwen3", "qwen2", "not_gated"],
+)
+def test_prompts_by_kernels_are_those_of_pytorch(model, given, monkeypatch):
+    torch.manual_seed(0)
+    config = ModelConfig(96, 96, 128, 2, 4, context_length=64, init_std=0.1, **model)
+    decoder = Decoder(config, Activation.relu)
+    for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    made, found = generation.Generator(decoder, kernels=None), []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(inference, "by_kernels", lambda _, chosen=by_kernels: chosen)
+        batch, drawn = generation.Batch(config, len(given), 16, made.device, torch.float32), KeptLogits()
+        for cache in (batch.keys, batch.values):  # an earlier stream has left what is no number
+            cache.fill_(torch.nan)
+        with torch.no_grad():
+            made._prefill(batch, given, drawn)
+        assert batch.lengths.tolist() == [len(prompt) for prompt in given]
+        assert not drawn.logits.isnan().any()
+        found.append((batch.keys, batch.values, drawn.logits))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, equal_nan=True)

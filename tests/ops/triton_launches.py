@@ -15,10 +15,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsellm.ops import Plan, dispatch
-from sparsellm.ops.triton import clusters, decoding, dense, engines, nonzeros, plan, products, transpose, tuning
+from sparsellm.ops.triton import (
+    clusters,
+    decoding,
+    dense,
+    engines,
+    nonzeros,
+    plan,
+    pointwise,
+    products,
+    prompts,
+    transpose,
+    tuning,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (plan, clusters, products, nonzeros, dense, transpose, decoding)
+MODULES = (plan, clusters, products, nonzeros, dense, transpose, pointwise, decoding, prompts)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
     torch.bool: "*i1", torch.int8: "*i8", torch.float16: "*fp16",
@@ -64,7 +76,7 @@ class Recorder:
                     assert not value.data_ptr() % 16, f"{parameter.name} of {self.kernel.__name__} is misaligned"
                     arguments[parameter.name] = TYPES[value.dtype]
                     divisible.append(parameter.name)
-                elif not parameter.is_constexpr:
+                elif value is not None and not parameter.is_constexpr:
                     arguments[parameter.name] = "fp32" if isinstance(value, float) else "i32"
                     if not value % 16 and not parameter.do_not_specialize:
                         divisible.append(parameter.name)
@@ -118,19 +130,39 @@ def of_decoding(
             decoding.attend_to_the_past(projected, norms, table, table, lengths, cache, cache)
         x, weight = torch.zeros((1, k)), torch.zeros((projected[0].numel(), k), dtype=dtype)
         for bias in (None, weight[:, 0].contiguous()):
-            decoding.sum_norm_product(x, x.to(dtype), x[0], 1e-6, weight, bias)
+            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, bias)
+        for up in (None, weight):
+            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, activation="silu", up=up)
+        decoding.multiply(weight, x.to(dtype))
+    return list(found.values())
+
+
+def of_prompts(k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[Launch]:
+    """Every launch for two prompts of up to three tokens, beside products, attention and the operator."""
+    with recording(tuning.SMALL) as found:
+        projected, norm = torch.zeros((5, heads + 2 * kv_heads, width), dtype=dtype), torch.zeros(width)
+        cache, table = projected.new_zeros((2, 64, kv_heads, width)), torch.zeros((64, width))
+        lengths = torch.tensor([3, 2])
+        for norms in (None, (norm, norm, 1e-6)):
+            prompts.place(projected, norms, table, table, lengths.cumsum(0), lengths, 3, cache, cache)
+        x = torch.zeros((5, k))
+        normed = pointwise.sum_norm(x, x.to(dtype), x[0], 1e-6, dtype)[1]
+        for up in (None, normed):
+            pointwise.activate(normed, up, "silu")
     return list(found.values())
 
 
 def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources:
-    """The resources of a launch's kernel on an NVIDIA GPU ("cuda", 90) or an AMD one ("hip", "gfx942")."""
+    """The resources of a launch's kernel on an NVIDIA GPU ("cuda", 90) or an AMD one ("hip", "gfx942"). A kernel that
+    can start before the one ahead has ended does so from compute capability 9.0 on."""
+    starts_early = backend == "cuda" and int(architecture) >= 90
     kernel = next(getattr(module, launch.kernel) for module in MODULES if hasattr(module, launch.kernel))
     names = [parameter.name for parameter in kernel.params]
-    constants = {p.name for p in kernel.params if p.is_constexpr}
+    constants = {p.name for p in kernel.params if p.is_constexpr or launch.arguments[p.name] is None}
     source = ASTSource(
         kernel,
         {name: "constexpr" if name in constants else launch.arguments[name] for name in names},
-        {(names.index(name),): launch.arguments[name] for name in constants},
+        {(names.index(name),): starts_early if name == "EARLY" else launch.arguments[name] for name in constants},
         {(names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible},
     )
     target = GPUTarget(backend, architecture, 64 if backend == "hip" else 32)

@@ -449,6 +449,8 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
+    // In a decoder, of one token, the next product begins to fetch its weights, behind what is asked for here.
+    if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
     // This comes behind the loads, because the other warps do not wait to know what comes next.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {
       const Unit then = ends ? unit_at(unit_after(unit)) : Unit{u.row, from + kClusterListed};

@@ -1,10 +1,14 @@
-"""What decoding computes of one token of each sequence, beside the feedforward blocks: attention with all that stands
-before it, and, for one sequence, a norm with the product behind it. Between products of one token a kernel costs about
-as long as its start, so there are few.
+"""What decoding computes of one token of each sequence, beside the feedforward operator: attention with all that stands
+before it; and, for one sequence, every product of a matrix and a vector, with what stands before and behind it.
+
+Between products of one token a kernel takes about as long as its start. So there are few, and each starts before the
+one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and only
+then waits for its input.
 
 Letters: B sequences, S positions of the cache, H heads of width D, H_kv heads of keys and values, each of which
-H / H_kv query heads share, K model width, N columns of a product. Numerics: norms, rotation, scores and sums are
-float32; normalised inputs, rotated heads and weights of attention's sums are rounded to the dtype of the heads.
+H / H_kv query heads share, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32;
+normalised inputs, rotated heads, weights of attention's sums and the results of products are rounded to the dtype of
+the weights.
 """
 
 import math
@@ -14,17 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsellm.ops.triton.pointwise import FEWEST, activated, await_kernel_ahead, early, padded
 from sparsellm.ops.twell import tiles
 
 Norms = tuple[Tensor, Tensor, float]  # weights [D] float32 of queries' and keys' RMS norms, and their epsilon
 LOG2_E = math.log2(math.e)
-FEWEST = 16  # rows of a product by tl.dot, and terms of its sums
 # Bytes of keys that a program of `attend` loads in one step, and as many of values: where many programs share the GPU,
 # and where there are at most FEW.
 STEP, LONG_STEP = 4 << 10, 16 << 10
 FEW = 132  # programs: one for each multiprocessor of an H100
 SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs
-ROWS = 4  # of a weight, in one program of `normed_product`
+THREAD = 128  # bytes of matrices in a step of one thread of `matrix_vector`
+ROWS = 4  # of them, at most
+WARPS = 16 * FEW  # of all programs of `matrix_vector`, each of which reads the whole vector, as long as one or two rows
 
 
 @triton.jit
@@ -42,17 +48,19 @@ def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NOR
 def attend(
     heads, q_norm, k_norm, cos, sin, lengths, keys, values, out, sizes, positions,
     SCALE: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
-    SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr,
+    SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, H, SPLITS, D] of heads [B, H + 2 H_kv, D]; the caches [B, S, H_kv, D] get their keys and values at
-    `lengths`. With several splits, each a part of the positions, out are sums that are not divided yet, and sizes
-    [B, H, SPLITS, 2] the largest score of each and the sum of its weights.
+    `lengths`. With several splits, each a part of the positions, out are the results of each, float32, and sizes
+    [B, H, SPLITS] the base-2 logarithm of the sum of its weights.
 
     positions: S. SCALE: of scores, times log2(e). SHARING, HALF: powers of two, no less than H / H_kv and D / 2.
     Program (b, h, split): the query heads of one head of keys. Split 0 computes the new token, too, from registers;
-    what it stores is read by no program of this launch. A split without positions leaves -inf and 0 as its sizes.
+    what it stores is read by no program of this launch. A split without positions leaves zeros and -inf.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     HEADS: tl.constexpr = H // H_KV
     length = tl.load(lengths + b).to(tl.int32)
     row, i, whole, step = tl.arange(0, SHARING), tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, POSITIONS)
@@ -92,6 +100,8 @@ def attend(
     part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
     end = tl.minimum(length, (split + 1) * part)
     of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
+    if EARLY:  # only now, for what the next kernel fetches would come before what has been read here
+        tl.extra.cuda.gdc_launch_dependents()
     for start in range(split * part, end, POSITIONS):
         there = start + step < end
         at = (start + step).to(tl.int64) * (H_KV * D)
@@ -105,15 +115,30 @@ def attend(
         most, total = more, total * kept + tl.sum(weights, 1)
         value = tl.load(of_values + at[:, None], mask=there[:, None] & (whole < D)[None, :], other=0.0)
         sums = tl.dot(weights.to(dtype), value, sums * kept[:, None], input_precision="ieee")
-    line = ((b * H + h * HEADS + row) * SPLITS + split)[:, None]
+    line = (b * H + h * HEADS + row) * SPLITS + split
+    if SPLITS > 1:
+        tl.store(sizes + line, most + tl.log2(total), mask=row < HEADS)
+    sums /= tl.maximum(total, 1.0)[:, None]  # the largest weight is 1, so only a split without positions has less
     written = (row < HEADS)[:, None] & (whole < D)[None, :]
-    if SPLITS == 1:
-        sums /= total[:, None]
-    else:
-        one = tl.arange(0, 1)[None, :]
-        tl.store(sizes + line * 2 + one, most[:, None], mask=(row < HEADS)[:, None])
-        tl.store(sizes + line * 2 + 1 + one, total[:, None], mask=(row < HEADS)[:, None])
-    tl.store(out + line * D + whole[None, :], sums.to(out.dtype.element_ty), mask=written)
+    tl.store(out + line[:, None] * D + whole[None, :], sums.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def join(
+    parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. ALL, WIDTH: powers of two,
+    no less than SPLITS and D. Program i: row i. The first split is never empty."""
+    line, split, i = tl.program_id(0).to(tl.int64) * SPLITS, tl.arange(0, ALL), tl.arange(0, WIDTH)
+    there = split < SPLITS
+    await_kernel_ahead(EARLY)
+    size = tl.load(sizes + line + split, mask=there, other=float("-inf"))
+    weight = tl.exp2(size - tl.max(size, 0))
+    read = there[:, None] & (i < D)[None, :]
+    part = tl.load(parts + (line + split)[:, None] * D + i[None, :], mask=read, other=0.0)
+    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + i, mean.to(out.dtype.element_ty), mask=i < D)
 
 
 def attend_to_the_past(
@@ -126,64 +151,96 @@ def attend_to_the_past(
     row is read: the second is the same. All are contiguous.
     """
     size, positions, kv_heads, width = keys.shape
-    count, programs = heads.shape[1] - 2 * kv_heads, size * kv_heads
+    count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
     splits = max(1, min(positions // SPLIT, 2 * FEW // programs))
-    out, sizes = heads.new_empty(size, count, 1, width), heads  # one split leaves no sizes: any tensor will do
+    out, parts, sizes = heads.new_empty(size, count, width), None, None
     if splits > 1:
-        out, sizes = (heads.new_empty(size, count, splits, n, dtype=torch.float32) for n in (width, 2))
-    q_norm, k_norm, eps = norms or (cos, cos, 0.0)  # without norms any tensor, which is not read
-    half = _padded(width // 2)
+        parts = heads.new_empty(size, count, splits, width, dtype=torch.float32)
+        sizes = parts.new_empty(size, count, splits)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    half = padded(width // 2)
     attend[(size, kv_heads, splits)](
-        heads, q_norm, k_norm, cos, sin, lengths, keys, values, out, sizes, positions,
+        heads, q_norm, k_norm, cos, sin, lengths, keys, values, out if parts is None else parts, sizes, positions,
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
-        SHARING=_padded(count // kv_heads), HALF=half,
+        SHARING=padded(count // kv_heads), HALF=half,
         POSITIONS=max(FEWEST, (LONG_STEP if programs <= FEW else STEP) // (2 * half * heads.itemsize)),
-        num_warps=4, num_stages=3 if heads.itemsize == 2 else 2,
+        num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
-    if splits == 1:
-        return out[:, :, 0]
-    parts = torch.exp2(sizes[..., 0] - sizes[..., 0].amax(-1, keepdim=True))
-    return ((out * parts[..., None]).sum(2) / (sizes[..., 1] * parts).sum(-1, keepdim=True)).to(heads.dtype)
+    if parts is not None:
+        join[(size * count,)](
+            parts, sizes, out, D=width, SPLITS=splits, ALL=triton.next_power_of_2(splits), WIDTH=2 * half, num_warps=1,
+            **how,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
-def normed_product(
-    x, y, norm, weight, bias, both, out, n,
-    EPS: tl.constexpr, K: tl.constexpr, BIASED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+def rows_of(matrix, row, n, k, K: tl.constexpr):
+    """Rows `row` and columns `k` of a matrix [n, K]; zeros beyond it."""
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    return tl.load(matrix + at, mask=(row < n)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def matrix_vector(
+    x, y, norm, weight, up, bias, both, out, n, steps,
+    EPS: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """both [K] = x + y, and out [N] = weight [N, K] norm(x + y) + bias. COLUMNS: a power of two, no less than K.
-    Each program normalises for itself, while its rows of the weight arrive."""
+    """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), of a [K]: x, or both = x + y, or the RMS norm of either.
+    What is not wanted is None. COLUMNS: a power of two, no less than K.
+
+    A program has ROWS rows in each of `steps` steps, and fetches those of the next step before it multiplies. It
+    normalises for itself, while its first rows arrive; the first program writes `both`.
+    """
     k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    within, there = k < K, row < n
-    w = tl.load(weight + row.to(tl.int64)[:, None] * K + k[None, :], mask=there[:, None] & within[None, :], other=0.0)
-    a = tl.load(x + k, mask=within, other=0.0) + tl.load(y + k, mask=within, other=0.0).to(tl.float32)
-    if tl.program_id(0) == 0:
-        tl.store(both + k, a, mask=within)
-    factor = tl.rsqrt(tl.sum(a * a, 0) / K + EPS)
-    normed = (a * factor * tl.load(norm + k, mask=within, other=0.0)).to(w.dtype).to(tl.float32)
-    sums = tl.sum(w.to(tl.float32) * normed[None, :], 1)
-    if BIASED:
-        sums += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row, sums.to(out.dtype.element_ty), mask=there)
+    within = k < K
+    w = rows_of(weight, row, n, k, K)
+    u = w if up is None else rows_of(up, row, n, k, K)
+    await_kernel_ahead(EARLY)
+    a = tl.load(x + k, mask=within, other=0.0).to(tl.float32)
+    if y is not None:
+        a += tl.load(y + k, mask=within, other=0.0).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(both + k, a, mask=within)
+    if norm is not None:
+        scale = tl.load(norm + k, mask=within, other=0.0)
+        a = (a * tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale).to(w.dtype).to(tl.float32)
+    for _ in range(steps):
+        next_row = row + tl.num_programs(0) * ROWS
+        next_w = rows_of(weight, next_row, n, k, K)
+        next_u = next_w if up is None else rows_of(up, next_row, n, k, K)
+        sums = tl.sum(w.to(tl.float32) * a[None, :], 1)
+        if bias is not None:
+            sums += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            sums = activated(sums.to(w.dtype).to(tl.float32), ACTIVATION)
+        if up is not None:
+            of_up = tl.sum(u.to(tl.float32) * a[None, :], 1).to(w.dtype).to(tl.float32)
+            sums = sums.to(w.dtype).to(tl.float32) * of_up
+        tl.store(out + row, sums.to(out.dtype.element_ty), mask=row < n)
+        row, w, u = next_row, next_w, next_u
 
 
-def sum_norm_product(
-    x: Tensor, y: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x [1, K] float32, y [1, K] of any dtype -> (x + y, its RMS norm times weight [N, K]^T, plus bias [N]): [1, K]
-    float32 and [1, N] in the dtype of `weight`.
+def multiply(
+    weight: Tensor, x: Tensor, y: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, activation: str = "", up: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token's a [1, K] -> (a, act(b weight^T + bias) * (b up^T)). a is x, or x + y in float32; b is a, or its RMS
+    norm. The result [1, N] has the dtype of `weight`.
 
-    norm: weight [K] float32 of the norm. The product is in the dtype of `weight`. All are contiguous.
+    weight, up: [N, K]. x, y: [1, K] of any dtype. norm: weight [K] float32 of the norm. bias: [N]. activation: "relu",
+    "silu" or none. All are contiguous.
     """
     rows, width = weight.shape
-    both, out, columns = torch.empty_like(x), weight.new_empty(1, rows), _padded(width)
-    normed_product[(tiles(rows, ROWS),)](
-        x, y, norm, weight, weight if bias is None else bias, both, out, rows, EPS=eps, K=width,
-        BIASED=bias is not None, COLUMNS=columns, ROWS=ROWS, num_warps=min(16, max(1, columns // 512)),
+    columns = padded(width)
+    warps, bytes = min(16, max(1, columns // 512)), columns * weight.itemsize * (1 if up is None else 2)
+    count = max(1, min(ROWS, 32 * warps * THREAD // bytes))
+    both = x if y is None else torch.empty_like(x, dtype=torch.float32)
+    out, parts = weight.new_empty(1, rows), tiles(rows, count)
+    steps = tiles(parts, WARPS // warps)
+    matrix_vector[(tiles(parts, steps),)](
+        x, y, norm, weight, up, bias, both, out, rows, steps, EPS=eps, K=width, ACTIVATION=activation, COLUMNS=columns,
+        ROWS=count, num_warps=warps, num_stages=1, **early(x.device),
     )  # fmt: skip
     return both, out
-
-
-def _padded(length: int) -> int:
-    """The power of two, no less than FEWEST, that `length` fits in: by arithmetic that dynamo traces with the step."""
-    return max(FEWEST, 1 << (length - 1).bit_length())

@@ -1,0 +1,102 @@
+"""What stands between the products of a layer in inference: a sum with the norm behind it, and a gate times what it
+gates; and how a kernel starts before the one ahead of it has ended.
+
+Letters: R tokens of a call, K model width, N neurons. Numerics: sums, norms and activations are float32; normalised
+inputs, the activated gate and its product are rounded to the dtype of the weights, as PyTorch's operators round them.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsellm.ops.twell import tiles
+
+FEWEST = 16  # numbers in a part of a kernel: what tl.dot multiplies at least
+THREAD = 8  # numbers of a row in one thread of `normed_sum`: 16 bytes in bfloat16
+BLOCK = 2048  # numbers in one program of `gated`
+
+
+@triton.jit
+def await_kernel_ahead(EARLY: tl.constexpr):
+    """Until the kernel ahead has ended, and all before it. Then the next one may start, so it can count on them too."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """How a kernel that calls `await_kernel_ahead` is launched: before the one ahead of it has ended, where a GPU can
+    (programmatic dependent launch). Until that call it may read only what no kernel writes."""
+    return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def padded(length: int) -> int:
+    """The power of two, no less than FEWEST, that `length` fits in."""
+    return max(FEWEST, triton.next_power_of_2(length))
+
+
+@triton.jit
+def normed_sum(
+    x, y, weight, both, normed, EPS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, no less than K. One row a
+    program."""
+    k = tl.arange(0, COLUMNS)
+    within, at = k < K, tl.program_id(0).to(tl.int64) * K + k
+    scale = tl.load(weight + k, mask=within, other=0.0)
+    await_kernel_ahead(EARLY)
+    a = tl.load(x + at, mask=within, other=0.0) + tl.load(y + at, mask=within, other=0.0).to(tl.float32)
+    tl.store(both + at, a, mask=within)
+    a *= tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale
+    tl.store(normed + at, a.to(normed.dtype.element_ty), mask=within)
+
+
+def sum_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, K] float32, y [R, K] of any dtype -> (x + y, its RMS norm): [R, K] float32 and [R, K] in `dtype`.
+
+    weight: [K] float32, of the norm. All are contiguous.
+    """
+    rows, width = x.shape
+    both, normed, columns = x.new_empty(rows, width), x.new_empty(rows, width, dtype=dtype), padded(width)
+    normed_sum[(rows,)](
+        x, y, weight, both, normed, EPS=eps, K=width, COLUMNS=columns,
+        num_warps=min(16, max(1, columns // (32 * THREAD))), **early(x.device),
+    )  # fmt: skip
+    return both, normed
+
+
+@triton.jit
+def activated(a, ACTIVATION: tl.constexpr):
+    """a, float32, through silu or relu."""
+    if ACTIVATION == "silu":
+        a *= tl.sigmoid(a)
+    if ACTIVATION == "relu":
+        a = tl.where(a < 0, 0.0, a)  # NaN stays NaN
+    return a
+
+
+@triton.jit
+def gated(gate, up, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """gate = act(gate) * up in place, of `count` numbers; up None: act(gate)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    await_kernel_ahead(EARLY)
+    a = activated(tl.load(gate + at, mask=there).to(tl.float32), ACTIVATION)
+    if up is not None:
+        a = a.to(gate.dtype.element_ty).to(tl.float32) * tl.load(up + at, mask=there).to(tl.float32)
+    tl.store(gate + at, a.to(gate.dtype.element_ty), mask=there)
+
+
+def activate(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up, or act(gate) alone, in the memory of `gate` [R, N]. activation: "relu" or "silu"."""
+    count, how = gate.numel(), early(gate.device)
+    gated[(tiles(count, BLOCK),)](gate, up, count, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4, **how)
+    return gate
