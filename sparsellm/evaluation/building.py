@@ -7,14 +7,16 @@ same rows. Of other ranks' requests a rank sees only the tokens.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import lm_eval.api.task
 import lm_eval.utils
 
 from sparsellm.distributed import Ranks
-from sparsellm.evaluation.tasks import LoadedTask
+from sparsellm.evaluation.tasks import LoadedTask, each_row
 
 # lm-eval compiles a template for each text that it makes of a row, which takes most of the time of building. A compiled
 # template depends on its source alone. In lm-eval, `apply_template` would call a cached `env.from_string` instead.
@@ -24,6 +26,7 @@ Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # of texts
 AHEAD = 2  # tasks: to build a large one takes longer than to answer a small one before it
 TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
+OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # methods of a task, by lm-eval's names: a template each
 
 
 def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
@@ -41,17 +44,42 @@ def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
     return found
 
 
+def once_for_each_row(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of a row, computed once for each row object; of equal rows each has its own.
+
+    lm-eval asks two to four times: when it builds the requests of a row, when it computes its metrics, and for its
+    sample. A list is handed out as a new one each time, so that nobody can change what is kept.
+    """
+    known: dict[int, tuple[Any, Any]] = {}  # by id(row); with the row, so that no other one comes to have its id
+
+    def answer(row: Any, *options: Any, **named: Any) -> Any:
+        if options or named:  # another template than the task's own
+            return method(row, *options, **named)
+        if id(row) not in known:
+            known[id(row)] = row, method(row)
+        _, found = known[id(row)]
+        return list(found) if isinstance(found, list) else found
+
+    return answer
+
+
 class Share:
     """A task of lm-eval as `lm_eval.evaluator.evaluate` uses it, of this rank's rows, their requests built."""
 
     def __init__(self, task: Any, limit: int | None, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        self.task = task
-        rows = len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs))
-        task._instances = []
-        if ranks.rank < rows:  # of no rows lm-eval refuses to build requests
+        # A copy: the requests, and what is kept of the rows, go with the share, and the next one begins without.
+        self.task = copy(task)
+        for name in OF_A_ROW:
+            setattr(self.task, name, once_for_each_row(getattr(task, name)))
+        docs = task.eval_docs
+        self.task.doc_iterator = lambda *, rank, limit, world_size, samples: islice(
+            enumerate(each_row(docs)), rank, limit, world_size
+        )
+        self.task._instances = []
+        if ranks.rank < (len(docs) if limit is None else min(limit, len(docs))):  # of no rows lm-eval refuses to build
             with _without_bars():
-                task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
-        self.encoded = tokenize([instance.args for instance in task.instances])
+                self.task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
+        self.encoded = tokenize([instance.args for instance in self.task.instances])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)

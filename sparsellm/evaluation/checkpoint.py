@@ -127,6 +127,9 @@ class Evaluation:
 
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
+        if not self.ranks.is_main:
+            # To open a checkpoint the main rank imports these, which takes seconds: the others do so meanwhile, not later.
+            from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
         identity = self._on_main(self._open)
         begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))
         if not begun:
