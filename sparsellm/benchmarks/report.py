@@ -87,6 +87,8 @@ def notes(results: Row) -> list[str]:
         f"forward: {tokens} tokens, hidden states; training: a whole step of"
         f" as many, {results['micro_batch_size']} sequences at a time; prefill and decode: sparsellm.Generator",
     ]
+    if of_layers := dict.fromkeys(f"{of['tokens']:,}" for row in rows for of in row["layer_speeds"] or []):
+        found.append(f"layers: each alone on {' or '.join(of_layers)} tokens, relative to PyTorch's faster form of it")
     found += [
         f"{row['name']}: speed-up and nonzeros over layers: correlation {row['correlation_with_nonzeros']:+.2f}"
         for row in rows

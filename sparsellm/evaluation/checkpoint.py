@@ -128,7 +128,7 @@ class Evaluation:
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         if not self.ranks.is_main:
-            # To open a checkpoint the main rank imports these, which takes seconds: the others do so meanwhile, not later.
+            # To open a checkpoint the main rank imports these, which takes seconds: the others do so meanwhile.
             from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
         identity = self._on_main(self._open)
         begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))

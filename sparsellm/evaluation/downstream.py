@@ -22,7 +22,6 @@ from lm_eval import evaluator
 from lm_eval.api.metrics import stderr_for_metric
 from lm_eval.models.huggingface import HFLM
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.console import progress
@@ -35,10 +34,10 @@ from sparsellm.evaluation.tasks import LoadedTask
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
 
-# PyTorch's attention without cuDNN's, which PyTorch prefers on Hopper: its first call at a new shape takes 43 ms of the
-# host (H100, torch 2.11), and nearly every batch has a shape of its own. The flash kernel's first call takes 0.2 ms. On
-# the GPU a layer's attention to 64 sequences of 128 tokens takes 0.068 ms instead of 0.051.
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Batches are padded to a multiple of so many tokens, so that few have a shape of their own: cuDNN's attention, which
+# PyTorch prefers on Hopper, takes the host 43 ms for each shape that is new (H100, torch 2.11). Other attention would
+# not, but its last bits are not those of lm-eval's own model, and so near-ties are scored otherwise.
+MULTIPLE = {"cuda": 16, "cpu": 1}
 
 Request = tuple[list[int], list[int]]  # the tokens of context and continuation
 Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
@@ -165,7 +164,7 @@ class SharedLM(HFLM):
         # The logits that predict a continuation are those at the last positions of its sequence.
         position = np.repeat(end - lengths - first, lengths) + np.arange(lengths.sum())
         at = self._sent(torch.from_numpy(np.stack((np.repeat(row, lengths), position))))
-        padded = self._sent(_padded(list(rows)))
+        padded = self._sent(_padded(list(rows), self._padded_length(max(map(len, rows)))))
         predicted = self._sent(torch.tensor([token for _, continuation in batch for token in continuation]))
         logits = self._model_call(padded)[at[0], at[1]]
         scores = nn.functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
@@ -179,9 +178,10 @@ class SharedLM(HFLM):
 
         return read
 
-    def _model_call(self, inps: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
-        with sdpa_kernel(ATTENTION):
-            return super()._model_call(inps, *options, **named)
+    def _padded_length(self, longest: int) -> int:
+        """Of the sequences of a batch, whose longest one has so many tokens."""
+        multiple = MULTIPLE[self.ranks.device.type]
+        return min(-(-longest // multiple) * multiple, self.max_length)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, of the CPU, on the device, without waiting for what the device does."""
@@ -221,7 +221,7 @@ class SharedLM(HFLM):
         room: Any = 0
         for numbers in sorted(sequences.values(), key=longest_first):
             if not room:
-                length = min(-longest_first(numbers)[0] - 1, self.max_length)
+                length = self._padded_length(min(-longest_first(numbers)[0] - 1, self.max_length))
                 room = max(1, self.tokens_per_batch // length) if self.sequences == "auto" else self.sequences
                 batches.append([])
             batches[-1] += numbers
@@ -276,11 +276,11 @@ def _metrics(task: Any, samples: list[dict[str, Any]]) -> dict[str, float | None
     return found
 
 
-def _padded(sequences: list[tuple[int, ...]]) -> torch.Tensor:
-    """The sequences as rows, with zeros after the shorter ones."""
+def _padded(sequences: list[tuple[int, ...]], length: int) -> torch.Tensor:
+    """The sequences as rows of so many tokens, with zeros behind their own."""
     lengths = np.array([len(tokens) for tokens in sequences])
-    padded = np.zeros((len(sequences), lengths.max()), np.int64)
-    padded[np.arange(lengths.max()) < lengths[:, None]] = list(chain.from_iterable(sequences))
+    padded = np.zeros((len(sequences), length), np.int64)
+    padded[np.arange(length) < lengths[:, None]] = list(chain.from_iterable(sequences))
     return torch.from_numpy(padded)
 
 

@@ -10,9 +10,9 @@
     tuning.py      block sizes by GPU
     policy.py      the choice of engines, and its constants
     decoding.py    no part of the operator: what sparsellm.Generator computes of one token, beside the operator
-    prompts.py     the same of prompts
+    prompts.py     the same of prompts; pointwise.py: of both
     device.py      whether all this runs here; limits.py: what it needs
 
 Only this folder imports triton. sparsellm.ops.backend imports it once its kernels are asked for, and
-sparsellm.model.generation imports prompts.py and decoding.py once it computes a prompt or compiles a step on a GPU.
+sparsellm.model.inference imports decoding.py, prompts.py and pointwise.py once it computes on a GPU.
 """
