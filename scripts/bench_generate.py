@@ -10,7 +10,7 @@ Modes, in each of which dense and accelerated take turns on one set of weights:
   eager    transformers' default
   static   cache_implementation="static": transformers compiles the decoding step, and replays it as a CUDA graph
   batched  generate_batch, transformers' continuous batching; the manager is kept from call to call
-  ours     sparsellm.Generator; its dense side is compiled and captured as the other one is
+  ours     sparsellm.Generator; its dense side has the same kernels but those of the feedforward blocks
 
 Printed for each case: the time to the first token (a call for one token, so the prefill), the time of each further one,
 tokens per second of the whole call, energy per new token of the whole call (NVML's counter), and of each further step
@@ -63,7 +63,7 @@ from sparsellm.ops import Engine
 MODES = ("eager", "static", "batched", "ours")
 WARMUP = 2  # whole calls that are not timed
 PROFILED = 9  # tokens of the calls whose kernels are summed
-ATTENTION = re.compile("sdpa|fmha|flash|attention|^attend$", re.IGNORECASE)  # names of kernels
+ATTENTION = re.compile("sdpa|fmha|flash|attention|^(attend|join)$", re.IGNORECASE)  # names of kernels
 MEMORY = 0.3  # of what is free, for the cache of each model in continuous batching
 LOCALITY = 0.5
 Call = Callable[[int], object]  # generates so many new tokens for each sequence

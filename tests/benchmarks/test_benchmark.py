@@ -107,6 +107,8 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     for side in ours["sides"].values():
         assert all(side[phase]["mj_per_token"] > 0 for phase in report.PHASES)
     shown = capsys.readouterr().out
+    of_each = " or ".join(f"{row['layer_speeds'][0]['tokens']:,}" for row in (ours, alone))
+    assert f"layers: each alone on {of_each} tokens" in shown
     tables = [part.splitlines() for part in shown.split("\n\n")]
     assert ["kernels" in line for line in tables[1][1:]] == [True, False, False] * 2
     assert ["0.4321" in line for line in tables[1][1:]] == [True, True, False] + [False] * 3

@@ -101,6 +101,55 @@ def test_a_template_is_compiled_once(rows, monkeypatch):
     assert len(compiled) == len(set(compiled))
 
 
+@pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "winogrande"])
+def test_what_lm_eval_asks_of_a_row_is_computed_once_for_each_row(rows, name, monkeypatch):
+    """Also of equal rows, which a benchmark may repeat; not for the next share of the task."""
+    (loaded,) = load(rows, name)
+    asked = {method: [] for method in building.OF_A_ROW}
+    for method, of in asked.items():
+        compute = getattr(loaded.task, method)
+        monkeypatch.setattr(loaded.task, method, lambda row, of=of, compute=compute: of.append(row) or compute(row))
+    same = [next(tasks.each_row(loaded.task.eval_docs)) for _ in range(3)]
+    monkeypatch.setattr(building, "each_row", lambda _: iter(same))
+    for _ in range(2):
+        for of in asked.values():
+            of.clear()
+        share = Share(loaded.task, 3, ALONE, lambda _: {})
+        for row in same:
+            choices = share.doc_to_choice(row)
+            share.process_results(row, [(0.0, True)] * len(choices))
+            share.doc_to_target(row)
+        assert {method: [id(row) for row in of] for method, of in asked.items()} == {
+            method: [id(row) for row in same] for method in building.OF_A_ROW
+        }
+
+
+def test_the_choices_that_are_kept_of_a_row_cannot_be_changed(rows):
+    for loaded in load(rows, *NAMES):
+        share = Share(loaded.task, 1, ALONE, lambda _: {})
+        row = share.instances[0].doc
+        before = list(share.doc_to_choice(row))
+        share.doc_to_choice(row).append("another")
+        share.doc_to_choice(row)[0] = "changed"
+        assert share.doc_to_choice(row) == before == loaded.task.doc_to_choice(row)
+        assert share.doc_to_choice(row, ["given"]) == ["given"]  # another than the task's own
+
+
+def test_a_share_leaves_the_task_as_it_was(rows):
+    (loaded,) = load(rows, "arc_easy")
+    before = dict(vars(loaded.task))
+    Share(loaded.task, None, ALONE, lambda _: {})
+    assert vars(loaded.task) == before
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_rows_read_many_at_once_are_those_read_alone(rows, name, monkeypatch):
+    """To the types and the order of their fields, which the samples show."""
+    monkeypatch.setattr(tasks, "READ_AT_ONCE", 4)  # of six
+    (loaded,) = load(rows, name)
+    assert list(map(repr, tasks.each_row(loaded.task.eval_docs))) == list(map(repr, loaded.task.eval_docs))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("limit", [None, 4, 1])
 def test_the_shares_of_ranks_are_the_requests_of_one(rows, name, limit):

@@ -9,6 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm.distributed import process_group
+from sparsellm.evaluation import downstream
 from sparsellm.evaluation.downstream import SharedLM
 
 CONTEXT, BATCH = 192, 3
@@ -80,6 +81,24 @@ def test_a_batchs_answers_are_asked_for_before_the_next_batch(folder, monkeypatc
         monkeypatch.setattr(ours, "_received", lambda *found: order.append("copy") or received(*found))
         ours._loglikelihood_tokens(requests_of(pairs))
     assert order == ["batch", "copy"] * 3
+
+
+def test_batches_padded_to_a_multiple_have_lm_evals_answers(folder, monkeypatch):
+    """As on a GPU: no batch exceeds the context, and the padding behind a sequence changes the last bits at most."""
+    draw = random.Random(0)
+    pairs = [(tokens(draw, length), tokens(draw, 3)) for length in (1, 14, 15, 40, 100, CONTEXT - 3, CONTEXT + 5)]
+    multiple = 80  # CONTEXT is no multiple of it
+    monkeypatch.setitem(downstream.MULTIPLE, "cpu", multiple)
+    requests, lengths = requests_of(pairs), []
+    with both(folder) as (ours, theirs):
+        model_call = ours._model_call
+        monkeypatch.setattr(ours, "_model_call", lambda batch: lengths.append(batch.shape[1]) or model_call(batch))
+        answers = ours._loglikelihood_tokens(requests)
+        expected = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert lengths == [CONTEXT, multiple, multiple]  # up to three sequences each, the longest first
+    for (score, likeliest), (other, as_likely) in zip(answers, expected, strict=True):
+        assert score == pytest.approx(other, rel=1e-5)
+        assert likeliest == as_likely
 
 
 def test_one_sequence_answers_whatever_is_asked_of_it(folder):
