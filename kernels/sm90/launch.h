@@ -5,14 +5,14 @@
 //
 // When kernels start. To save the microseconds between one kernel and the next, most kernels are launched early: their
 // CTAs may start while the kernel before them in the stream still ends. Such a kernel touches no memory of the caller's
-// until the kernel before it is done, with two exceptions:
-//   - Within gate_pack, pack_product, token_order and the dense engine's launchers, a kernel that knows what the kernel
-//   before it
-//     writes waits for no more than that (common/clear.cuh, order/order.cu).
-//   - pointwise_hidden, too, waits for the kernel before it, whichever that is.
-//   - The first kernel of these starts as any kernel does, when all before it are done: gate_pack for more than 64
-//     tokens, pack_product, row_ffn for many tokens, dense_hidden, dense_gradient, pointwise, pointwise_gradient,
-//     transpose.
+// until the kernel before it is done, with one exception: within gate_pack, pack_product, token_order and the dense
+// engine's launchers, a kernel that knows what the kernel before it writes waits for no more than that
+// (common/clear.cuh, order/order.cu). The first kernel of these starts as any kernel does, when all before it are done:
+// gate_pack for more than 64 tokens, pack_product, row_ffn for many tokens, dense_hidden, dense_gradient, pointwise,
+// pointwise_gradient, transpose.
+//
+// A kernel of another library that is launched early behind one of these, as those of sparsellm/ops/triton are, must keep
+// to the same: until griddepcontrol.wait it writes nothing, and reads only what no kernel writes.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a segment (C, the

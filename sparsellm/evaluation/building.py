@@ -19,7 +19,8 @@ from sparsellm.distributed import Ranks
 from sparsellm.evaluation.tasks import LoadedTask, each_row
 
 # lm-eval compiles a template for each text that it makes of a row, which takes most of the time of building. A compiled
-# template depends on its source alone. In lm-eval, `apply_template` would call a cached `env.from_string` instead.
+# template depends on its source alone, so lm-eval's `from_string` is replaced here by one that remembers. A change of
+# lm-eval for the same would be such a cache in its `apply_template`.
 setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request

@@ -35,8 +35,8 @@ AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
 
 # Batches are padded to a multiple of so many tokens, so that few have a shape of their own: cuDNN's attention, which
-# PyTorch prefers on Hopper, takes the host 43 ms for each shape that is new (H100, torch 2.11). Other attention would
-# not, but its last bits are not those of lm-eval's own model, and so near-ties are scored otherwise.
+# PyTorch prefers on Hopper, takes the host 43 ms for each shape that is new (H100, torch 2.11). Flash attention would
+# not, but with it near-ties were scored otherwise than by lm-eval, whose own model gets cuDNN's.
 MULTIPLE = {"cuda": 16, "cpu": 1}
 
 Request = tuple[list[int], list[int]]  # the tokens of context and continuation

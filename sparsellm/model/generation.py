@@ -21,6 +21,7 @@ R tokens of a call, all sequences together, K the model's width, V tokens of the
 import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -35,10 +36,12 @@ from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward
 from sparsellm.model.rotary import rotary_tables
 
 CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
+MOST_PROMPTS = 65_535  # in one call, for which a kernel's grid has room
 UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
-# One capture at a time in a process: each begins by waiting for the whole device, which CUDA refuses while another is
-# under way. So may the steps before it, which load the kernels.
-CAPTURE = threading.Lock()
+# What threads do one at a time on a GPU. A capture begins by waiting for the whole device, which CUDA refuses while
+# another is under way. Loading a kernel may wait for the device, too: prompts and the steps before a capture load them.
+# And prompts change a setting that PyTorch has for the whole process.
+ALONE = threading.Lock()
 
 
 class Sampling(NamedTuple):
@@ -83,6 +86,10 @@ class Batch:
         self.steps = 0  # that were taken without a graph
         self.left: torch.cuda.Event | None = None  # after the last work of the stream that had this memory
 
+    def memory(self) -> tuple[Tensor, ...]:
+        """All its tensors."""
+        return self.keys, self.values, *self.tables, self.tokens, self.lengths
+
 
 class Generator:
     """Generates with a decoder that it has taken for itself: in inference, its matrices in one dtype, accelerated."""
@@ -101,7 +108,7 @@ class Generator:
         self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
         self.decoder = decoder.requires_grad_(False).eval()
         for parameter in decoder.parameters():
-            parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32)
+            parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32).contiguous()
         if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
             accelerate(decoder, kernels, calibrate=calibrate)
         for block in decoder.modules():
@@ -191,6 +198,8 @@ class Generator:
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or not min(lengths):
             raise ValueError(f"the prompts have {lengths} tokens: each needs at least one, and there must be a prompt")
+        if len(lengths) > MOST_PROMPTS:
+            raise ValueError(f"there are {len(lengths):,} prompts: it should be at most {MOST_PROMPTS:,} at once")
         if new_tokens < 1:
             raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
         context, vocabulary = self.config.context_length, self.config.vocab_size
@@ -211,8 +220,11 @@ class Generator:
         if batch is None:
             self._idle.clear()  # before there is a larger one beside it
             return Batch(self.config, size, room, self.device, self.dtype)
-        if batch.left is not None:
-            torch.cuda.current_stream(self.device).wait_event(batch.left)  # which other threads' streams do not follow
+        if batch.left is not None:  # perhaps by another thread, whose stream this one's does not follow
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(batch.left)
+            for tensor in batch.memory():
+                tensor.record_stream(stream)  # freed, it is nobody's before this stream has done with it
         return batch
 
     def _leave(self, batch: Batch) -> None:
@@ -225,19 +237,24 @@ class Generator:
         """Compute all prompts, and draw each one's first new token."""
 
         def on_device(numbers: list[int]) -> Tensor:
-            return torch.tensor(numbers, device=self.device)
+            there = torch.tensor(numbers)
+            return there.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else there
 
         tokens = on_device([token for prompt in prompts for token in prompt])
         lengths, longest = on_device([len(prompt) for prompt in prompts]), max(map(len, prompts))
         places = inference.Places.of(lengths, longest, len(tokens))
         x, y = self._embedded(tokens)
-        with inference.attention_of_any_shape(self.device):
+        with self._alone(), inference.attention_of_any_shape(self.device):
             for i, layer in enumerate(self.layers):
                 caches = batch.keys[i], batch.values[i]
                 x, y = inference.of_prompts(layer, self.merged[i], x, y, batch.tables, places, caches)
         last = places.ends - 1
         batch.tokens.copy_(sampling.draw(self._logits(x[last], y[last]), batch.generator))
         batch.lengths.copy_(lengths)
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """ALONE, on a GPU."""
+        return ALONE if self.device.type == "cuda" else nullcontext()
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [R] -> [R, K] float32, and what is to be added to it, nothing yet, in the dtype of the products."""
@@ -254,14 +271,14 @@ class Generator:
             return self._decode(batch, sampling)
         if batch.steps < UNCAPTURED_STEPS:
             batch.steps += 1
-            with CAPTURE:
+            with ALONE:
                 return self._decode(batch, sampling)
         if sampling not in batch.graphs:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(batch.generator)
             stream = torch.cuda.Stream(self.device)
             # By thread: other threads may go on with what is forbidden in a capture, such as taking memory.
-            with CAPTURE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with ALONE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch, sampling)
             batch.graphs[sampling] = graph
         batch.graphs[sampling].replay()

@@ -12,6 +12,7 @@ from sparsellm.config import Activation, ModelConfig
 from sparsellm.model import Decoder, generation, huggingface, inference
 from sparsellm.model.accelerate import SparseFeedForward
 from sparsellm.model.generation import Generator, Sampling
+from sparsellm.ops.triton import pointwise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -42,26 +43,45 @@ def shift_vectors(made, random):
         vector.data += 0.3 * torch.randn(vector.shape, generator=random, device=DEVICE)
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["three", "one"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     ("engine", "attention"),
     [(None, {}), ("dense", {}), ("row", {}), ("row", QWEN3), (None, QWEN2)],
     ids=["torch", "dense", "row", "row_qwen3", "torch_qwen2"],
 )
-def test_captured_steps_give_the_same_tokens(engine, attention, sampling, monkeypatch):
+def test_captured_steps_give_the_same_tokens(engine, attention, sampling, prompts, monkeypatch):
     made = generator(engine, **attention)
-    captured = list(made.stream(PROMPTS, 60, sampling, seed=5))
+    captured = list(made.stream(prompts, 60, sampling, seed=5))
     assert len(captured) == 60
     (batch,) = made._idle.values()
     assert list(batch.graphs) == [sampling]
-    assert list(made.stream(PROMPTS, 60, sampling, seed=5)) == captured  # with the graph from the first step on
+    assert list(made.stream(prompts, 60, sampling, seed=5)) == captured  # with the graph from the first step on
     cache = batch.keys.clone(), batch.values.clone()
     monkeypatch.setattr(generation, "UNCAPTURED_STEPS", 1 << 30)
-    assert list(made.stream(PROMPTS, 60, sampling, seed=5)) == captured
+    assert list(made.stream(prompts, 60, sampling, seed=5)) == captured
     assert torch.equal(batch.keys, cache[0])
     assert torch.equal(batch.values, cache[1])
-    other = list(made.stream(PROMPTS, 60, Sampling(1.0), seed=6))
+    other = list(made.stream(prompts, 60, Sampling(1.0), seed=6))
     assert other != captured
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["three", "one"])
+@pytest.mark.parametrize("engine", [None, "row"])
+def test_kernels_that_start_early_compute_the_same_bits(engine, prompts, monkeypatch):
+    made, found = generator(engine, context_length=4096), []
+    for early in (True, False):
+        made._idle.clear()
+        with monkeypatch.context() as patched:
+            if not early:
+                patched.setattr(pointwise, "_starts_early", lambda _: False)
+            for _ in range(3):
+                tokens = list(made.stream(prompts, 200, Sampling(1.0), seed=5))
+                (batch,) = made._idle.values()
+                found.append((tokens, batch.keys.clone(), batch.values.clone()))
+    for tokens, *caches in found[1:]:
+        assert tokens == found[0][0]
+        assert all(torch.equal(ours, first) for ours, first in zip(caches, found[0][1:], strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 3, 40])

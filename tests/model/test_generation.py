@@ -166,11 +166,46 @@ def test_several_threads_generate_at_once():
 def test_a_step_that_may_load_kernels_takes_turns_with_captures(monkeypatch):
     generator, batch, held = Generator(make("decoder"), kernels=None), SimpleNamespace(steps=0), []
     monkeypatch.setattr(generator, "device", torch.device("cuda"))
-    monkeypatch.setattr(generator, "_decode", lambda *_: held.append(generation.CAPTURE.locked()))
+    monkeypatch.setattr(generator, "_decode", lambda *_: held.append(generation.ALONE.locked()))
     for _ in range(generation.UNCAPTURED_STEPS):
         generator._step(batch, generation.GREEDY)
     assert held == [True] * generation.UNCAPTURED_STEPS
-    assert not generation.CAPTURE.locked()
+    assert not generation.ALONE.locked()
+
+
+def test_prompts_take_turns_with_captures(monkeypatch):
+    generator, held = Generator(make("decoder"), kernels=None), []
+    monkeypatch.setattr(generator, "_alone", lambda: generation.ALONE)  # as on a GPU
+    layer = inference.of_prompts
+    monkeypatch.setattr(inference, "of_prompts", lambda *a: held.append(generation.ALONE.locked()) or layer(*a))
+    all_of(generator, PROMPTS, 1)
+    assert held == [True] * len(generator.layers)
+    assert not generation.ALONE.locked()
+
+
+def test_prompts_leave_pytorchs_choice_of_attention_as_it_was():
+    attention = torch.backends.cuda
+
+    def others():
+        return attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
+
+    def fail():
+        with inference.attention_of_any_shape(torch.device("cuda")):
+            assert not attention.cudnn_sdp_enabled()
+            assert others() == before
+            raise ZeroDivisionError
+
+    before = others()
+    for chosen in (True, False):
+        attention.enable_cudnn_sdp(chosen)
+        try:
+            with pytest.raises(ZeroDivisionError):
+                fail()
+            assert attention.cudnn_sdp_enabled() == chosen
+            with inference.attention_of_any_shape(torch.device("cpu")):
+                assert attention.cudnn_sdp_enabled() == chosen
+        finally:
+            attention.enable_cudnn_sdp(True)
 
 
 def test_triton_launches_on_the_device_of_the_model(monkeypatch):

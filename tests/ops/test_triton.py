@@ -88,20 +88,34 @@ def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path,
         found = compiled(launch, *gpu)
         what = f"{launch.kernel} {launch.arguments} on {gpu[1]}: {found[:3]}"
         assert found.shared <= GPUS[gpu][0], what
-        # NVIDIA's assembler gives float16's products 72 or 80 registers, and the stack the few bytes above.
+        # Of float16's products NVIDIA's assembler keeps up to 24 bytes on the stack, for it takes 72 or 80 registers.
         half = launch.kernel == "matrix_vector" and launch.arguments["weight"] == "*fp16"
         assert found.spills <= (24 if half else 0), what
         if gpu[0] == "cuda":
             assert "v4.b32" in found.assembly, f"{what}: not 16 bytes are read at once"
         if gpu[0] == "cuda" and launch.kernel == "attend":
             assert "cp.async" in found.assembly, f"{what}: nothing is pipelined"
-        waiting = gpu[0] == "cuda" and gpu[1] >= 90
-        assert ("griddepcontrol.wait" in found.assembly) == waiting, what
-        if waiting and launch.kernel == "matrix_vector":
-            before, _, after = found.assembly.partition("griddepcontrol.wait")
-            assert before.count("ld.global") >= 4, f"{what}: weights are fetched after the wait"
-            assert "st.global" not in before, what
-            assert "griddepcontrol.launch_dependents" in after, f"{what}: the next kernel starts before the wait"
+        assert_what_comes_before_the_wait(launch, found.assembly, waits=gpu[0] == "cuda" and gpu[1] >= 90)
+
+
+def assert_what_comes_before_the_wait(launch, assembly, waits):
+    """A kernel that starts before the one ahead has ended reads weights alone until then, and lets the next one start
+    once, after that."""
+    assert assembly.count("griddepcontrol.wait") == assembly.count("griddepcontrol.launch_dependents") == waits
+    if waits:
+        before, _, after = assembly.partition("griddepcontrol.wait")
+        assert "st.global" not in before, launch
+        assert "griddepcontrol.launch_dependents" in after, launch
+        bytes_of = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+        known, weights = launch.arguments, 0
+        if launch.kernel == "normed_sum":
+            weights = 4 * known["COLUMNS"]
+        if launch.kernel == "matrix_vector":
+            matrices = 1 if known["up"] is None else 2
+            weights = matrices * known["ROWS"] * known["COLUMNS"] * bytes_of[known["weight"]]
+        loads = re.findall(r"ld\.global\S*?(?:v(\d))?\.b(\d+)", before)
+        found = sum(int(count or 1) * int(bits) // 8 for count, bits in loads)
+        assert found == weights // (32 * launch.options["num_warps"]), launch
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}-{gpu[1]}")
@@ -124,6 +138,7 @@ def test_kernels_of_prompts_compile_within_the_limits_of_the_gpu(gpu, tmp_path, 
         if gpu[0] == "cuda":
             assert re.search(r"ld\.global\S*v4\.b32", found.assembly), f"{what}: not 16 bytes are read at once"
             assert re.search(r"st\.global\S*v4\.b32", found.assembly), f"{what}: not 16 bytes are written at once"
+        assert_what_comes_before_the_wait(launch, found.assembly, waits=gpu[0] == "cuda" and gpu[1] >= 90)
 
 
 def test_kernels_are_launched_where_their_inputs_are(monkeypatch):

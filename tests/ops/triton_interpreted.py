@@ -289,6 +289,8 @@ def attention(heads, norms, cos, sin, lengths, keys, values):
         (20, 1, 32, False, 64, [1, 40]),  # more query heads than a product's rows
         (2, 1, 64, True, 2048, [3, 1500]),  # in two parts, of which one is empty
         (1, 2, 64, False, 2048, [2047]),  # the last position of all
+        (1, 3, 32, True, 7000, [900, 6999]),  # in four parts, for six would be no power of two
+        (4, 1, 24, False, 9000, [8000]),  # in eight
     ],
 )
 def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, lengths, dtype, close):
@@ -315,6 +317,7 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
     torch.testing.assert_close(values, expected_values, atol=0, rtol=0, equal_nan=True)
 
 
+SILU: dict[str, object] = {}  # the shape of llama, with another activation
 ACTIVATIONS = {"": lambda a: a, "relu": torch.relu, "silu": torch.nn.functional.silu}
 
 
@@ -326,7 +329,8 @@ ACTIVATIONS = {"": lambda a: a, "relu": torch.relu, "silu": torch.nn.functional.
     [(False, "", False), (True, "", False), (False, "relu", False), (False, "relu", True), (True, "silu", True)],
 )
 @pytest.mark.parametrize(("width", "rows"), [(64, 48), (1000, 7)])
-def test_products_of_one_token(width, rows, biased, activation, gating, given, dtype, close):
+def test_products_of_one_token(width, rows, biased, activation, gating, given, dtype, close, monkeypatch):
+    monkeypatch.setattr(decoding, "WARPS", {"x": 1 << 20, "norm(x)": 2}.get(given, 5))  # programs of one step, and more
     random = torch.Generator().manual_seed(0)
     x, y, norm, weight, up, bias = (
         torch.randn(shape, generator=random)
@@ -372,13 +376,13 @@ def test_a_gate_times_what_it_gates(gating, activation, dtype):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_key_value_heads": 2, "head_dim": 32, "qk_norm": True}, {"attention_bias": True}, {"gated": False}],
-    ids=["llama", "qwen3", "qwen2", "not_gated"],
+    [{}, {"num_key_value_heads": 2, "head_dim": 32, "qk_norm": True}, {"attention_bias": True}, {"gated": False}, SILU],
+    ids=["llama", "qwen3", "qwen2", "not_gated", "silu"],
 )
 def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch):
     torch.manual_seed(0)
-    config = ModelConfig(96, 64, 128, 1, 4, context_length=64, init_std=0.1, **model)
-    decoder = Decoder(config, Activation.relu)
+    config = ModelConfig(96, 64, 128, 1, 4, context_length=64, init_std=0.1, **({} if model is SILU else model))
+    decoder = Decoder(config, Activation.silu if model is SILU else Activation.relu)
     for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
         parameter.data += 0.3 * torch.randn(parameter.shape)
     made = generation.Generator(decoder, kernels=None)
@@ -458,13 +462,13 @@ def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed
 @pytest.mark.parametrize("given", [[[5, 17, 3, 80, 11], [3], [44, 2, 9]], [[1, 2, 3], [9, 8, 7]], [[7]]])
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_key_value_heads": 2, "head_dim": 20, "qk_norm": True}, {"attention_bias": True}, {"gated": False}],
-    ids=["llama", "qwen3", "qwen2", "not_gated"],
+    [{}, {"num_key_value_heads": 2, "head_dim": 20, "qk_norm": True}, {"attention_bias": True}, {"gated": False}, SILU],
+    ids=["llama", "qwen3", "qwen2", "not_gated", "silu"],
 )
 def test_prompts_by_kernels_are_those_of_pytorch(model, given, monkeypatch):
     torch.manual_seed(0)
-    config = ModelConfig(96, 96, 128, 2, 4, context_length=64, init_std=0.1, **model)
-    decoder = Decoder(config, Activation.relu)
+    config = ModelConfig(96, 96, 128, 2, 4, context_length=64, init_std=0.1, **({} if model is SILU else model))
+    decoder = Decoder(config, Activation.silu if model is SILU else Activation.relu)
     for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
         parameter.data += 0.3 * torch.randn(parameter.shape)
     made, found = generation.Generator(decoder, kernels=None), []

@@ -144,7 +144,8 @@ struct ClusterCta {
     init_barriers();
     if constexpr (kGated) ptx::cluster_sync();  // before any CTA sends to another, all barriers are there
     ptx::griddepcontrol_wait();
-    // gate_pack of 17 tokens and more, where it comes next, gains a microsecond by that; of fewer it took 0.4 longer.
+    // gate_pack of 17 tokens and more, where it comes next, gains a microsecond by that; of fewer it took 0.4 longer. For
+    // one token see multiply_list.
     if (a.m > kNextEarlyAbove) ptx::griddepcontrol_launch_dependents();
 
     if constexpr (kDealt) {
@@ -449,7 +450,7 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // In a decoder, of one token, the next product begins to fetch its weights, behind what is asked for here.
+    // Of one token the next kernel may start now: in a decoder a product, whose weights so queue behind these loads.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
     // This comes behind the loads, because the other warps do not wait to know what comes next.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {

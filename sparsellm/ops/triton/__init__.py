@@ -9,8 +9,8 @@
     transpose.py   W_d by neuron, and back
     tuning.py      block sizes by GPU
     policy.py      the choice of engines, and its constants
-    decoding.py    no part of the operator: what sparsellm.Generator computes of one token, beside the operator
-    prompts.py     the same of prompts; pointwise.py: of both
+    decoding.py, prompts.py, pointwise.py   no part of the operator: what sparsellm.Generator computes beside it, of one
+                   token, of prompts, of both
     device.py      whether all this runs here; limits.py: what it needs
 
 Only this folder imports triton. sparsellm.ops.backend imports it once its kernels are asked for, and

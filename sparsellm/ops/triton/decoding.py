@@ -1,5 +1,5 @@
 """What decoding computes of one token of each sequence, beside the feedforward operator: attention with all that stands
-before it; and, for one sequence, every product of a matrix and a vector, with what stands before and behind it.
+before it; and, for one sequence, every product of a layer, with what stands before and behind it.
 
 Between products of one token a kernel takes about as long as its start. So there are few, and each starts before the
 one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and only
@@ -27,10 +27,11 @@ LOG2_E = math.log2(math.e)
 # and where there are at most FEW.
 STEP, LONG_STEP = 4 << 10, 16 << 10
 FEW = 132  # programs: one for each multiprocessor of an H100
-SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs
+SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs or MOST_SPLITS
+MOST_SPLITS = 32  # a power of two, as all numbers of splits, so that few forms of a kernel are built
 THREAD = 128  # bytes of matrices in a step of one thread of `matrix_vector`
-ROWS = 4  # of them, at most
-WARPS = 16 * FEW  # of all programs of `matrix_vector`, each of which reads the whole vector, as long as one or two rows
+ROWS = 4  # of each matrix, in a step of one program, at most
+WARPS = 16 * FEW  # of all programs at most, for each reads the whole vector, which costs as much as one or two rows
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def attend(
     part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
     end = tl.minimum(length, (split + 1) * part)
     of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
-    if EARLY:  # only now, for what the next kernel fetches would come before what has been read here
+    if EARLY:  # not before: the weights that the next kernel fetches would delay the loads above
         tl.extra.cuda.gdc_launch_dependents()
     for start in range(split * part, end, POSITIONS):
         there = start + step < end
@@ -125,18 +126,15 @@ def attend(
 
 @triton.jit
 def join(
-    parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
+    parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. ALL, WIDTH: powers of two,
-    no less than SPLITS and D. Program i: row i. The first split is never empty."""
-    line, split, i = tl.program_id(0).to(tl.int64) * SPLITS, tl.arange(0, ALL), tl.arange(0, WIDTH)
-    there = split < SPLITS
+    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. WIDTH: a power of two, no
+    less than D. Program i: row i. The first split is never empty."""
+    line, i = tl.program_id(0).to(tl.int64) * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     await_kernel_ahead(EARLY)
-    size = tl.load(sizes + line + split, mask=there, other=float("-inf"))
+    size = tl.load(sizes + line)
     weight = tl.exp2(size - tl.max(size, 0))
-    read = there[:, None] & (i < D)[None, :]
-    part = tl.load(parts + (line + split)[:, None] * D + i[None, :], mask=read, other=0.0)
+    part = tl.load(parts + line[:, None] * D + i[None, :], mask=(i < D)[None, :], other=0.0)
     mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + tl.program_id(0).to(tl.int64) * D + i, mean.to(out.dtype.element_ty), mask=i < D)
 
@@ -152,7 +150,8 @@ def attend_to_the_past(
     """
     size, positions, kv_heads, width = keys.shape
     count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
-    splits = max(1, min(positions // SPLIT, 2 * FEW // programs))
+    most = max(1, min(positions // SPLIT, 2 * FEW // programs, MOST_SPLITS))
+    splits = 1 << (most.bit_length() - 1)  # the power of two below
     out, parts, sizes = heads.new_empty(size, count, width), None, None
     if splits > 1:
         parts = heads.new_empty(size, count, splits, width, dtype=torch.float32)
@@ -167,10 +166,7 @@ def attend_to_the_past(
         num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
     if parts is not None:
-        join[(size * count,)](
-            parts, sizes, out, D=width, SPLITS=splits, ALL=triton.next_power_of_2(splits), WIDTH=2 * half, num_warps=1,
-            **how,
-        )  # fmt: skip
+        join[(size * count,)](parts, sizes, out, D=width, SPLITS=splits, WIDTH=2 * half, num_warps=1, **how)
     return out
 
 
@@ -234,8 +230,8 @@ def multiply(
     """
     rows, width = weight.shape
     columns = padded(width)
-    warps, bytes = min(16, max(1, columns // 512)), columns * weight.itemsize * (1 if up is None else 2)
-    count = max(1, min(ROWS, 32 * warps * THREAD // bytes))
+    warps, of_a_row = min(16, max(1, columns // 512)), columns * weight.itemsize * (1 if up is None else 2)
+    count = max(1, min(ROWS, 32 * warps * THREAD // of_a_row))
     both = x if y is None else torch.empty_like(x, dtype=torch.float32)
     out, parts = weight.new_empty(1, rows), tiles(rows, count)
     steps = tiles(parts, WARPS // warps)

@@ -21,7 +21,8 @@ BLOCK = 2048  # numbers in one program of `gated`
 
 @triton.jit
 def await_kernel_ahead(EARLY: tl.constexpr):
-    """Until the kernel ahead has ended, and all before it. Then the next one may start, so it can count on them too."""
+    """Waits until the kernel ahead, and all before it, have ended; then lets the next kernel start, which so can count
+    on them too."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -29,7 +30,8 @@ def await_kernel_ahead(EARLY: tl.constexpr):
 
 def early(device: torch.device) -> dict[str, bool]:
     """How a kernel that calls `await_kernel_ahead` is launched: before the one ahead of it has ended, where a GPU can
-    (programmatic dependent launch). Until that call it may read only what no kernel writes."""
+    (programmatic dependent launch). Until that call it may write nothing, and read only what no kernel writes. All
+    kernels that start early make such a call, those of `kernels/` too: so whichever has ended, all before it have."""
     return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
 
 
