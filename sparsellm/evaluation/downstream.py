@@ -37,7 +37,7 @@ BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much ag
 # Batches are padded to a multiple of so many tokens, so that few have a shape of their own: cuDNN's attention, which
 # PyTorch prefers on Hopper, takes the host 43 ms for each shape that is new (H100, torch 2.11). Flash attention would
 # not, but with it near-ties were scored otherwise than by lm-eval, whose own model gets cuDNN's.
-MULTIPLE = {"cuda": 16, "cpu": 1}
+MULTIPLE = {"cuda": 8, "cpu": 1}
 
 Request = tuple[list[int], list[int]]  # the tokens of context and continuation
 Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
