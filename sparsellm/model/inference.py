@@ -112,9 +112,11 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
     prompts of 2,000 tokens. PyTorch has this setting for the whole process: threads must take turns, and the attention
     of others goes without cuDNN's meanwhile.
     """
+    if device.type != "cuda":
+        yield
+        return
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
