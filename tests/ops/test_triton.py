@@ -84,6 +84,15 @@ def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path,
         *of_decoding(640, 8, 8, 80, torch.float16),
     ]
     assert len(launches) == 43
+    for launch, assembly in within_limits(launches, gpu):
+        if gpu[0] == "cuda":
+            assert "v4.b32" in assembly, f"{launch}: not 16 bytes are read at once"
+        if gpu[0] == "cuda" and launch.kernel == "attend":
+            assert "cp.async" in assembly, f"{launch}: nothing is pipelined"
+
+
+def within_limits(launches, gpu):
+    """Each launch with its assembly, compiled, held to the limits of the GPU and to the rule of early starts."""
     for launch in launches:
         found = compiled(launch, *gpu)
         what = f"{launch.kernel} {launch.arguments} on {gpu[1]}: {found[:3]}"
@@ -91,11 +100,9 @@ def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path,
         # Of float16's products NVIDIA's assembler keeps up to 24 bytes on the stack, for it takes 72 or 80 registers.
         half = launch.kernel == "matrix_vector" and launch.arguments["weight"] == "*fp16"
         assert found.spills <= (24 if half else 0), what
-        if gpu[0] == "cuda":
-            assert "v4.b32" in found.assembly, f"{what}: not 16 bytes are read at once"
-        if gpu[0] == "cuda" and launch.kernel == "attend":
-            assert "cp.async" in found.assembly, f"{what}: nothing is pipelined"
+        assert found.registers * launch.options["num_warps"] * WARP[gpu[0]] <= FILE_REGISTERS[gpu[0]], what
         assert_what_comes_before_the_wait(launch, found.assembly, waits=gpu[0] == "cuda" and gpu[1] >= 90)
+        yield launch, found.assembly
 
 
 def assert_what_comes_before_the_wait(launch, assembly, waits):
@@ -129,16 +136,10 @@ def test_kernels_of_prompts_compile_within_the_limits_of_the_gpu(gpu, tmp_path, 
         *of_prompts(640, 8, 8, 80, torch.float16),
     ]
     assert len(launches) == 25
-    for launch in launches:
-        found = compiled(launch, *gpu)
-        what = f"{launch.kernel} {launch.arguments} on {gpu[1]}: {found[:3]}"
-        assert found.shared <= GPUS[gpu][0], what
-        assert not found.spills, what
-        assert found.registers * launch.options["num_warps"] * WARP[gpu[0]] <= FILE_REGISTERS[gpu[0]], what
+    for launch, assembly in within_limits(launches, gpu):
         if gpu[0] == "cuda":
-            assert re.search(r"ld\.global\S*v4\.b32", found.assembly), f"{what}: not 16 bytes are read at once"
-            assert re.search(r"st\.global\S*v4\.b32", found.assembly), f"{what}: not 16 bytes are written at once"
-        assert_what_comes_before_the_wait(launch, found.assembly, waits=gpu[0] == "cuda" and gpu[1] >= 90)
+            assert re.search(r"ld\.global\S*v4\.b32", assembly), f"{launch}: not 16 bytes are read at once"
+            assert re.search(r"st\.global\S*v4\.b32", assembly), f"{launch}: not 16 bytes are written at once"
 
 
 def test_kernels_are_launched_where_their_inputs_are(monkeypatch):

@@ -317,7 +317,6 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
     torch.testing.assert_close(values, expected_values, atol=0, rtol=0, equal_nan=True)
 
 
-SILU: dict[str, object] = {}  # the shape of llama, with another activation
 ACTIVATIONS = {"": lambda a: a, "relu": torch.relu, "silu": torch.nn.functional.silu}
 
 
@@ -373,20 +372,28 @@ def test_a_gate_times_what_it_gates(gating, activation, dtype):
     torch.testing.assert_close(found, expected, atol=close, rtol=close, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize(
-    "model",
-    [{}, {"num_key_value_heads": 2, "head_dim": 32, "qk_norm": True}, {"attention_bias": True}, {"gated": False}, SILU],
-    ids=["llama", "qwen3", "qwen2", "not_gated", "silu"],
-)
-def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch):
+MODELS: dict[str, dict] = {
+    "llama": {}, "qwen3": {"num_key_value_heads": 2, "qk_norm": True}, "qwen2": {"attention_bias": True},
+    "not_gated": {"gated": False}, "silu": {},
+}  # fmt: skip
+
+
+def small_generator(model, width, layers, head_dim):
+    """A generator of random weights of the kind `model`; head_dim: of qwen3's heads."""
     torch.manual_seed(0)
-    config = ModelConfig(96, 64, 128, 1, 4, context_length=64, init_std=0.1, **({} if model is SILU else model))
-    decoder = Decoder(config, Activation.silu if model is SILU else Activation.relu)
+    settings = MODELS[model] | ({"head_dim": head_dim} if model == "qwen3" else {})
+    config = ModelConfig(96, width, 128, layers, 4, context_length=64, init_std=0.1, **settings)
+    decoder = Decoder(config, Activation.silu if model == "silu" else Activation.relu)
     for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
         parameter.data += 0.3 * torch.randn(parameter.shape)
-    made = generation.Generator(decoder, kernels=None)
-    batch = generation.Batch(config, size, 64, made.device, torch.float32)
+    return generation.Generator(decoder, kernels=None)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch):
+    made = small_generator(model, width=64, layers=1, head_dim=32)
+    batch = generation.Batch(made.config, size, 64, made.device, torch.float32)
     batch.lengths.copy_(torch.linspace(1, 63, size).long())
     x, y, keys, values = (torch.randn(shape) for shape in [(size, 64)] * 2 + [batch.keys.shape[1:]] * 2)
     inputs, found = (made.layers[0], made.merged[0], x, y, batch.tables, batch.lengths), []
@@ -460,21 +467,12 @@ def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed
 
 
 @pytest.mark.parametrize("given", [[[5, 17, 3, 80, 11], [3], [44, 2, 9]], [[1, 2, 3], [9, 8, 7]], [[7]]])
-@pytest.mark.parametrize(
-    "model",
-    [{}, {"num_key_value_heads": 2, "head_dim": 20, "qk_norm": True}, {"attention_bias": True}, {"gated": False}, SILU],
-    ids=["llama", "qwen3", "qwen2", "not_gated", "silu"],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_prompts_by_kernels_are_those_of_pytorch(model, given, monkeypatch):
-    torch.manual_seed(0)
-    config = ModelConfig(96, 96, 128, 2, 4, context_length=64, init_std=0.1, **({} if model is SILU else model))
-    decoder = Decoder(config, Activation.silu if model is SILU else Activation.relu)
-    for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
-        parameter.data += 0.3 * torch.randn(parameter.shape)
-    made, found = generation.Generator(decoder, kernels=None), []
+    made, found = small_generator(model, width=96, layers=2, head_dim=20), []
     for by_kernels in (False, True):
         monkeypatch.setattr(inference, "by_kernels", lambda _, chosen=by_kernels: chosen)
-        batch, drawn = generation.Batch(config, len(given), 16, made.device, torch.float32), KeptLogits()
+        batch, drawn = generation.Batch(made.config, len(given), 16, made.device, torch.float32), KeptLogits()
         for cache in (batch.keys, batch.values):  # an earlier stream has left what is no number
             cache.fill_(torch.nan)
         with torch.no_grad():
