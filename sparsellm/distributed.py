@@ -79,10 +79,11 @@ def world_size_from_environment() -> int:
 
 
 @contextmanager
-def process_group(device_type: str) -> Iterator[Ranks]:
+def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
     """Join the ranks that torchrun started (or form a group of one), and leave them at the end.
 
-    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has a GPU of its own.
+    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has a GPU of its own. connect: NCCL connects the
+    GPUs now, and not at the first collective of their tensors, if there is one.
     """
     rank, local_rank = _rank(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = world_size_from_environment()
@@ -95,7 +96,7 @@ def process_group(device_type: str) -> Iterator[Ranks]:
     try:
         dist.init_process_group(
             backend, store=_meet(), rank=rank, world_size=world_size, timeout=TIMEOUT,
-            device_id=device if device_type == "cuda" else None,
+            device_id=device if connect and device_type == "cuda" else None,
         )  # fmt: skip
         yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
     except BaseException as error:

@@ -38,7 +38,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchmarkError(f"{folder} cannot be written: {error}; choose another folder for output_dir") from error
-    with process_group(device_type(config.device.name)) as ranks:
+    with process_group(device_type(config.device.name), connect=False) as ranks:
         missing = _without_kernels(config, ranks.device)
         measured = []
         for i, name in enumerate(config.checkpoint):

@@ -76,7 +76,8 @@ def evaluate_checkpoint(
         raise ConfigError(found)
     assert config.checkpoint is not None
     request = Request(config, locate(config.checkpoint))
-    with process_group(device_type(config.device.name)) as ranks:
+    # Ranks exchange objects here, which travel between CPUs: only the held-out loss is summed on GPUs.
+    with process_group(device_type(config.device.name), connect=False) as ranks:
         evaluation = Evaluation(request, ranks)
         with hub.offline(not evaluation.reaches_hub()):
             return evaluation.run(record, show)

@@ -104,7 +104,12 @@ class Generator:
         calibrate: bool = True,
     ) -> None:
         """stop: ids of tokens that end a sequence. kernels, calibrate: as of `accelerate`; kernels=None: not
-        accelerated, as SiLU models never are."""
+        accelerated, as SiLU models never are.
+
+        Raises KernelsUnavailable for a GPU on which Triton's kernels do not run: dense models need them here, too.
+        """
+        self.device = decoder.embed_tokens.weight.device
+        inference.require_kernels(decoder.embed_tokens.weight)
         self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
         self.decoder = decoder.requires_grad_(False).eval()
         for parameter in decoder.parameters():
@@ -116,7 +121,6 @@ class Generator:
                 block.returns_statistics = False  # nobody looks at them
         self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
         self.merged = [inference.Projection.of(layer.self_attn) for layer in self.layers]
-        self.device = decoder.embed_tokens.weight.device
         self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
 
     @classmethod

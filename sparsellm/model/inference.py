@@ -32,6 +32,8 @@ from sparsellm.model.decoder import (
     causal_attention,
     rotate,
 )
+from sparsellm.ops import backend
+from sparsellm.ops.compiler import KernelsUnavailable
 
 Caches = tuple[Tensor, Tensor]  # of a layer: keys and values [B, S, H_kv, D]
 Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, halves repeated
@@ -126,6 +128,19 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
 def by_kernels(x: Tensor) -> bool:
     """Whether Triton kernels compute with x, instead of PyTorch's operators."""
     return x.is_cuda
+
+
+def require_kernels(x: Tensor) -> None:
+    """Raises KernelsUnavailable where x is on a GPU on which Triton's kernels do not run."""
+    if not by_kernels(x) or torch.version.hip is not None:
+        return
+    with torch.cuda.device_of(x):
+        try:
+            backend.check("triton")
+        except KernelsUnavailable as error:
+            raise KernelsUnavailable(
+                f"Triton's kernels, which generate text on a GPU, do not run here: {error}; device=cpu does without"
+            ) from error
 
 
 def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

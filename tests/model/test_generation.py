@@ -12,6 +12,8 @@ from model.small_models import make
 from sparsellm.config import Activation
 from sparsellm.model import generation, huggingface, inference
 from sparsellm.model.generation import Generator, Sampling
+from sparsellm.ops import backend
+from sparsellm.ops.compiler import KernelsUnavailable
 
 PROMPTS = [[5, 17, 3, 80, 11], [3], [44, 2, 9]]
 
@@ -225,6 +227,20 @@ def test_triton_launches_on_the_device_of_the_model(monkeypatch):
     all_of(generator, PROMPTS, 3)
     assert seen == [[generator.device]] * 3 * len(generator.layers)
     assert not current
+
+
+def test_a_gpu_without_triton_is_refused_before_the_model_is_changed(monkeypatch):
+    def missing(kernels):
+        raise KernelsUnavailable(f"{kernels} is missing")
+
+    monkeypatch.setattr(inference, "by_kernels", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(backend, "check", missing)
+    decoder = make("decoder")
+    with pytest.raises(
+        KernelsUnavailable, match=r"generate text on a GPU, do not run here: triton is missing; device=cpu"
+    ):
+        Generator(decoder, kernels=None)
+    assert decoder.layers[0].mlp.gate_proj.weight.requires_grad
 
 
 def test_the_whole_context_can_be_filled():

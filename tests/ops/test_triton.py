@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_launches import Recorder, compiled, of_decoding, of_layers, of_prompts
+from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_layers, of_prompts
 
 from sparsellm.ops.triton import limits, tuning
 
@@ -106,23 +106,24 @@ def within_limits(launches, gpu):
 
 
 def assert_what_comes_before_the_wait(launch, assembly, waits):
-    """A kernel that starts before the one ahead has ended reads weights alone until then, and lets the next one start
-    once, after that."""
+    """A kernel that starts before the one ahead has ended reads until then what no kernel of the chain writes: weights,
+    and where sequences are. It lets the next one start once, after that."""
     assert assembly.count("griddepcontrol.wait") == assembly.count("griddepcontrol.launch_dependents") == waits
     if waits:
         before, _, after = assembly.partition("griddepcontrol.wait")
         assert "st.global" not in before, launch
         assert "griddepcontrol.launch_dependents" in after, launch
-        bytes_of = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
-        known, weights = launch.arguments, 0
+        known, read = launch.arguments, bytes_read(launch, before)
+        if launch.kernel == "attend":
+            assert read.keys() == {"lengths", "cos", "sin"}, launch
+            return
+        expected = {}
         if launch.kernel == "normed_sum":
-            weights = 4 * known["COLUMNS"]
+            expected = {"weight": 4 * known["COLUMNS"]}
         if launch.kernel == "matrix_vector":
-            matrices = 1 if known["up"] is None else 2
-            weights = matrices * known["ROWS"] * known["COLUMNS"] * bytes_of[known["weight"]]
-        loads = re.findall(r"ld\.global\S*?(?:v(\d))?\.b(\d+)", before)
-        found = sum(int(count or 1) * int(bits) // 8 for count, bits in loads)
-        assert found == weights // (32 * launch.options["num_warps"]), launch
+            of_each = known["ROWS"] * known["COLUMNS"] * {"*fp32": 4, "*bf16": 2, "*fp16": 2}[known["weight"]]
+            expected = {name: of_each for name in ("weight", "up") if known[name] is not None}
+        assert read == {name: size // (32 * launch.options["num_warps"]) for name, size in expected.items()}, launch
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}-{gpu[1]}")

@@ -4,6 +4,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,3 +178,26 @@ def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources
         usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "STACK"))
     return Resources(made.metadata.shared, registers, stack, made.asm["ptx"])
+
+
+def bytes_read(launch: Launch, assembly: str) -> Counter[str]:
+    """By name of an argument: how many bytes of it a thread loads in this beginning of a kernel's PTX."""
+    names = [name for name, value in launch.arguments.items() if is_passed(value)]
+    of_register: dict[str, set[str]] = {}
+    found: Counter[str] = Counter()
+    for line in assembly.splitlines():
+        registers = re.findall(r"%(?:r|rd|p|rs|f)\d+", line)
+        if (parameter := re.search(r"ld\.param\S*\s+(%\w+), \[\w+_param_(\d+)\]", line)) is not None:
+            place = int(parameter[2])
+            of_register[parameter[1]] = {names[place]} if place < len(names) else set()
+        elif (load := re.search(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+) .*\[ *(%\w+)", line)) is not None:
+            (pointer,) = (n for n in of_register[load[3]] if str(launch.arguments[n]).startswith("*"))
+            found[pointer] += int(load[1] or 1) * int(load[2]) // 8
+        elif len(registers) > 1:
+            of_register[registers[0]] = set().union(*(of_register.get(register, ()) for register in registers[1:]))
+    return found
+
+
+def is_passed(value: Any) -> bool:
+    """Whether this is an argument of the compiled kernel, not a constant in it."""
+    return isinstance(value, str) and value in {*TYPES.values(), "i32", "fp32"}

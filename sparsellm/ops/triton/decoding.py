@@ -2,8 +2,8 @@
 before it; and, for one sequence, every product of a layer, with what stands before and behind it.
 
 Between products of one token a kernel takes about as long as its start. So there are few, and each starts before the
-one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and only
-then waits for its input.
+one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and
+attention what earlier steps have left; only then they wait for their input.
 
 Letters: B sequences, S positions of the cache, H heads of width D, H_kv heads of keys and values, each of which
 H / H_kv query heads share, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32;
@@ -45,6 +45,12 @@ def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NOR
     return first * cos - second * sin, second * cos + first * sin
 
 
+@triton.jit
+def to_l2(pointers):
+    """Fetches the lines that these addresses are in, on a GPU of NVIDIA."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, False, 1)
+
+
 @triton.jit(do_not_specialize=["positions"])
 def attend(
     heads, q_norm, k_norm, cos, sin, lengths, keys, values, out, sizes, positions,
@@ -60,8 +66,6 @@ def attend(
     what it stores is read by no program of this launch. A split without positions leaves zeros and -inf.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     HEADS: tl.constexpr = H // H_KV
     length = tl.load(lengths + b).to(tl.int32)
     row, i, whole, step = tl.arange(0, SHARING), tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, POSITIONS)
@@ -69,6 +73,15 @@ def attend(
     c = tl.load(cos + length * D + i, mask=inside, other=0.0)[None, :]
     s = tl.load(sin + length * D + i, mask=inside, other=0.0)[None, :]
     dtype: tl.constexpr = heads.dtype.element_ty
+    first = (b * positions) * (H_KV * D) + h * D
+    part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
+    if EARLY:  # lengths, and the past that is fetched here, are of earlier steps: no kernel of this one writes them
+        LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
+        soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
+        for line in tl.static_range(0, D, LINE):
+            to_l2(keys + soon + line)
+            to_l2(values + soon + line)
+        tl.extra.cuda.gdc_wait()
 
     here = heads + b * ((H + 2 * H_KV) * D)
     of_q = here + (h * HEADS + row)[:, None] * D + i[None, :]
@@ -77,7 +90,6 @@ def attend(
         tl.load(of_q + D // 2, mask=shared, other=0.0).to(tl.float32), i, inside, q_norm, c, s, EPS, D, NORMED,
     )  # fmt: skip
     q1, q2 = q1.to(dtype), q2.to(dtype)
-    first = (b * positions) * (H_KV * D) + h * D
     most = tl.full((SHARING,), float("-inf"), tl.float32)
     total = tl.zeros((SHARING,), tl.float32)
     sums = tl.zeros((SHARING, 2 * HALF), tl.float32)
@@ -98,7 +110,6 @@ def attend(
         total += 1.0
         sums += v.to(tl.float32)[None, :]
 
-    part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
     end = tl.minimum(length, (split + 1) * part)
     of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
     if EARLY:  # not before: the weights that the next kernel fetches would delay the loads above
