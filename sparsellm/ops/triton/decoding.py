@@ -55,13 +55,15 @@ def to_l2(pointers):
 def attend(
     heads, q_norm, k_norm, cos, sin, lengths, keys, values, out, sizes, positions,
     SCALE: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
-    SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, FETCHING: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, H, SPLITS, D] of heads [B, H + 2 H_kv, D]; the caches [B, S, H_kv, D] get their keys and values at
     `lengths`. With several splits, each a part of the positions, out are the results of each, float32, and sizes
     [B, H, SPLITS] the base-2 logarithm of the sum of its weights.
 
     positions: S. SCALE: of scores, times log2(e). SHARING, HALF: powers of two, no less than H / H_kv and D / 2.
+    FETCHING: to L2 what is loaded first of the past, while the kernel ahead ends.
     Program (b, h, split): the query heads of one head of keys. Split 0 computes the new token, too, from registers;
     what it stores is read by no program of this launch. A split without positions leaves zeros and -inf.
     """
@@ -76,11 +78,12 @@ def attend(
     first = (b * positions) * (H_KV * D) + h * D
     part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
     if EARLY:  # lengths, and the past that is fetched here, are of earlier steps: no kernel of this one writes them
-        LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
-        soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
-        for line in tl.static_range(0, D, LINE):
-            to_l2(keys + soon + line)
-            to_l2(values + soon + line)
+        if FETCHING:
+            LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
+            soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
+            for line in tl.static_range(0, D, LINE):
+                to_l2(keys + soon + line)
+                to_l2(values + soon + line)
         tl.extra.cuda.gdc_wait()
 
     here = heads + b * ((H + 2 * H_KV) * D)
@@ -174,6 +177,7 @@ def attend_to_the_past(
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
         SHARING=padded(count // kv_heads), HALF=half,
         POSITIONS=max(FEWEST, (LONG_STEP if programs <= FEW else STEP) // (2 * half * heads.itemsize)),
+        FETCHING=programs <= FEW,  # of more programs it cost 1%
         num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
     if parts is not None:
