@@ -267,7 +267,8 @@ class Generator:
 
     def _logits(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y [B, K] -> [B, V] float32."""
-        return inference.logits(x, y, self.decoder.norm, self.decoder.head)
+        _, normed = inference.sum_norm(x, y, self.decoder.norm, self.dtype)
+        return F.linear(normed, self.decoder.head).float()
 
     def _step(self, batch: Batch, sampling: Sampling) -> None:
         if self.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The layers and the head of a decoder where it generates text: of prompts, and of one token of each sequence.
+"""The layers of a decoder where it generates text: those of prompts, and of one token of each sequence.
 
 On a GPU they are a few launches, without torch.compile, which would take longer than it could save in a text: what
 stands between the products is in Triton (sparsellm.ops.triton), and so are the products of a single token. On a CPU
@@ -40,15 +40,14 @@ Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, h
 
 
 class Projection(NamedTuple):
-    """A matrix that inputs are multiplied with, and what is added."""
+    """The projections of queries, keys and values as one, for one product instead of three."""
 
-    weight: Tensor  # [N, K]
-    bias: Tensor | None  # [N], in the dtype of the weight
+    weight: Tensor  # [(H + 2 H_kv) D, K]
+    bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight
 
     @classmethod
     def of(cls, attention: Attention) -> Self:
-        """Those of queries, keys and values as one, N = (H + 2 H_kv) D, for one product instead of three. The weights
-        of `attention` become parts of it."""
+        """The weights of `attention` become parts of the merged one."""
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         weight = torch.cat([proj.weight for proj in projections])
         for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
@@ -98,9 +97,14 @@ def of_step(
     return _after_attention(layer, x, _attend(layer.self_attn, heads, tables, lengths, caches))
 
 
-def logits(x: Tensor, y: Tensor, norm: RMSNorm, head: Tensor) -> Tensor:
-    """x + y [B, K], behind the last layer, to the logits [B, V] float32. head: [V, K]."""
-    return _normed_product(x, y, norm, Projection(head, None))[1].float()
+def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, K] float32, y [R, K] of any dtype -> (x + y float32, its norm in `dtype`)."""
+    if by_kernels(x):
+        from sparsellm.ops.triton import pointwise
+
+        return pointwise.sum_norm(x, y, norm.weight, norm.eps, dtype)
+    x = x + y
+    return x, norm(x).to(dtype)
 
 
 @contextmanager
@@ -141,28 +145,15 @@ def require_kernels(x: Tensor) -> None:
 
 def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x and y [R, K] -> (x + y, heads [R, H + 2 H_kv, D])."""
-    x, heads = _normed_product(x, y, layer.input_layernorm, merged)
-    return x, heads.view(len(x), -1, layer.self_attn.head_dim)
-
-
-def _sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [R, K] float32, y [R, K] of any dtype -> (x + y float32, its norm in `dtype`)."""
-    if by_kernels(x):
-        from sparsellm.ops.triton import pointwise
-
-        return pointwise.sum_norm(x, y, norm.weight, norm.eps, dtype)
-    x = x + y
-    return x, norm(x).to(dtype)
-
-
-def _normed_product(x: Tensor, y: Tensor, norm: RMSNorm, projection: Projection) -> tuple[Tensor, Tensor]:
-    """x and y [R, K] -> (x + y, the projection [R, N] of its norm)."""
+    norm = layer.input_layernorm
     if len(x) == 1 and by_kernels(x):
         from sparsellm.ops.triton.decoding import multiply
 
-        return multiply(projection.weight, x, y, norm.weight, norm.eps, projection.bias)
-    x, normed = _sum_norm(x, y, norm, projection.weight.dtype)
-    return x, F.linear(normed, *projection)
+        x, heads = multiply(merged.weight, x, y, norm.weight, norm.eps, merged.bias)
+    else:
+        x, normed = sum_norm(x, y, norm, merged.weight.dtype)
+        heads = F.linear(normed, *merged)
+    return x, heads.view(len(x), -1, layer.self_attn.head_dim)
 
 
 def _positioned(attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +216,7 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor,
     norm, block = layer.post_attention_layernorm, layer.mlp
     y = _product(y.flatten(1), layer.self_attn.o_proj.weight)
     if isinstance(block, SparseFeedForward):
-        x, normed = _sum_norm(x, y, norm, y.dtype)
+        x, normed = sum_norm(x, y, norm, y.dtype)
         return x, cast(Tensor, block(normed))
     assert isinstance(block, GatedFeedForward | NonGatedFeedForward)
     activation = "silu" if isinstance(block, SiluFeedForward) else "relu"
@@ -237,7 +228,7 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor,
 
         x, h = multiply(first, x, y, norm.weight, norm.eps, activation=activation, up=up)
     else:
-        x, normed = _sum_norm(x, y, norm, y.dtype)
+        x, normed = sum_norm(x, y, norm, y.dtype)
         h = _activated(F.linear(normed, first), None if up is None else F.linear(normed, up), activation)
     return x, _product(h, block.down_proj.weight)
 
