@@ -12,7 +12,8 @@
 // pointwise_gradient, transpose.
 //
 // A kernel of another library that is launched early behind one of these, as those of sparsellm/ops/triton are, must keep
-// to the same: until griddepcontrol.wait it writes nothing, and reads only what no kernel writes.
+// to the same: until griddepcontrol.wait it writes nothing, and reads only what no kernel writes, or what was written
+// before the last kernel that was not launched early.
 //
 // Letters: M tokens, K model width, N neurons, all rows contiguous, K and N multiples of 8 up to 65,536.
 //   MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 256 / C words of a segment (C, the
