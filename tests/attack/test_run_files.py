@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from attack.seed import SEED, one
@@ -279,6 +280,17 @@ def heed_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def said_until_its_end(process):
+    """What the process writes to stderr until it ends. If it has not ended after a minute it is killed, and the second
+    result says which signals it had pending, blocked, ignored and caught."""
+    try:
+        return process.communicate(timeout=60)[1], []
+    except subprocess.TimeoutExpired:
+        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        process.kill()
+        return process.communicate()[1], [line for line in status if line.startswith(("Sig", "Shd"))]
+
+
 @pytest.mark.slow
 def test_an_interrupt_at_any_instant_of_a_start(tmp_path):
     command = [sys.executable, "-m", "sparsellm.train", "experiment=smoke", "runtime.device=cpu", "logging=disabled"]
@@ -291,8 +303,8 @@ def test_an_interrupt_at_any_instant_of_a_start(tmp_path):
         process.stderr.readline()  # it is starting
         time.sleep(delay := chance.uniform(0, 3))
         process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=60)[1]
+        errors, signals = said_until_its_end(process)
         if process.returncode != 130 or "Traceback" in errors or "interrupted" not in errors:
-            failed.append((delay, process.returncode, errors[-500:]))
+            failed.append((delay, process.returncode, signals, errors[:1500], errors[-500:]))
     print(f"interrupts: tried {INTERRUPTS}, held {INTERRUPTS - len(failed)}, failed {len(failed)}")
     assert failed == []
