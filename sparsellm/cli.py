@@ -81,11 +81,17 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         say()
         os._exit(INTERRUPTED)
 
-    interrupts = []
+    interrupts, say_dropped = [], sys.unraisablehook
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
         signal.default_int_handler(number, frame)
+
+    def end_if_dropped(dropped: "sys.UnraisableHookArgs") -> None:
+        """Python goes on after what is raised in a finalizer or a callback of its own, an interrupt too."""
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            end_at_once(signal.SIGINT, None)
+        say_dropped(dropped)
 
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a process in the background
     try:
@@ -101,6 +107,7 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
             module = importlib.import_module(f"sparsellm.commands.{command}")
         if heard:
             signal.signal(signal.SIGINT, interrupt)
+            sys.unraisablehook = end_if_dropped
         code = module.main(arguments, program)
         sys.stdout.flush()
         return code
@@ -116,3 +123,5 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
             raise
         say()  # a library has made another error of the interrupt, as in the middle of an import
         return INTERRUPTED
+    finally:
+        sys.unraisablehook = say_dropped

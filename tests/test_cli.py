@@ -112,6 +112,37 @@ cli.run("train", [])
     assert done.stderr == ("sparsellm train: starting\n\nsparsellm train: interrupted; the same command starts again\n")
 
 
+def test_an_interrupt_that_python_drops_in_a_finalizer_is_one_still():
+    code = """
+import os, signal, sys, types
+from sparsellm import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, begin by ignoring it
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Broken:
+    def __del__(self):
+        raise ValueError("of a finalizer")
+
+def main(_arguments, _program):
+    Broken()
+    Finalized()
+    print("went on")
+    return 0
+
+sys.modules["sparsellm.commands.push"] = types.SimpleNamespace(main=main)
+cli.run("push", ["checkpoint=x", "repo=a/b"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert "went on" not in done.stdout
+    assert "ValueError: of a finalizer" in done.stderr  # said as ever
+    assert done.stderr.endswith("\nsparsellm push: interrupted; the same command starts again\n")
+
+
 @pytest.mark.slow
 def test_the_first_mistake_a_person_makes_is_answered_without_a_traceback(tmp_path):
     for arguments, words in (
