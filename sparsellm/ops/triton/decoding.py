@@ -164,6 +164,7 @@ def attend_to_the_past(
     """
     size, positions, kv_heads, width = keys.shape
     count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
+    few = programs <= FEW
     most = max(1, min(positions // SPLIT, 2 * FEW // programs, MOST_SPLITS))
     splits = 1 << (most.bit_length() - 1)  # the power of two below
     out, parts, sizes = heads.new_empty(size, count, width), None, None
@@ -176,8 +177,8 @@ def attend_to_the_past(
         heads, q_norm, k_norm, cos, sin, lengths, keys, values, out if parts is None else parts, sizes, positions,
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
         SHARING=padded(count // kv_heads), HALF=half,
-        POSITIONS=max(FEWEST, (LONG_STEP if programs <= FEW else STEP) // (2 * half * heads.itemsize)),
-        FETCHING=programs <= FEW,  # of more programs it cost 1%
+        POSITIONS=max(FEWEST, (LONG_STEP if few else STEP) // (2 * half * heads.itemsize)),
+        FETCHING=few,  # of more programs it cost 1%
         num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
     if parts is not None:

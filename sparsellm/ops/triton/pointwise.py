@@ -30,8 +30,9 @@ def await_kernel_ahead(EARLY: tl.constexpr):
 
 def early(device: torch.device) -> dict[str, bool]:
     """How a kernel that calls `await_kernel_ahead` is launched: before the one ahead of it has ended, where a GPU can
-    (programmatic dependent launch). Until that call it may write nothing, and read only what no kernel writes. All
-    kernels that start early make such a call, those of `kernels/` too: so whichever has ended, all before it have."""
+    (programmatic dependent launch). Until that call it may write nothing, and read only what no kernel writes, or what
+    was written before the last kernel that did not start early. All kernels that start early make such a call, those of
+    `kernels/` too: so whichever has ended, all before it have."""
     return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
 
 
