@@ -1,4 +1,4 @@
-"""The keys of a decoder, and how many numbers it has."""
+"""Configuration keys of the decoder, and its parameter count."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,36 +8,46 @@ from sparsellm.config.keys import key
 
 
 class RopeType(Enum):
-    """How a model that was trained on short sequences turns its rotary frequencies to longer ones, as transformers."""
+    """RoPE scaling methods for contexts longer than the pretraining context, as in transformers."""
 
-    default = "default"  # not at all
-    linear = "linear"  # all divided by one factor
-    llama3 = "llama3"  # low ones divided by it, high ones kept, those between interpolated
-    yarn = "yarn"  # likewise, over another range; and cos and sin are multiplied by a factor
+    default = "default"  # no scaling
+    linear = "linear"  # all frequencies are divided by one factor
+    llama3 = "llama3"  # low frequencies are divided, high ones kept, those between interpolated
+    yarn = "yarn"  # like llama3 over another range; cos and sin are scaled as well
 
 
 @dataclass
 class RopeParameters:
-    """How rotary frequencies are scaled: `rope_parameters` of transformers; null is what transformers takes then."""
+    """RoPE scaling, as `rope_parameters` of transformers; null takes transformers' default."""
 
-    rope_type: RopeType = key(RopeType.default, "of the frequencies")
-    factor: float | None = key(None, "by which frequencies are divided; not of default")
-    original_max_position_embeddings: int | None = key(None, "tokens of the context before; of llama3 and yarn")
-    low_freq_factor: float | None = key(None, "rotations in that context, below which all is divided; of llama3")
-    high_freq_factor: float | None = key(None, "rotations above which nothing is; of llama3")
-    beta_fast: float | None = key(None, "rotations above which nothing is divided; of yarn; null: 32")
-    beta_slow: float | None = key(None, "rotations below which all is; of yarn; null: 1")
-    truncate: bool | None = key(None, "whether the range between them ends at whole frequencies; of yarn; null: true")
-    attention_factor: float | None = key(None, "of cos and sin; of yarn; null: by `factor`, mscale and mscale_all_dim")
-    mscale: float | None = key(None, "see attention_factor; of yarn")
-    mscale_all_dim: float | None = key(None, "see attention_factor; of yarn")
+    rope_type: RopeType = key(RopeType.default, "RoPE scaling method.")
+    factor: float | None = key(None, "RoPE scaling factor; unused by rope_type=default.")
+    original_max_position_embeddings: int | None = key(None, "Context length before scaling, in tokens (llama3, yarn).")
+    low_freq_factor: float | None = key(
+        None, "Rotations within the original context below which frequencies are divided by `factor` (llama3)."
+    )
+    high_freq_factor: float | None = key(
+        None, "Rotations within the original context above which frequencies are kept (llama3)."
+    )
+    beta_fast: float | None = key(
+        None, "Rotations within the original context above which frequencies are kept (yarn). null: 32."
+    )
+    beta_slow: float | None = key(
+        None, "Rotations within the original context below which frequencies are divided by `factor` (yarn). null: 1."
+    )
+    truncate: bool | None = key(None, "Round the interpolation range to whole dimensions (yarn). null: true.")
+    attention_factor: float | None = key(
+        None, "Scaling of cos and sin (yarn). null: derived from factor, mscale and mscale_all_dim."
+    )
+    mscale: float | None = key(None, "Numerator of the derived attention_factor (yarn).")
+    mscale_all_dim: float | None = key(None, "Denominator of the derived attention_factor (yarn).")
 
     def given(self) -> dict[str, Any]:
-        """The keys that are not null, but for `rope_type`."""
+        """All keys that are not null, except `rope_type`."""
         return {name: value for name, value in vars(self).items() if name != "rope_type" and value is not None}
 
 
-# The keys of RopeParameters that each type must have, and those that it may have.
+# The keys of RopeParameters that each type requires, and those that it allows.
 ROPE_KEYS: dict[RopeType, tuple[set[str], set[str]]] = {
     RopeType.default: (set(), set()),
     RopeType.linear: ({"factor"}, set()),
@@ -51,23 +61,25 @@ ROPE_KEYS: dict[RopeType, tuple[set[str], set[str]]] = {
 
 @dataclass
 class ModelConfig:
-    """The decoder, Llama-style (DESIGN §3). Defaults: the width that all of the paper's sizes share."""
+    """The decoder, Llama-style (DESIGN §3). Defaults: the shape that all of the paper's sizes share."""
 
-    vocab_size: int = key(49_152, "rows of the embedding: at least the tokenizer's ids")
-    hidden_size: int = key(2_048, "K, the width of the residual stream")
-    intermediate_size: int = key(5_632, "N, neurons of a layer; 8448 without a gate has as many parameters")
-    num_layers: int = key(28, "L")
-    num_heads: int = key(32, "attention heads")
-    context_length: int = key(2_048, "the longest sequence, in tokens")
-    rope_theta: float = key(100_000.0, "base of the rotary embedding")
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    init_std: float = key(0.02, "standard deviation of the initial weights")
-    gated: bool = key(True, "h = relu(x W_g) * (x W_u); false: h = relu(x W_u)")
-    num_key_value_heads: int | None = key(None, "heads of keys and values, shared by query heads; null: num_heads")
-    head_dim: int | None = key(None, "D, the width of a head; null: hidden_size / num_heads")
-    attention_bias: bool = key(False, "biases of queries, keys and values, as Qwen2 has them")
-    qk_norm: bool = key(False, "RMSNorm of each head's queries and keys, as in Qwen3")
-    tie_embeddings: bool = key(True, "the output matrix is the embedding")
+    vocab_size: int = key(49_152, "Vocabulary size (rows of the embedding), at least that of the tokenizer.")
+    hidden_size: int = key(2_048, "Model width, K.")
+    intermediate_size: int = key(
+        5_632, "Feedforward width, N neurons per layer. Without a gate, 8448 gives as many parameters."
+    )
+    num_layers: int = key(28, "Number of layers.")
+    num_heads: int = key(32, "Number of attention heads.")
+    context_length: int = key(2_048, "Maximum sequence length in tokens.")
+    rope_theta: float = key(100_000.0, "Base of the rotary embedding.")
+    norm_eps: float = key(1e-5, "Epsilon of RMSNorm.")
+    init_std: float = key(0.02, "Standard deviation of the initial weights.")
+    gated: bool = key(True, "Gated feedforward layer, h = relu(x W_g) * (x W_u). false: h = relu(x W_u).")
+    num_key_value_heads: int | None = key(None, "Number of key/value heads (grouped-query attention). null: num_heads.")
+    head_dim: int | None = key(None, "Head dimension. null: hidden_size / num_heads.")
+    attention_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
+    qk_norm: bool = key(False, "Apply RMSNorm to each head's queries and keys, as in Qwen3.")
+    tie_embeddings: bool = key(True, "Share the embedding with the output projection.")
     rope_parameters: RopeParameters = field(default_factory=RopeParameters)
 
     @property
@@ -80,22 +92,22 @@ class ModelConfig:
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Numbers in a layer's matrices of queries, keys, values and output."""
+    """Number of weights in a layer's query, key, value and output projections."""
     return 2 * model.hidden_size * model.head_width * (model.num_heads + model.kv_heads)
 
 
 def embedding_weights(model: ModelConfig) -> int:
-    """Numbers in the embedding, and in the output matrix if that is another one."""
+    """Number of weights in the embedding and, if it is not tied, the output projection."""
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
 
 
-# Of what training holds and saves of each parameter:
-FLOAT32 = 4  # bytes of its weight, of its gradient, and of each of AdamW's moments
+# What training holds and saves per parameter:
+FLOAT32 = 4  # bytes of its weight, its gradient, and each of AdamW's moments
 MOMENTS = 2
 
 
 def parameters(model: ModelConfig) -> int:
-    """Of the whole decoder, a tied embedding once."""
+    """Number of parameters of the decoder; a tied embedding counts once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2
     layer = attention_weights(model) + matrices * width * model.intermediate_size + 2 * width
     if model.attention_bias:

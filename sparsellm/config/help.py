@@ -1,5 +1,6 @@
-"""`--help` of a command: what it does, from its module's own words, and every key that applies, with its default, its
-unit and what it means. Nothing slow is imported for that."""
+"""`--help` of a command: its module's docstring, and every key with its default, unit and meaning.
+
+Imports nothing slow."""
 
 import ast
 from collections.abc import Iterable
@@ -73,13 +74,13 @@ def text(command: str, program: str) -> str:
         lines += _choices(composed[0])
     if command == "sweep":
         training = program.replace("sweep", "train")
-        lines += [f"Every group and key of `{training} --help` may have a list of values. Beside them:", ""]
+        lines += [f"Every group and key of `{training} --help` accepts a list of values. In addition:", ""]
     for taken in TAKEN[command]:
         lines += _keys(taken)
     if composed:
         lines += [
-            "What is typed wins over every default, for a group as for a key.",
-            f"{program} --cfg job [...] prints the configuration that a command line gives, without running it.",
+            "A group or key given on the command line overrides every default.",
+            f"{program} --cfg job [...] prints the configuration of a command line without running it.",
         ]
     return "\n".join(lines).rstrip()
 
@@ -93,10 +94,8 @@ def _docstring(command: str) -> str:
 
 def _choices(taken: Keys) -> list[str]:
     default = composition([])
-    lines = [
-        "Groups, each with its choices. Those marked * are taken where nothing else is typed, and change some of the"
-    ]
-    lines += ["defaults of the keys below: --cfg job prints what a command line gives in all."]
+    lines = ["Groups and their choices. A * marks the choice used by default; it overrides some of the defaults listed"]
+    lines += ["below. --cfg job prints the complete configuration."]
     shown = [g for g in groups() if taken.groups is None or g in (EXPERIMENT, "model", *taken.groups)]
     for group in sorted(shown, key=lambda g: (g != EXPERIMENT, g)):
         marked = [f"{c}*" if default.choices.get(group) == c else c for c in choices(group)]

@@ -1,4 +1,4 @@
-"""A key of a configuration, as its dataclass declares it."""
+"""Declares a configuration key in its dataclass."""
 
 from dataclasses import field
 from typing import Any
@@ -7,6 +7,6 @@ MEANING = "meaning"  # of a key, in its field's metadata
 
 
 def key(default: Any, meaning: str) -> Any:
-    """A key of a configuration: its default, and what it means, with its unit, as `--help` says it."""
+    """A configuration key: its default, and its help text with unit and the meaning of null."""
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**made, metadata={MEANING: meaning})
