@@ -16,16 +16,16 @@ from sparsellm.garbage import without_garbage_collection
 from sparsellm.processes import end_with_torchrun
 
 COMMANDS = {
-    "train": "pretrain a model, or go on with a run",
-    "prepare_data": "turn documents into tokens on disk",
-    "evaluate": "score a checkpoint on seven tasks and on its run's held-out text",
+    "train": "pretrain a model, or resume a run",
+    "prepare_data": "tokenize documents to disk",
+    "evaluate": "score a checkpoint on seven tasks and its held-out text",
     "sweep": "train, evaluate and compare runs over lists of values",
-    "analyze": "count where a checkpoint's neurons fire",
-    "generate": "write text with a checkpoint",
-    "benchmark": "time checkpoints, on the kernels, in PyTorch and beside a baseline",
-    "calibrate": "time the engines on this GPU, so that the fastest ones are chosen",
-    "import_model": "write a published sparse checkpoint as a stock Hugging Face model",
-    "push": "send a checkpoint's model to the Hugging Face hub",
+    "analyze": "measure where a checkpoint is sparse",
+    "generate": "generate text with a checkpoint",
+    "benchmark": "measure speed, memory and energy of checkpoints, against PyTorch and a baseline",
+    "calibrate": "time the engines on this GPU, so that the fastest are chosen",
+    "import_model": "convert a published sparse checkpoint to a stock Hugging Face model",
+    "push": "upload a checkpoint's model to the Hugging Face hub",
 }
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT

@@ -15,7 +15,7 @@ FLOORS = [
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
-    {"errors", "keys"},
+    {"errors", "groups", "keys"},
     {"architecture"},
     {"schema", "model_rules"},
     {"values"},

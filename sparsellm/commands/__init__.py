@@ -1,1 +1,1 @@
-"""What each command does, `main(arguments)`: sparsellm/cli.py imports one of them once it has said that it begins."""
+"""One file per command, with `main(arguments, program)`; sparsellm/cli.py imports it after printing its first line."""

@@ -1,7 +1,7 @@
-"""python -m sparsellm.analyze checkpoint=PATH [text=FILE] [key=value] : where sparsity lives in a checkpoint.
+"""python -m sparsellm.analyze checkpoint=PATH [text=FILE] [key=value] : measure where a checkpoint is sparse.
 
-With recordings=FOLDER it also writes which neurons fired, token by token: what scripts/ take as --activations FOLDER.
-One process, on a CPU or a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be analyzed, 2 for a refused
+recordings=FOLDER also writes which neurons are active, token by token: the input of scripts that take --activations
+FOLDER. One process, on a CPU or a GPU. Exit codes: 0 complete, 1 if the checkpoint cannot be analyzed, 2 for a refused
 configuration.
 """
 

@@ -1,8 +1,9 @@
-"""python -m sparsellm.benchmark checkpoint=PATH [baseline=PATH] [key=value] : speed, memory and energy of checkpoints.
+"""python -m sparsellm.benchmark checkpoint=PATH [baseline=PATH] [key=value] : measure speed, memory and energy.
 
-Forward passes, training steps, prefill and decoding of each checkpoint on its own text, with its own firing: on the
-kernels of the GPU, in PyTorch, and of a baseline, in turns in one process. One process, on a CPU, without kernels and
-energy, or on a GPU. Exit codes: 0 complete, 1 for a checkpoint that cannot be measured, 2 for a refused configuration.
+Times forward passes, training steps, prefill and decoding of each checkpoint on its own text, with its own active
+neurons: on the GPU's kernels, in PyTorch, and for a baseline, in alternation within one process. Runs as one process on
+a GPU, or on a CPU without kernels and energy. Exit codes: 0 complete, 1 if a checkpoint cannot be measured, 2 for a
+refused configuration.
 """
 
 from sparsellm.benchmarks import BenchmarkError, benchmark, mistakes, report

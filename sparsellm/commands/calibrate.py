@@ -1,12 +1,12 @@
-"""python -m sparsellm.calibrate model=NAME [key=value] : time the engines here, and choose by that from then on.
+"""python -m sparsellm.calibrate model=NAME [key=value] : time the engines on this GPU, and choose by these times.
 
-Each engine of a model's feedforward layers is timed at 1 to 65,536 tokens (131,072 on the Triton kernels), forward and
-backward too, on random weights that fire as trained ones do; of the Triton kernels, the fastest block sizes are found
-first. What is fitted to the times goes into the cache beside the kernels, for this GPU model, these kernels and this
-version of torch. From then on it chooses the engines of such layers, in training, evaluate, generate, benchmark and
-sparsellm.accelerate. Where nobody has measured a layer, these do so as they begin, but for the block sizes, and on a
-GPU that may be in use. A run keeps what it began with, in its checkpoints. One process, on an idle GPU. Exit codes: 0
-complete, 1 for a GPU that cannot do it or a cache that cannot be written, 2 for a refused configuration.
+Times each engine of a model's feedforward layers at 1 to 65,536 tokens (131,072 with the Triton kernels), forward and
+backward, on random weights that are as sparse as trained ones; the Triton kernels are tuned for block sizes first. The
+fitted costs are cached for this GPU model, these kernels and this torch version. From then on they choose the engines
+of such layers in train, evaluate, generate, benchmark and sparsellm.accelerate. These commands calibrate a layer
+themselves when nobody has, without tuning block sizes, on a GPU that may be busy. A run keeps the costs that it started
+with in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 if the GPU is not supported or the cache
+cannot be written, 2 for a refused configuration.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """python -m sparsellm.evaluate checkpoint=PATH [data_dir=DIR] [key=value] : score a checkpoint on seven tasks.
 
-And, for a checkpoint of a run, on its held-out text. Alone or under torchrun. Exit codes: 0 when everything has a
-score, 1 when something has not (the rest is reported), 2 for a refused configuration, 130 when interrupted.
+For a run's checkpoint, also computes the held-out loss. Alone or under torchrun. Exit codes: 0 if everything has a
+score, 1 if something has none (the rest is reported), 2 for a refused configuration, 130 when interrupted.
 """
 
 import signal

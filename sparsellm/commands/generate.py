@@ -1,9 +1,8 @@
-"""python -m sparsellm.generate checkpoint=PATH prompt=TEXT [key=value] : text that a checkpoint writes.
+"""python -m sparsellm.generate checkpoint=PATH prompt=TEXT [key=value] : generate text with a checkpoint.
 
-The text appears as it is written. Without prompt=TEXT each line of the standard input is a prompt: they are gone on
-from all at once, and one line of JSON is printed for each, {"prompt": ..., "text": ...}. One process, on a CPU, or on a
-GPU, where the checkpoint's feedforward layers run on the sparse kernels. Exit codes: 0 complete, 1 for a checkpoint
-that cannot be read, 2 for a refused configuration.
+Streams the text. Without prompt=TEXT, every line of standard input is a prompt: all are continued in one batch, and
+each gives a line of JSON, {"prompt": ..., "text": ...}. One process, on a CPU or a GPU; on a GPU the feedforward layers
+run on the sparse kernels. Exit codes: 0 complete, 1 if the checkpoint cannot be read, 2 for a refused configuration.
 """
 
 import json

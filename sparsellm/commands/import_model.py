@@ -1,10 +1,10 @@
-"""python -m sparsellm.import_model checkpoint=NAME output_dir=OUT [key=value] : a checkpoint as a stock model, on disk.
+"""python -m sparsellm.import_model checkpoint=NAME output_dir=OUT [key=value] : convert a checkpoint to a stock model.
 
-Of a published sparse checkpoint (model_type llama_sparse_relu) it writes the same model as a LlamaForCausalLM or, if it
-is not gated, an ArceeForCausalLM, with hidden_act relu and its tokenizer: transformers loads the folder as it is. No
-code of the checkpoint is run, and every tensor must be there, of its shape, and finite. The folder is written beside
-output_dir and then renamed, so that it is whole or not there. Exit codes: 0 complete, 1 for a checkpoint that cannot be
-read or a folder that cannot be written, 2 for a refused configuration.
+Converts a published sparse checkpoint (model_type llama_sparse_relu) to a LlamaForCausalLM, or to an ArceeForCausalLM
+if it is not gated, with hidden_act relu and its tokenizer; transformers loads the folder as it is. Runs no code from
+the checkpoint; every tensor must be present, finite and of the expected shape. The folder is written under a temporary
+name and then renamed, so it is either complete or absent. Exit codes: 0 complete, 1 if the checkpoint cannot be read or
+the folder cannot be written, 2 for a refused configuration.
 """
 
 import shutil

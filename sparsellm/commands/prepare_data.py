@@ -1,7 +1,7 @@
-"""python -m sparsellm.prepare_data [experiment=...] [data=...] [group.key=value] : turn documents into tokens on disk.
+"""python -m sparsellm.prepare_data [experiment=...] [data=...] [group.key=value] : tokenize documents to disk.
 
-Takes the overrides of training, and prepares the tokens that such a run reads. The same command goes on after a kill,
-does nothing when all is done, and adds what is missing when more is asked for.
+Takes the keys of train, and prepares the tokens that such a run reads. Run again, the same command resumes after a
+kill, does nothing if all is done, and appends what is missing if more tokens are asked for.
 """
 
 import signal

@@ -1,11 +1,10 @@
-"""python -m sparsellm.push checkpoint=PATH repo=OWNER/NAME [key=value] : a checkpoint's model, sent to the hub.
+"""python -m sparsellm.push checkpoint=PATH repo=OWNER/NAME [key=value] : upload a checkpoint's model to the hub.
 
-What is sent: the weights, config.json, the files of the tokenizer, generation_config.json and the model card README.md
-of an hf/ folder; no optimizer state, and nothing else that lies there. The files are held to the checkpoint's
-checksums, transformers loads model and tokenizer from them, and then they are listed, one by one; dry_run=true ends
-there. The model card must name a licence: license=NAME writes it into the card that is sent, and leaves the checkpoint
-as it is. Exit codes: 0 sent, or listed; 1 for a checkpoint that cannot be sent, or a hub that does not take it; 2 for a
-refused configuration.
+Uploads the weights, config.json, tokenizer files, generation_config.json and the model card README.md of an hf/ folder,
+and nothing else: no optimizer state, no other files. First verifies the checkpoint's checksums, loads model and
+tokenizer with transformers, and lists the files; dry_run=true stops there. The model card must name a license:
+license=NAME adds it to the uploaded card and leaves the checkpoint unchanged. Exit codes: 0 uploaded, or listed; 1 if
+the checkpoint cannot be uploaded or the hub refuses it; 2 for a refused configuration.
 """
 
 import hashlib

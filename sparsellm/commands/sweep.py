@@ -1,14 +1,14 @@
-"""python -m sparsellm.sweep [key=value,value...] [sweep.key=value] [evaluate.key=value] : train, evaluate, compare.
+"""python -m sparsellm.sweep [key=value,value...] [sweep.key=value] [evaluate.key=value] : train and compare many runs.
 
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
 
-Every key of sparsellm.train may have a list of values; each of their combinations is an ordinary run. They are trained
-one after another, on all GPUs of this machine, and evaluated with the options evaluate.*; what is finished is not done
-again, so the same command goes on after an interruption. sweeps/NAME/ gets sweep.csv, sweep.md, sweep.png, sweep.pdf
-and a log of each run. sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead,
-sweep.mode=slurm writes an array script.
+Every key of sparsellm.train accepts a list of values; each combination is an ordinary run. Runs are trained one after
+another on all GPUs of this machine and evaluated with the options evaluate.*. Run again, the same command resumes and
+skips what is finished. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and a log per run to sweeps/NAME/.
+sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an
+array script.
 
-Exit codes: 0 complete, 1 if a run failed (the others are done all the same), 128 + signal when stopped, 2 for a refused
+Exit codes: 0 complete, 1 if a run failed (the others are still done), 128 + signal when stopped, 2 for a refused
 configuration.
 """
 

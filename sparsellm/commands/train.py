@@ -1,7 +1,7 @@
 """python -m sparsellm.train [experiment=...] [group=choice] [group.key=value] : pretrain a model.
 
 Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration, 1 for a run
-that cannot go on (damaged data or checkpoint, divergence).
+that cannot continue (damaged data or checkpoint, divergence).
 """
 
 import os

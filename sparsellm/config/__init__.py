@@ -68,7 +68,8 @@ _LATER = {
     ),
     "command": ("entry_point",),
     "compose": ("composition", "from_overrides", "load", "save", "typed_values"),
-    "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
+    "groups": ("CONFIGS",),
+    "overrides": ("SweepRequest", "quoted", "sweep_request"),
     "rules": (
         "memory_mistakes",
         "mistakes",

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from sparsellm.config.overrides import choices
+from sparsellm.config.groups import choices
 from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes, unavailable_kernels
 from sparsellm.config.schema import (
     AnalyzeConfig,

@@ -19,7 +19,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
+from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
+from sparsellm.config.overrides import Typed, parse
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
@@ -48,7 +49,6 @@ AnyConfig = TypeVar(
 Flat = dict[str, Any]  # group.key -> plain value
 
 SEAL = "# checksum xxh3_64 "  # begins a config.yaml
-COMPOSITION = "train"  # the file of configs/ that composes a Config
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless it is typed, the warm-up takes at most one step of so many
 NAME_PARTS = 40  # characters of a run's name that say what differs from the experiment

@@ -10,9 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from sparsellm.config.compose import composition
+from sparsellm.config.groups import EXPERIMENT, choices, default_choices, groups
 from sparsellm.config.keys import MEANING
-from sparsellm.config.overrides import EXPERIMENT, choices, groups
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
@@ -93,12 +92,12 @@ def _docstring(command: str) -> str:
 
 
 def _choices(taken: Keys) -> list[str]:
-    default = composition([])
+    default = default_choices()
     lines = ["Groups and their choices. A * marks the choice used by default; it overrides some of the defaults listed"]
     lines += ["below. --cfg job prints the complete configuration."]
     shown = [g for g in groups() if taken.groups is None or g in (EXPERIMENT, "model", *taken.groups)]
     for group in sorted(shown, key=lambda g: (g != EXPERIMENT, g)):
-        marked = [f"{c}*" if default.choices.get(group) == c else c for c in choices(group)]
+        marked = [f"{c}*" if default.get(group) == c else c for c in choices(group)]
         lines.append(f"  {group:<12} {' '.join(marked)}")
     return [*lines, ""]
 

@@ -10,7 +10,6 @@ import types
 import typing
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,13 +17,9 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from sparsellm.config.errors import ConfigError
+from sparsellm.config.groups import EXPERIMENT, choices, groups
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
-
-PACKAGE = Path(__file__).resolve().parents[1]
-# In a checkout the configs stand beside the package; a wheel carries them inside it.
-CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-EXPERIMENT = "experiment"
 
 
 @dataclass
@@ -43,15 +38,6 @@ class SweepRequest:
     sweep: SweepConfig
     axes: dict[str, list[str]]  # each key or group of a run to its overrides, one per value, in the order given
     evaluate: list[str]  # overrides for the evaluation, without the prefix
-
-
-def choices(group: str) -> list[str]:
-    """The files of a group."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-
-
-def groups() -> list[str]:
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
 
 
 def parse(texts: list[str], schema: type = Config) -> Typed:

@@ -25,6 +25,28 @@ ADDED_KEYS = (
 )  # fmt: skip
 
 
+# What other frameworks call a key.
+OTHER_NAMES = {
+    "lr": ["optimizer.learning_rate"], "max_lr": ["optimizer.learning_rate"],
+    "min_lr": ["optimizer.final_lr_fraction"], "lr_schedule": ["optimizer.schedule"],
+    "lr_scheduler_type": ["optimizer.schedule"], "wd": ["optimizer.weight_decay"],
+    "betas": ["optimizer.beta1", "optimizer.beta2"], "adam_beta1": ["optimizer.beta1"],
+    "adam_beta2": ["optimizer.beta2"], "max_grad_norm": ["optimizer.grad_clip"], "warmup": ["optimizer.warmup_steps"],
+    "epochs": ["training.steps"], "num_train_epochs": ["training.steps"], "max_steps": ["training.steps"],
+    "max_iters": ["training.steps"], "train_steps": ["training.steps"], "global_batch_size": ["training.batch_size"],
+    "seq_len": ["training.sequence_length"], "block_size": ["training.sequence_length"],
+    "max_seq_len": ["training.sequence_length"], "per_device_train_batch_size": ["runtime.micro_batch_size"],
+    "dtype": ["runtime.precision"], "bf16": ["runtime.precision"], "gradient_checkpointing": ["runtime.recompute"],
+    "activation_checkpointing": ["runtime.recompute"], "fsdp": ["runtime.shard"],
+    "num_workers": ["runtime.data_workers"], "eval_interval": ["logging.validation_every"],
+    "log_interval": ["logging.every"], "save_interval": ["run.checkpoint_every"],
+    "save_steps": ["run.checkpoint_every"], "output_dir": ["run.root"],
+    "resume": ["run.restart"], "l1": ["sparsity.l1_coefficient"], "n_layer": ["model.num_layers"],
+    "n_head": ["model.num_heads"], "n_embd": ["model.hidden_size"], "d_model": ["model.hidden_size"],
+    "d_ff": ["model.intermediate_size"],
+}  # fmt: skip
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Of any configuration: nested plain values, enums as their names: what config.yaml and a checkpoint hold."""
     return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
@@ -97,6 +119,8 @@ def unknown_key(name: str, schema: type) -> str:
     if ".".join(path) == name:
         return f"{name} is a group of keys: write {name}.KEY=VALUE; it has {listed}"
     last = name.rpartition(".")[2]
+    if set(meant := OTHER_NAMES.get(last, [""])) <= keys.keys():
+        return f"{name} is not a key: did you mean {' and '.join(meant)}?"
     ends = {key.rpartition(".")[2]: key for key in keys}
     close = [key for key in keys if key.rpartition(".")[2] == last]
     close = close or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sparsellm.config import MIX_PERIOD, Config
-from sparsellm.config.overrides import choices
+from sparsellm.config.groups import choices
 from sparsellm.config.rules import mix_mistakes
 from sparsellm.data import manifest
 from sparsellm.data.errors import DataError

@@ -3,7 +3,7 @@
 import pytest
 
 from sparsellm.config import definition, from_dict, from_overrides, load, mistakes, parameters, save, to_dict
-from sparsellm.config.overrides import choices
+from sparsellm.config.groups import choices
 from sparsellm.config.values import ADDED_KEYS
 
 # Parameters as the hub counts them, a tied embedding once.

@@ -8,6 +8,7 @@ import yaml
 from sparsellm.config import (
     CONFIGS,
     Activation,
+    Config,
     ConfigError,
     EvaluateConfig,
     composition,
@@ -18,7 +19,7 @@ from sparsellm.config import (
     save,
     to_dict,
 )
-from sparsellm.config.values import flat
+from sparsellm.config.values import OTHER_NAMES, flat, flat_types
 
 
 def choices(group):
@@ -87,6 +88,13 @@ def test_yaml_round_trip(tmp_path):
         ("traning.steps=3", "traning.steps is not a key: did you mean training.steps? there are model, data"),
         ("l1_coefficient=3", "l1_coefficient is not a key: did you mean sparsity.l1_coefficient? "),
         ("seed=3", "seed is not a key: did you mean data.seed or training.seed? "),
+        ("lr=3", "lr is not a key: did you mean optimizer.learning_rate?"),
+        ("optimizer.lr=3", "optimizer.lr is not a key: did you mean optimizer.learning_rate?"),
+        ("betas=3", "betas is not a key: did you mean optimizer.beta1 and optimizer.beta2?"),
+        ("max_steps=3", "max_steps is not a key: did you mean training.steps?"),
+        ("epochs=3", "epochs is not a key: did you mean training.steps?"),
+        ("wd=0", "wd is not a key: did you mean optimizer.weight_decay?"),
+        ("batch_size=3", "batch_size is not a key: did you mean training.batch_size or evaluation.batch_size? "),
         ("experimnt=smoke", "experimnt is not a key: did you mean experiment=smoke?"),
         ("modle=tiny", "modle is not a key: did you mean model=tiny?"),
         ("+spelling=3", "spelling is not a key: there are model"),
@@ -270,3 +278,7 @@ def test_baselines_and_ablations_compose():
         assert mistakes(config, 8) == []
     dense = from_overrides(["experiment=1p5b", "sparsity=dense_silu"])
     assert (dense.sparsity.activation, dense.sparsity.l1_coefficient) == (Activation.silu, 0)
+
+
+def test_the_names_that_other_frameworks_use_lead_to_keys():
+    assert {key for meant in OTHER_NAMES.values() for key in meant} <= flat_types(Config).keys()

@@ -7,6 +7,8 @@ import pytest
 
 from sparsellm.cli import COMMANDS
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, SweepConfig, help
+from sparsellm.config.compose import composition
+from sparsellm.config.groups import default_choices
 from sparsellm.config.values import flat_types
 
 
@@ -36,13 +38,17 @@ def test_only_what_applies_stands_there():
     assert not any(line.startswith(("  optimizer.", "  runtime.", "  logging ")) for line in shown.splitlines())
 
 
+def test_the_marked_choices_are_those_that_are_composed():
+    assert default_choices() == composition([]).choices
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_imports_nothing_slow(command):
     code = (
         "import sys; from sparsellm import cli\n"
         f"try: cli.run({command!r}, ['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "assert not {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'matplotlib', 'datasets', 'hydra'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

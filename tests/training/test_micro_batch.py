@@ -14,7 +14,7 @@ from small_memory import OUT_OF_MEMORY, ROOMY, FakeGpu, become_sparse, sparse_la
 from small_run import signal_after, small_trainer
 
 from sparsellm.config import from_overrides
-from sparsellm.config.overrides import choices
+from sparsellm.config.groups import choices
 from sparsellm.training import memory, micro_batch, plans, report
 from sparsellm.training.memory import GIB, Sharing
 from sparsellm.training.metrics import METRICS, read

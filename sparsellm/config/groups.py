@@ -1,0 +1,36 @@
+"""The groups of configs/ and their choices, read without Hydra, whose import takes longer than `--help` may."""
+
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a checkout the configs stand next to the package; a wheel carries them inside it.
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+COMPOSITION = "train"  # the file of configs/ that composes a Config
+EXPERIMENT = "experiment"
+OVERRIDE = "override /"  # how an experiment's defaults list names a group
+
+
+def choices(group: str) -> list[str]:
+    """The files of a group."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
+
+
+@cache
+def default_choices() -> dict[str, str]:
+    """The choice of every group when nothing is typed: what the defaults lists of the composition and of its experiment
+    say."""
+    listed = _defaults_list(COMPOSITION)
+    overridden = _defaults_list(f"{EXPERIMENT}/{listed[EXPERIMENT]}")
+    return listed | {group.removeprefix(OVERRIDE): choice for group, choice in overridden.items()}
+
+
+def _defaults_list(name: str) -> dict[str, str]:
+    read = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return {group: choice for each in read["defaults"] if isinstance(each, dict) for group, choice in each.items()}
