@@ -1,5 +1,6 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
+# make test-fast  the tests that neither start processes nor compile kernels nor train for long: under three minutes
 # make attack  attacks for ATTACK_MINUTES=30: kills, damaged files, full disks, bad configurations, broken models
 # make check   ruff and mypy
 # make nvcc    installs pip's nvcc into .venv, unless there is an nvcc: without one the tests that compile are skipped
@@ -28,7 +29,7 @@ INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-gpu attack check nvcc kernels wheel
+.PHONY: setup train test test-fast test-gpu attack check nvcc kernels wheel
 
 setup: $(TOOLS)
 
@@ -50,6 +51,9 @@ train: $(READY)
 
 test: $(TOOLS)
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+test-fast: $(TOOLS)
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not gpu and not slow' $(ARGS)
 
 test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)

@@ -5,12 +5,16 @@ undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint.
 """
 
 import importlib
+from importlib import metadata
 from typing import Any
 
-__all__ = ["Generator", "accelerate", "restore"]
+__all__ = ["Generator", "__version__", "accelerate", "restore"]
+__version__: str  # of the installed package, read when it is asked for
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("sparsellm")
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     room = "generation" if name == "Generator" else "accelerate"

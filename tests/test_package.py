@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib import metadata
+
+import sparsellm
 
 NOT_FOR_MODELS = {"hydra", "omegaconf", "lm_eval", "datasets", "wandb", "matplotlib", "pandas"}
 
@@ -20,3 +23,7 @@ def test_accelerate_imports_no_tool_of_training_or_evaluation():
     found = imported_by("import sparsellm; sparsellm.accelerate")
     assert "torch" in found
     assert found & NOT_FOR_MODELS == set()
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert sparsellm.__version__ == metadata.version("sparsellm")

@@ -15,8 +15,8 @@ from sparsellm.config.command import RULES
 from sparsellm.ops import backend
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/README.md"]
-HISTORY = ROOT / "docs/LOG.md"  # its commands are what was typed then
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "kernels/README.md"]
+HISTORY = ROOT / "docs/dev/LOG.md"  # its commands are what was typed then
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
 
 

@@ -49,7 +49,8 @@ CPU_SEQUENCES = 16  # at most
 MOST_TOKENS = 131_072  # of a micro-batch: more was never measured, and gains little
 SETTLED = 4  # decisions of the plans, 32 steps
 MARGIN = 0.02  # of the memory that a size needs by arithmetic, for what its allocations leave unused between them
-FEW_TOKENS = 8_192  # of a micro-batch in shards: 4,096 were measured, and were too few for what is sent (docs/LOG.md)
+# Minimum tokens per micro-batch when sharded: 4,096 was measured to be too few for the communication (docs/dev/LOG.md).
+FEW_TOKENS = 8_192
 LESS = "runtime.recompute=true or a shorter training.sequence_length needs less"
 
 

@@ -1,7 +1,7 @@
 // neuron_plan: the nonzeros of a tile plan once more, by neuron, because the gradients of the weights are sums over
 // tokens. Neurons are put in order of frequency: the 128 neurons of a tile then fire for about as many tokens each, and
 // a tile of rare neurons has few slots. The tokens that fire any neuron of a tile are the tile's slots, numbered as a
-// token tile's neurons are (tile/plan.cuh). In the example of docs/ARCHITECTURE.md, with tiles of four neurons: neurons
+// token tile's neurons are (tile/plan.cuh). In the example of TILE_ENGINE.md, with tiles of four neurons: neurons
 // 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6} has slots for tokens 0 to 3.
 //
 //   kernel     computes                                                                     a CTA has
