@@ -253,11 +253,12 @@ class Trainer:
         if self.plans is not None and self.plans.before(self.step):
             self.micro_batch.decided(tokens)
         sums = self.micro_batch.run(lambda size: self.accumulate(tokens, size))
-        if self.plans is not None:
-            self.plans.after(self.step, sums)
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
+        counts = norm.isfinite()  # decided on the device: NaN "fires" everywhere, so what a skipped step counted is void
+        if self.plans is not None:
+            self.plans.after(self.step, sums, counts)
         if sums.fired is not None:
-            self.silent.update(sums.fired, self.tokens_per_step)
+            self.silent.update(sums.fired, self.tokens_per_step, counts)
         if self.reinitialization is not None and self.reinitialization.due(self.step):
             self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm

@@ -1,6 +1,8 @@
 """Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
 
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import torchrun
+from processes import PATIENCE, SERVER, family, kill, started, torchrun
 from small_run import signal_after
 from tqdm import tqdm
 
@@ -114,7 +116,7 @@ def test_mixed_precision_is_the_runs(asked):
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
         evaluation = live.LiveEvaluation(config, ranks, [])
-        lm = evaluation._lm(decoder, opened)
+        lm = evaluation._lm(decoder.state_dict(), opened)
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
             exact = decoder.logits(tokens)
@@ -147,6 +149,18 @@ def test_a_resumed_run_evaluates_at_the_same_steps(asked):
     assert code == 0
     assert_equal_states(straight, resumed)
     assert rows_without(folder) == rows_without(stopped)
+
+
+def test_an_evaluation_that_ends_the_process_costs_no_checkpoint_and_the_resume_does_it(asked, monkeypatch):
+    _, _, folder = run([*asked, "run.name=straight"])
+    overrides = [*asked, "run.name=ended"]
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(live.LiveEvaluation, "scores", lambda *_: {}["what ends a process"])
+        run(overrides)
+    assert max((folder.parent / "ended/checkpoints").iterdir()).name == "step_00000003"
+    code, _, ended = run(overrides)
+    assert code == 0
+    assert rows_without(folder) == rows_without(ended)
 
 
 def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
@@ -253,6 +267,58 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for metrics"),
         ]
     ]
+
+
+def fails_on_rank_1(method, call, error, name):
+    """Make `method` of the module raise, once, at its call number `call`."""
+    if os.environ.get("RANK") != "1":
+        return
+    owner, attribute = {"memory": (live.LiveEvaluation, "_take_memory"), "gather": (live, "whole")}[method]
+    original, calls = getattr(owner, attribute), itertools.count(1)
+
+    def failing(*arguments):
+        if next(calls) == call:
+            raise error
+        return original(*arguments)
+
+    setattr(owner, attribute, failing)
+
+
+def train_on_two_ranks(overrides, folder, prepare):
+    """The exit code, and what was said."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sparsellm.train"]
+    said = folder / "said"
+    process = SERVER.Process(target=started, args=([*torchrun, *overrides, "runtime.shard=full"], folder, said, prepare))
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        kill(family(process.pid))
+    text = said.read_text()
+    said.unlink()
+    return process.exitcode, text
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_a_model_in_shards_is_gathered_spoils_nothing(asked, tmp_path):
+    """Before the first gather training goes on; between two all ranks end, and the resume scores what was due."""
+    before = partial(fails_on_rank_1, "memory", 1, torch.OutOfMemoryError("no room"))  # step 3
+    code, said = train_on_two_ranks([*asked, "run.name=before"], tmp_path, before)
+    assert code == 0, said
+    assert "step 3: evaluating the model failed, training goes on: OutOfMemoryError: no room" in said
+    between = partial(fails_on_rank_1, "gather", 5, torch.OutOfMemoryError("no room"))
+    code, said = train_on_two_ranks([*asked, "run.name=between"], tmp_path, between)
+    assert code not in (0, None), said
+    assert "rank 1: step 3: gathering the weights to evaluate them failed (OutOfMemoryError: no room)" in said
+    assert "evaluation/live.py" not in said  # no traceback of ours
+    checkpoints = [path.name for path in (tmp_path / "between/checkpoints").iterdir()]
+    assert max(checkpoints) == "step_00000003"
+    code, said = train_on_two_ranks([*asked, "run.name=between"], tmp_path, print)
+    assert code == 0, said
+    spoilt, whole = (rows_without(tmp_path / name) for name in ("before", "between"))
+    assert spoilt[1].pop("evaluation") == dict.fromkeys([*NAMES, "mean"])
+    assert None not in whole[1].pop("evaluation").values()
+    assert [row["step"] for row in whole] == [1, 3, 4]
+    assert spoilt == whole
 
 
 def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):
