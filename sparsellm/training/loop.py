@@ -254,7 +254,8 @@ class Trainer:
             self.micro_batch.decided(tokens)
         sums = self.micro_batch.run(lambda size: self.accumulate(tokens, size))
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
-        counts = norm.isfinite()  # decided on the device: NaN "fires" everywhere, so what a skipped step counted is void
+        # Known on the device alone. What a skipped step counted is void, for NaN "fires" everywhere.
+        counts = norm.isfinite()
         if self.plans is not None:
             self.plans.after(self.step, sums, counts)
         if sums.fired is not None:
@@ -468,7 +469,7 @@ class Trainer:
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
         """In the writing thread, while training goes on: the model, and its card of the rows up to its step.
 
-        Where the step is still to be scored, its row is the one in the checkpoint, whatever metrics.jsonl has meanwhile.
+        Where the step is still to be scored, its row is the checkpoint's, whatever metrics.jsonl has meanwhile.
         """
         self._export(weights, folder)
         values = json.loads((folder.parent / STATE / VALUES).read_text())

@@ -69,7 +69,8 @@ def test_a_step_decides_before_the_step_after_the_next():
             seen.append(plans.engines)
             layer_0 = 30.0 if step != 9 else 2800.0
             layer_1 = 900.0 if step == 1 else 30.0
-            plans.after(step, counted([layer_0, layer_1], [500 if v < 100 else 5632 for v in (layer_0, layer_1)]), COUNTS)
+            unions = [500 if layer < 100 else 5632 for layer in (layer_0, layer_1)]
+            plans.after(step, counted([layer_0, layer_1], unions), COUNTS)
     of_1, of_9, of_17 = ["tile", "dense"], ["dense", "tile"], ["tile", "tile"]
     assert seen == [["dense", "dense"]] * 2 + [of_1] * 8 + [of_9] * 8 + [of_17] * 2
 

@@ -171,7 +171,7 @@ def test_the_updates_of_a_drawn_row_are_what_the_docstring_says():
         drawn, usual = (weight - before).tolist()
         ratios.append(drawn / usual)
     assert ratios[0] == pytest.approx(0.1 / 0.05**0.5)
-    assert [n for n, ratio in enumerate(ratios, 1) if ratio > 1][0] == 9
+    assert next(n for n, ratio in enumerate(ratios, 1) if ratio > 1) == 9
     assert (ratios.index(max(ratios)) + 1, max(ratios)) == (20, pytest.approx(1.0967, abs=1e-4))
     assert ratios[-1] == pytest.approx(1, abs=1e-4)
 
