@@ -11,6 +11,7 @@ STEP = r"step_(\d{8,})"  # of a checkpoint's name
 HF = "hf"
 STATE = "state"
 VALUES = "values.json"  # in state/: what is the same on all ranks
+WAITING_ROW = "row"  # in values.json: that of the checkpoint's step, where it was saved before it was scored; or null
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS, BENCHMARK = "evaluation", "analysis", "benchmark"
 BENCHMARK_JSON = "benchmark.json"  # in benchmark/

@@ -93,7 +93,7 @@ def main(config: Config) -> int:
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:
                 return 1  # the main rank says why
-            except OutOfMemory as error:
+            except (OutOfMemory, live.GatherFailed) as error:
                 warn(_of_rank(error))
                 if ranks.world_size > 1:
                     leave(error)

@@ -331,7 +331,8 @@ class Evaluation:
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         given = config.runtime.micro_batch_size
-        loss = cross_entropy(decoder, blocks, SEQUENCES if isinstance(given, str) else given, autocast, self.ranks)
+        sequences = min(len(blocks), SEQUENCES if isinstance(given, str) else given)
+        loss = cross_entropy(decoder, blocks, sequences, autocast, self.ranks)
         return {
             "loss": loss, "perplexity": math.exp(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
             "precision": config.runtime.precision.name, "device": device.type,

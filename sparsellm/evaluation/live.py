@@ -3,6 +3,11 @@
 The scores are those of the checkpoint that the run would save, in the run's own precision. They are computed by a
 Hugging Face model that shares the decoder's weights: it is not compiled, for its sequences have all lengths, and has
 feedforward blocks of its own, so that neither the compiled layers nor the engines of validation learn of it.
+
+A score that fails costs the score alone, as long as all ranks learn of the failure at the same place. Of a model in
+shards they first gather the weights, one collective for each. A rank that left in the middle would meet the others'
+next weight with another collective. So the memory for all weights is taken before the first one; what fails then is a
+failure of all, and training goes on. What fails between two weights ends the run (GatherFailed).
 """
 
 from collections.abc import Callable
@@ -10,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from sparsellm import hub
 from sparsellm.config import Config, ConfigError, Precision, takes_kernels
@@ -20,6 +26,10 @@ from sparsellm.evaluation import tasks
 from sparsellm.model import Decoder, huggingface, pretrained
 
 T = TypeVar("T")
+
+
+class GatherFailed(RuntimeError):
+    """This rank, perhaps alone, failed while the weights were gathered. Others wait for it inside a collective."""
 
 
 def mistakes(config: Config) -> list[str]:
@@ -87,10 +97,10 @@ class LiveEvaluation:
 
         limit = self.config.evaluation.limit
         found: dict[str, float | None] = {task.name: None for task in self.loaded}
-        if self.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()  # batch_size=auto counts the free memory: what training keeps is none
         with hub.offline(self.config.evaluation.data_dir is not None):
-            lm: Any = self._attempt(step, "the model", lambda: self._lm(decoder, data))
+            lm: Any = None
+            if (weights := self._weights(step, decoder)) is not None:
+                lm = self._attempt(step, "the model", partial(self._lm, weights, data))
             if lm is not None:
                 lm.builder.announce(self.loaded, limit)
             for task in [] if lm is None else self.loaded:
@@ -99,13 +109,45 @@ class LiveEvaluation:
         scores = [score for score in found.values() if score is not None]
         return {**found, "mean": sum(scores) / len(scores) if len(scores) == len(found) else None}
 
-    def _lm(self, decoder: Decoder, data: Data) -> Any:
-        """A SharedLM of the decoder's weights, its feedforward blocks on the kernels that validation takes."""
+    def _weights(self, step: int, decoder: Decoder) -> dict[str, Tensor] | None:
+        """The decoder's weights, whole; None, and a line on stderr, if some rank has no memory for them. Collective.
+
+        Raises GatherFailed.
+        """
+        shards = decoder.state_dict()
+        self._give_back()
+        if self._attempt(step, "the model", partial(self._take_memory, shards)) is None:
+            return None
+        try:
+            return {name: whole(shard) for name, shard in shards.items()}
+        except Exception as error:
+            raise GatherFailed(
+                f"step {step:,}: gathering the weights to evaluate them failed ({type(error).__name__}:"
+                f" {' '.join(str(error).split())}), and no rank can go on without the others. The same command resumes"
+                " from the newest checkpoint; evaluation.every=0 goes without evaluations"
+            ) from error
+
+    def _give_back(self) -> None:
+        """What torch keeps of a GPU's memory is not free memory, which batch_size=auto counts."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _take_memory(self, shards: dict[str, Tensor]) -> int:
+        """How many bytes the gathered weights take. torch's allocator then has as many, and room to gather them in."""
+        from torch.distributed.tensor import DTensor  # takes a second, that a refused run need not wait
+
+        sizes = [shard.nbytes for shard in shards.values() if isinstance(shard, DTensor)]
+        needed = sum(sizes) + 2 * max(sizes, default=0)  # a gathered weight is copied where shards are uneven
+        torch.empty(needed, dtype=torch.uint8, device=self.ranks.device)
+        return needed
+
+    def _lm(self, weights: dict[str, Tensor], data: Data) -> Any:
+        """A SharedLM of the decoder's `weights`, its feedforward blocks on the kernels that validation takes."""
         from sparsellm.evaluation.downstream import SharedLM
         from sparsellm.model.accelerate import accelerate  # takes a second, that a refused run need not wait
 
+        self._give_back()
         config, runtime = self.config, self.config.runtime
-        weights = {name: whole(weight) for name, weight in decoder.state_dict().items()}
         model = huggingface.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
         if takes_kernels(config, runtime.kernels, self.ranks.device.type):
             accelerate(model, runtime.kernels.name, calibrate=False)  # the run has decided by what it chooses

@@ -19,15 +19,17 @@ def cross_entropy(
     """The mean cross entropy in nats per token of `blocks` [V, T + 1] int64, the same on all ranks. Collective.
 
     The ranks share the blocks between them, and make equally many passes, as a model in shards needs, whose forward is
-    collective: a rank that has no block left makes it with one that does not count. Synchronises with the host once.
+    collective. Each pass has `micro_batch_size` sequences, because layers that are compiled would be compiled again for
+    another shape: where a rank has fewer blocks left, or none, the first block fills the pass up and does not count.
+    Synchronises with the host once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     mine = blocks[ranks.rank :: ranks.world_size]  # none, if there are fewer blocks than ranks
     for first in range(0, math.ceil(len(blocks) / ranks.world_size), micro_batch_size):
         counted = mine[first : first + micro_batch_size]
-        block = (counted if len(counted) else blocks[:1]).to(ranks.device)
+        filler = blocks[:1].expand(micro_batch_size - len(counted), -1)
+        block = torch.cat([counted, filler]).to(ranks.device)
         with autocast:
-            ce = model(block[:, :-1], block[:, 1:]).ce
-        total += ce if len(counted) else 0
+            total += model(block[:, :-1], block[: len(counted), 1:]).ce
     dist.all_reduce(total)
     return total.item() / (blocks.shape[0] * (blocks.shape[1] - 1))

@@ -179,7 +179,13 @@ class Decoder(nn.Module):
     def compile_parts(self) -> None:
         """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
         compiled parts, backward hands gradients to DDP, or to a layer's shards, which reduce them while the next part
-        still runs."""
+        still runs.
+
+        Each shape is a graph of its own, and dynamo raises at the ninth graph of the layers. A run calls them with
+        gradients in two shapes at most: a size that `runtime.micro_batch_size` gives and the last micro-batch where it
+        does not divide, or the two that `auto` takes (training/micro_batch.py); and without gradients in one, a whole
+        micro-batch (evaluation/perplexity.py). With `sparsity.relu_tokens` each of these exists twice: six graphs. A
+        teacher adds two, and raises the limit."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)
@@ -211,8 +217,14 @@ class Decoder(nn.Module):
         return F.linear(self.hidden(tokens)[0], self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor, lesson: Lesson | None = None) -> DecoderOutput:
-        """tokens, targets [B, T] int64 -> sums over all M = B x T tokens. `lesson`: what a teacher says of them."""
+        """tokens [B, T], targets [C, T] int64 -> sums over tokens. `lesson`: what a teacher says of them.
+
+        C is B, and M = B x T; or less, where only the first C sequences count in the cross entropy, and the others give
+        the layers a shape that they are compiled for. The layers' statistics are of all B.
+        """
         x, statistics = self.hidden(tokens)
+        if len(targets) < len(x):
+            x = x[: len(targets)]
         inputs, kl, loss = (x.flatten(0, 1), self.head, targets.flatten()), None, None
         if lesson is None:
             ce = linear_cross_entropy(*inputs, self.softmax_cross_entropy)

@@ -39,7 +39,7 @@ from sparsellm.model import huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import backend
 from sparsellm.processes import PARENT_ENDED
-from sparsellm.run_layout import STATE, VALUES
+from sparsellm.run_layout import STATE, VALUES, WAITING_ROW
 from sparsellm.training import card, initial, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
 from sparsellm.training.distillation import Teacher
@@ -148,6 +148,8 @@ class Trainer:
         self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
+        # The row of a step that is still to be scored: on the main rank, and after a resume on all ranks.
+        self.row: dict[str, Any] | None = None
         self.warned_of: str | None = None
         self.retention = Retention(config)
         self.checkpoints = Checkpoints(
@@ -183,7 +185,7 @@ class Trainer:
         a teacher that cannot be read, or is not what it was.
         """
         self._resume()
-        if self.step >= (steps := self.config.training.steps):
+        if self.step >= (steps := self.config.training.steps) and self.row is None:
             self.ranks.say(f"sparsellm: {self.folder.name} has a checkpoint of step {self.step:,}: {steps:,} are done")
             return 0
         if self.config.distill.teacher is not None:
@@ -206,28 +208,33 @@ class Trainer:
         return exit_code
 
     def _train(self, stop: StopRequest) -> None:
-        """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop."""
+        """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop.
+
+        A step that is both saved and scored is saved first: whatever happens to a validation or an evaluation costs no
+        checkpoint. The checkpoint then holds the step's row, which a resume has scored before its first step.
+        """
         config, stopping, save_due = self.config, False, False
         profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
+        if self.row is not None:
+            self._score()
         with closing(self.data.batches(self.data_state)) as batches, profile:
             while self.step < config.training.steps and (save_due or not stopping):
                 with profile.step(self.step + 1):
                     sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # an earlier step's numbers, surely there by now
-                validating = self._due(config.logging.validation_every)
-                evaluation = self.evaluation if self._due(config.evaluation.every) else None
-                if validating or evaluation is not None or self.step == 1 or self._due(config.logging.every):
+                scoring = self._due(config.logging.validation_every) or self._evaluation() is not None
+                if scoring or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
-                if validating or evaluation is not None:
-                    held_out = self._validate() if validating else None
-                    scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
-                    stopping |= self._read(held_out, scores)
+                if scoring:
+                    stopping |= self._read(whole=False)
                 save_due |= stopping or self.retention.is_due(self.step)
                 # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
                     stopping |= self._read()  # a checkpoint's rows are written before it
                     self._save()
                     save_due = False
+                if scoring:
+                    self._score()
                 if self.ranks.is_main:
                     self.progress.step(self.step, clock)
 
@@ -246,11 +253,13 @@ class Trainer:
         if self.plans is not None and self.plans.before(self.step):
             self.micro_batch.decided(tokens)
         sums = self.micro_batch.run(lambda size: self.accumulate(tokens, size))
-        if self.plans is not None:
-            self.plans.after(self.step, sums)
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
+        # Known on the device alone. What a skipped step counted is void, for NaN "fires" everywhere.
+        counts = norm.isfinite()
+        if self.plans is not None:
+            self.plans.after(self.step, sums, counts)
         if sums.fired is not None:
-            self.silent.update(sums.fired, self.tokens_per_step)
+            self.silent.update(sums.fired, self.tokens_per_step, counts)
         if self.reinitialization is not None and self.reinitialization.due(self.step):
             self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm
@@ -307,18 +316,24 @@ class Trainer:
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
         )  # fmt: skip
 
-    def _read(self, held_out: HeldOut | None = None, scores: dict[str, float | None] | None = None) -> bool:
-        """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step."""
+    def _evaluation(self) -> LiveEvaluation | None:
+        """The evaluation that is due at this step."""
+        return self.evaluation if self._due(self.config.evaluation.every) else None
+
+    def _read(self, whole: bool = True) -> bool:
+        """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step.
+
+        A row that is not `whole`, because the step is still to be scored, waits for `_score`.
+        """
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
+        diverged = values.skipped_in_row >= self.config.runtime.max_skipped_steps
         if self.ranks.is_main:
-            self._warn_of_failed_save(self.checkpoints.failure())
-            row = self.rows.row(values, self.l1_denominator, held_out, scores)
-            self._write_row(row)
-            self.wandb.write(row)
-            self.progress.row(row)
-        if values.skipped_in_row >= self.config.runtime.max_skipped_steps:
+            self.row = self.rows.row(values, self.l1_denominator)
+            if whole or diverged:
+                self._put_row()
+        if diverged:
             what, remedy = not_finite(values)
             raise TrainingDiverged(
                 f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, were skipped, for {what}"
@@ -326,6 +341,30 @@ class Trainer:
                 f" {self.folder / run_folder.CHECKPOINTS} are from before"
             )
         return values.stop
+
+    def _score(self) -> None:
+        """Do the validation and the evaluation that are due at this step, and write its row with them. Collective.
+
+        At the last step the checkpoint is then saved once more: its model card has the scores.
+        """
+        held_out = self._validate() if self._due(self.config.logging.validation_every) else None
+        evaluation = self._evaluation()
+        scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
+        if self.ranks.is_main and self.row is not None:
+            self.row = self.rows.scored(self.row, held_out, scores)
+            self._put_row()
+        self.row = None
+        if self.step == self.config.training.steps:
+            self._save()
+
+    def _put_row(self) -> None:
+        """Of the main rank: write the row that has waited wherever rows go."""
+        row, self.row = self.row, None
+        assert row is not None
+        self._warn_of_failed_save(self.checkpoints.failure())
+        self._write_row(row)
+        self.wandb.write(row)
+        self.progress.row(row)
 
     def _write_row(self, row: dict[str, Any]) -> None:
         """On a full disk the row waits in memory. Before the next save all rows must be on disk (`_sync_rows`)."""
@@ -391,6 +430,7 @@ class Trainer:
             "teacher": None if self.teacher is None else self.teacher.digest,
             "other_ends": self.other_ends,
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
+            WAITING_ROW: self.row,
         }
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
 
@@ -405,6 +445,7 @@ class Trainer:
         values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         self.step, self.data_state = values["step"], rank_values["data"]
         self.saved_rows = None if values.get("metrics") is None else Saved(**values["metrics"])  # older ones have none
+        self.row = values.get(WAITING_ROW)  # older ones have none, as theirs was written before them
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
         if self.gradual is not None:
@@ -415,7 +456,7 @@ class Trainer:
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
-        if self.ranks.is_main and self.step < self.config.training.steps:
+        if self.ranks.is_main and (self.step < self.config.training.steps or self.row is not None):
             print(f"{self.config.run.name}: resuming after step {self.step:,}", flush=True)
 
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
@@ -426,10 +467,16 @@ class Trainer:
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """In the writing thread, while training goes on: the model, and its card of the rows up to its step."""
+        """In the writing thread, while training goes on: the model, and its card of the rows up to its step.
+
+        Where the step is still to be scored, its row is the checkpoint's, whatever metrics.jsonl has meanwhile.
+        """
         self._export(weights, folder)
-        step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
+        values = json.loads((folder.parent / STATE / VALUES).read_text())
+        step, row = values["step"], values[WAITING_ROW]
         rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
+        if row is not None:
+            rows = [*(each for each in rows if each["step"] < step), row]
         told = card.text(self.config, step, rows, self.data.training_tokens)
         (folder / "README.md").write_text(told, encoding="utf-8")
 
@@ -445,7 +492,8 @@ class Trainer:
         """Of the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         self.rows = Rows(config, self.ranks.world_size, self.ranks.device)
-        self.metrics = MetricsFile(self.folder / METRICS, self.step, self.saved_rows, config.run.skip_damaged)
+        written = self.step if self.row is None else self.step - 1
+        self.metrics = MetricsFile(self.folder / METRICS, written, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
         if self.plans is not None and config.sparsity.relu_tokens:

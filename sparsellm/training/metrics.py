@@ -211,9 +211,8 @@ class Rows:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
-    def row(
-        self, values: StepValues, l1_denominator: int, held_out: HeldOut | None, scores: dict[str, float | None] | None
-    ) -> dict[str, Any]:
+    def row(self, values: StepValues, l1_denominator: int) -> dict[str, Any]:
+        """The row of a step that is not scored, or not yet."""
         config, model = self.config, self.config.model
         step_tokens = config.training.tokens_per_step
         ce = values.ce / step_tokens
@@ -231,10 +230,7 @@ class Rows:
             "loss": loss if l1 is None else loss + values.known["l1_coefficient"] * l1,
             "ce": ce,
             **({} if distill.teacher is None else {"distill_kl": kl}),
-            "val_ce": held_out and held_out.ce,
-            "val_tokens": held_out and held_out.tokens,
-            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in config.data.mix_names},
-            "evaluation": scores,
+            **self._scores(None, None),
             "l1": l1,
             "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
             "nnz_per_layer": nnz,
@@ -256,6 +252,20 @@ class Rows:
             "ffn_saved_bytes": values.known["ffn_saved_bytes"],
         }
         return {key: _finite_or_none(value) for key, value in row.items()}
+
+    def scored(
+        self, row: dict[str, Any], held_out: HeldOut | None, scores: dict[str, float | None] | None
+    ) -> dict[str, Any]:
+        """`row` with what a validation and an evaluation found; None: there was none."""
+        return row | {key: _finite_or_none(value) for key, value in self._scores(held_out, scores).items()}
+
+    def _scores(self, held_out: HeldOut | None, scores: dict[str, float | None] | None) -> dict[str, Any]:
+        return {
+            "val_ce": held_out and held_out.ce,
+            "val_tokens": held_out and held_out.tokens,
+            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in self.config.data.mix_names},
+            "evaluation": scores,
+        }
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -393,13 +403,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run has not done yet is cut off.
+    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run will write again is cut off.
 
     What cannot be written, because the disk is full, is kept in memory and tried again with the next row.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
-        """`saved`: what the checkpoint of `last_step` knows of the file; None for checkpoints of earlier versions.
+        """`saved`: what the checkpoint knows of the file; None for checkpoints of earlier versions.
 
         Raises MetricsError if rows up to `last_step` are damaged or gone. With `skip_damaged` those that can be read
         are kept, and the damaged file beside them as metrics.jsonl.damaged, which is said.
@@ -412,7 +422,7 @@ class MetricsFile:
             what = found.report(path) if found.problems else f"{path} has no rows up to step {last_step:,}"
             if not skip_damaged:
                 raise MetricsError(
-                    f"{what}. The checkpoint of step {last_step:,} is whole: bring the file back, or go on with the"
+                    f"{what}. The checkpoint that the run goes on from is whole: bring the file back, or go on with the"
                     f" {len(kept):,} rows that can be read by run.skip_damaged=true, which keeps the file as it is"
                     f" beside them"
                 )
@@ -423,7 +433,7 @@ class MetricsFile:
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            warn(f"{path}: rows of steps that are trained again are cut off: {cut:,}")
+            warn(f"{path}: rows that the run writes again are cut off: {cut:,}")
         write_whole(path, content)
         self._file = path.open("r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written

@@ -314,6 +314,7 @@ class MicroBatch:
                 f" newest checkpoint with {smaller[-1]} at a time"
             )
         self.most = smaller[-1]
+        torch._dynamo.reset()  # as in `_check`, for validation has the new size, too
         self._take_first(smaller[-1])
         warn(f"{what}: the same step again with {self.size}")
 

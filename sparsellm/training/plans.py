@@ -9,6 +9,9 @@ Engines are chosen by what was measured on rank 0's GPU: by `sparsellm calibrate
 nothing was measured, the package's constants choose. `state` has what the run began with, and a resume goes by it,
 whatever was measured since.
 
+A counted step that is skipped, because its gradient is not finite, decides nothing: plans stay as they are until the
+next counted one. Whether it was is decided on the device, and travels with the counts.
+
 A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
 result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
 """
@@ -33,6 +36,7 @@ from sparsellm.training.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
+SKIPPED = -1.0  # in place of every count
 
 
 @dataclass
@@ -40,7 +44,8 @@ class Counts:
     """What a step counted over all ranks, possibly still being computed; `read` waits for it."""
 
     step: int
-    on_host: Tensor  # float64 [3, L]: nonzeros; union; the nonzeros per token of the fullest micro-batch
+    # float64 [3, L]: nonzeros; union; the nonzeros per token of the fullest micro-batch. SKIPPED if the step was.
+    on_host: Tensor
     copied: torch.cuda.Event | None
 
     def read(self) -> list[list[float]]:
@@ -113,10 +118,12 @@ class Plans:
         self.tokens = self.sequences * self.sequence_length // micro_batches  # of the mean micro-batch
 
     def before(self, step: int) -> bool:
-        """Decide, if `step` is one to decide before, and say whether it is. Waits then for the step DELAY before."""
+        """Decide, if `step` is one to decide before, and say whether it did. Waits then for the step DELAY before."""
         if self.counts is None or step != self.counts.step + DELAY:
             return False
         counts, self.counts = self.counts.read(), None
+        if counts[0][0] == SKIPPED:
+            return False
         share = self.tokens / self.tokens_per_step
         for tensor, nnz, union, fullest in zip(self.tensors, *counts, strict=True):
             plan = Plan.read(tensor)
@@ -126,14 +133,18 @@ class Plans:
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
         return True
 
-    def after(self, step: int, sums: StepSums) -> None:
-        """Send what `step` counted, if it is one to decide from. Collective."""
+    def after(self, step: int, sums: StepSums, counts: Tensor) -> None:
+        """Send what `step` counted, if it is one to decide from. Collective.
+
+        `counts`: 0-d bool on the device, the same on all ranks: whether the step was not skipped.
+        """
         if self.idle or step % DECIDE_EVERY != 1:
             return
         summed, fullest = torch.stack([sums.nnz, sums.union]).double(), sums.fullest.clone()
         dist.all_reduce(summed)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        self.counts = Counts(step, *to_host(torch.cat([summed, fullest[None]])))
+        counted = torch.cat([summed, fullest[None]])
+        self.counts = Counts(step, *to_host(torch.where(counts, counted, SKIPPED)))
 
     def state(self) -> dict[str, Any]:
         """All that the next steps depend on, for JSON. Waits for counts that are under way."""

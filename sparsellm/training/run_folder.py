@@ -27,7 +27,7 @@ from sparsellm.config import (
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, on_main, require_shared
 from sparsellm.files import sync, unused
-from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STEP, checkpoint
+from sparsellm.run_layout import CHECKPOINTS, COMMITTED, CONFIG, STATE, STEP, VALUES, WAITING_ROW, checkpoint
 from sparsellm.training.checkpoint import clear_leftovers, leftovers, size_of, spelled
 from sparsellm.training.memory import DTYPES
 from sparsellm.training.retention import Retention, last_common_step
@@ -125,14 +125,21 @@ def _set_decay_aside(folder: Path, begun: Config, start: int) -> None:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run that `config` names has saved its last step; not if that checkpoint's COMMITTED is damaged."""
+    """Whether the run that `config` names has saved its last step, scored; not if that checkpoint's COMMITTED is
+    damaged."""
     if config.run.restart:
         return False
+    last = checkpoint(config.run.folder, config.training.steps)
     try:
-        committed = json.loads((checkpoint(config.run.folder, config.training.steps) / COMMITTED).read_bytes())
-        return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
+        committed = json.loads((last / COMMITTED).read_bytes())
+        if committed["step"] != config.training.steps or not isinstance(committed["files"], dict):
+            return False
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+    try:
+        return json.loads((last / STATE / VALUES).read_bytes()).get(WAITING_ROW) is None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True  # it is damaged, and would not be resumed either
 
 
 def view(config: Config) -> str:

@@ -45,9 +45,12 @@ class SilentNeurons:
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         self.tokens = torch.zeros(model.num_layers, model.intermediate_size, dtype=torch.int64, device=device)
 
-    def update(self, fired: Tensor, tokens: int) -> None:
-        """Account for a step of `tokens` tokens over all ranks, of which this rank saw `fired` (bool [L, N])."""
-        self.tokens.add_(tokens).masked_fill_(fired, 0)
+    def update(self, fired: Tensor, tokens: int, counts: Tensor) -> None:
+        """Account for a step of `tokens` tokens over all ranks, of which this rank saw `fired` (bool [L, N]).
+
+        `counts`: 0-d bool on the device, the same on all ranks. A step that does not count leaves everything as it was.
+        """
+        self.tokens.add_(counts, alpha=tokens).masked_fill_(fired & counts, 0)
 
     def reduced(self) -> Tensor:
         """The exact counts, the same on all ranks. Collective."""
@@ -71,7 +74,9 @@ class Reinitialization:
     Their moments have decayed on their own.
 
     The row's moments become 0. Adam's step count belongs to the whole matrix and stays: the new row's first updates,
-    without bias correction, are smaller than usual, (1 - beta1) / sqrt(1 - beta2) = 0.45 times, and never larger.
+    without bias correction, differ from the usual ones. Under a constant gradient the n-th update after the draw is
+    (1 - beta1^n) / sqrt(1 - beta2^n) times the usual one once Adam's own correction has faded: 0.45 at n = 1, above 1
+    from n = 9 on, at most 1.10 at n = 20, and 1 in the limit.
 
     While the gate goes from SiLU to ReLU (`sparsity.relu_tokens`), a row has a gradient where z <= 0, too, and none is
     drawn.

@@ -19,7 +19,7 @@ from processes import PATIENCE, SERVER, dying, family, kill, started
 from test_train import TIMING
 
 from sparsellm.data import corpus
-from sparsellm.run_layout import VALUES
+from sparsellm.run_layout import VALUES, WAITING_ROW
 from sparsellm.training.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -75,13 +75,18 @@ def left(folder: Path) -> dict[str, object]:
         if path.is_dir() or path.name in TELLS_TIME or path.parent.name == "logs":
             found[name] = "there"
         elif path.name == METRICS:
-            rows = map(json.loads, path.read_text().splitlines())
-            found[name] = [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
+            found[name] = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name == VALUES:
-            found[name] = json.loads(path.read_text()) | {"metrics": "their checksum"}
+            values = json.loads(path.read_text())
+            row = values[WAITING_ROW] and _untimed(values[WAITING_ROW])
+            found[name] = values | {"metrics": "their checksum", WAITING_ROW: row}
         else:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
+
+
+def _untimed(row: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in row.items() if key not in TIMING}
 
 
 def undisturbed(command: list[str], setup: Callable[[Path], object], folder: Path) -> Undisturbed:

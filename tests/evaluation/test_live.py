@@ -1,6 +1,8 @@
 """Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
 
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import torchrun
+from processes import PATIENCE, SERVER, family, kill, started, torchrun
 from small_run import signal_after
 from tqdm import tqdm
 
@@ -114,7 +116,7 @@ def test_mixed_precision_is_the_runs(asked):
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
         evaluation = live.LiveEvaluation(config, ranks, [])
-        lm = evaluation._lm(decoder, opened)
+        lm = evaluation._lm(decoder.state_dict(), opened)
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
             exact = decoder.logits(tokens)
@@ -147,6 +149,19 @@ def test_a_resumed_run_evaluates_at_the_same_steps(asked):
     assert code == 0
     assert_equal_states(straight, resumed)
     assert rows_without(folder) == rows_without(stopped)
+
+
+def test_an_evaluation_that_ends_the_process_costs_no_checkpoint_and_the_resume_does_it(asked, monkeypatch):
+    _, _, folder = run([*asked, "run.name=straight"])
+    overrides = [*asked, "run.name=ended"]
+    with monkeypatch.context() as patch:
+        patch.setattr(live.LiveEvaluation, "scores", lambda *_: {}["what ends a process"])
+        with pytest.raises(KeyError):
+            run(overrides)
+    assert max((folder.parent / "ended/checkpoints").iterdir()).name == "step_00000003"
+    code, _, ended = run(overrides)
+    assert code == 0
+    assert rows_without(folder) == rows_without(ended)
 
 
 def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
@@ -253,6 +268,55 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for metrics"),
         ]
     ]
+
+
+def fails_on_rank_1(_name):
+    """Rank 1 has no memory for the weights of the first evaluation, and fails at the fifth weight of the second one."""
+    if os.environ.get("RANK") != "1":
+        return
+    for owner, attribute, call in ((live.LiveEvaluation, "_take_memory", 1), (live, "whole", 5)):
+        original, calls = getattr(owner, attribute), itertools.count(1)
+
+        def failing(*arguments, original=original, calls=calls, call=call, attribute=attribute):
+            if next(calls) == call:
+                raise torch.OutOfMemoryError(f"no room in {attribute}")
+            return original(*arguments)
+
+        setattr(owner, attribute, failing)
+
+
+def train_on_two_ranks(overrides, folder, prepare):
+    """The exit code, and what was said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command, said = [*launcher, "-m", "sparsellm.train", *overrides, "runtime.shard=full"], folder / "said"
+    process = SERVER.Process(target=started, args=(command, folder, said, prepare))
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode is None:
+        kill(family(process.pid))
+    text = said.read_text()
+    said.unlink()
+    return process.exitcode, text
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_a_model_in_shards_is_gathered_spoils_nothing(asked, tmp_path):
+    """Before the first weight training goes on; between two all ranks end, and the resume scores what was due."""
+    asked = [*asked, "logging.every=1"]
+    plain = run([*asked, "run.name=plain", "evaluation.every=0"])[2]
+    code, said = train_on_two_ranks([*asked, "run.name=r"], tmp_path, fails_on_rank_1)
+    assert code not in (0, None), said
+    assert "step 3: evaluating the model failed, training goes on: OutOfMemoryError: no room in _take_memory" in said
+    assert "rank 1: step 4: gathering the weights to evaluate them failed (OutOfMemoryError: no room in whole)" in said
+    assert "evaluation/live.py" not in said  # no traceback of ours
+    assert max((tmp_path / "r/checkpoints").iterdir()).name == "step_00000004"
+    code, said = train_on_two_ranks([*asked, "run.name=r"], tmp_path, print)
+    assert code == 0, said
+    rows = read(tmp_path / "r" / METRICS)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["ce"] for row in rows] == pytest.approx([row["ce"] for row in read(plain / METRICS)], rel=1e-4)
+    assert rows[2]["evaluation"] == dict.fromkeys([*NAMES, "mean"])
+    assert None not in rows[3]["evaluation"].values()
 
 
 def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):

@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.processes import PARENT_ENDED
+from sparsellm.run_layout import STATE, VALUES
+from sparsellm.run_layout import checkpoint as checkpoint_folder
 from sparsellm.training import checkpoint, report
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.loop import StopRequest, TrainingDiverged
+from sparsellm.training.loop import StopRequest, Trainer, TrainingDiverged
 from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, read
 from sparsellm.training.optimizer import learning_rate
+from sparsellm.training.run_folder import is_finished
 
 SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
@@ -406,6 +409,114 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert without_timing(tmp_path / "straight" / METRICS) == without_timing(tmp_path / "stopped" / METRICS)
+
+
+def ends_at(trainer, step, name="_validate"):
+    """Fit, with something that ends the run in the validation of `step`, or in another method."""
+    method = getattr(trainer, name)
+
+    def broken(*arguments):
+        if trainer.step == step:
+            raise KeyError("what ends a run")
+        return method(*arguments)
+
+    setattr(trainer, name, broken)
+    with pytest.raises(KeyError):
+        trainer.fit()
+
+
+@pytest.fixture
+def quick_ending(monkeypatch):
+    """Without plots and a sample of the text, which take longer than the steps."""
+    monkeypatch.setattr(report, "finish", lambda *_: "")
+    monkeypatch.setattr(report, "sample", lambda *_: "")
+
+
+SAVED_AND_SCORED = ["run.checkpoint_every=4", "run.keep_checkpoints=9", "runtime.deterministic=true"]  # every 4 steps
+
+
+def said_of(folder, step):
+    """What the checkpoint of `step` says in words and in values.json, but for times."""
+    path = checkpoint_folder(folder, step)
+    values = json.loads((path / STATE / VALUES).read_text()) | {"metrics": None}
+    if values["row"] is not None:
+        values["row"] = {key: value for key, value in values["row"].items() if key not in TIMING}
+    return values, (path / "hf/README.md").read_text()
+
+
+@pytest.mark.usefixtures("quick_ending")
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_validation_that_ends_the_run_costs_no_checkpoint_and_the_resume_does_it(step, tmp_path):
+    """As a kill between the two does. Rows, checkpoints and their cards are those of a run that nobody disturbed."""
+    with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
+        assert trainer.fit() == 0
+        straight = tensors(trainer)
+    named = small_config(*SAVED_AND_SCORED, f"run.root={tmp_path}", "run.name=ended")
+    with small_trainer(tmp_path / "ended", *SAVED_AND_SCORED) as trainer:
+        ends_at(trainer, step)
+    assert max((tmp_path / "ended/checkpoints").iterdir()).name == f"step_{step:08d}"
+    assert read(tmp_path / "ended" / METRICS)[-1]["step"] == {8: 6, 12: 9}[step]
+    assert not is_finished(named)
+    with small_trainer(tmp_path / "ended", *SAVED_AND_SCORED) as trainer:
+        assert trainer.fit() == 0
+        assert all(torch.equal(straight[name], each) for name, each in tensors(trainer).items())
+    assert is_finished(named)
+    assert without_timing(tmp_path / "ended" / METRICS) == without_timing(tmp_path / "straight" / METRICS)
+    for saved in (4, 8, 12):
+        values, card = said_of(tmp_path / "ended", saved)
+        assert (values, card) == said_of(tmp_path / "straight", saved)
+        assert (values["row"] is None) == (saved == 12)  # which is saved once more, with its row in metrics.jsonl
+    assert "held-out | " in card
+    assert "(step 12) |" in card
+
+
+@pytest.mark.usefixtures("quick_ending")
+def test_a_row_that_a_run_had_written_after_its_checkpoint_is_there_once(tmp_path, capsys):
+    """Also where damage before it leaves only what can be read."""
+    overrides = [*SAVED_AND_SCORED, "logging.every=1"]
+    path = tmp_path / "run" / METRICS
+    for step in (7, 11):
+        with small_trainer(tmp_path / "run", *overrides) as trainer:
+            ends_at(trainer, step, "_reduce")
+        assert [row["step"] for row in read(path)] == list(range(1, step))
+    path.write_text(path.read_text().replace('"step": 3,', '"step": 2,'))
+    with small_trainer(tmp_path / "run", *overrides, "run.skip_damaged=true") as trainer:
+        assert trainer.fit() == 0
+    assert [row["step"] for row in read(path)] == [1, 2, *range(4, 13)]
+    assert "rows that the run writes again are cut off" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_ending")
+def test_a_validation_that_a_resume_goes_without_leaves_its_row_without(tmp_path):
+    with small_trainer(tmp_path / "run", *SAVED_AND_SCORED) as trainer:
+        ends_at(trainer, 8)
+    with small_trainer(tmp_path / "run", *SAVED_AND_SCORED, "logging.validation_every=0") as trainer:
+        assert trainer.fit() == 0
+    rows = {row["step"]: row["val_ce"] for row in read(tmp_path / "run" / METRICS)}
+    assert [*rows] == [1, 3, 4, 6, 8, 9, 12]
+    assert [step for step, ce in rows.items() if ce is not None] == [4]
+
+
+@pytest.mark.usefixtures("quick_ending")
+def test_a_checkpoint_of_an_earlier_version_whose_row_was_written_before_it_goes_on(tmp_path):
+    with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
+        assert trainer.fit() == 0
+    with small_trainer(tmp_path / "run", *SAVED_AND_SCORED) as trainer:
+        score, save = trainer._score, trainer.checkpoints.save
+
+        def without_row(step, saved, values, *others):
+            save(step, saved, {key: value for key, value in values.items() if key != "row"}, *others)
+
+        def saved_after_it():
+            score()
+            Trainer._save(trainer)
+
+        trainer._save, trainer._score, trainer.checkpoints.save = lambda: None, saved_after_it, without_row
+        trainer.checkpoints.export = trainer._export
+        ends_at(trainer, 9, "_reduce")
+    with small_trainer(tmp_path / "run", *SAVED_AND_SCORED) as trainer:
+        assert trainer.fit() == 0
+    assert without_timing(tmp_path / "run" / METRICS) == without_timing(tmp_path / "straight" / METRICS)
 
 
 def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_path, capsys):

@@ -107,7 +107,7 @@ def test_damage_after_the_checkpoint_is_cut_off_with_what_is_trained_again(tmp_p
     path.write_bytes(rows(1, 10, 20).encode() + b"\0" * 100 + b"\n")
     MetricsFile(path, last_step=10).close()
     assert [row["step"] for row in read(path)] == [1, 10]
-    assert "rows of steps that are trained again are cut off: 1" in capsys.readouterr().err
+    assert "rows that the run writes again are cut off: 1" in capsys.readouterr().err
 
 
 def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_itself(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,28 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_half_as_many_sequence
         trained(trainer, 2)
         trainer.micro_batch._take_first(3)
         assert_same(ours, trained(trainer, 2))
+
+
+def test_a_compiled_run_may_halve_as_often_as_it_has_to(tmp_path, monkeypatch):
+    """Each size is a graph of the layers with gradients and, in validation, one without; dynamo keeps eight."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with small_trainer(tmp_path / "run", *AUTO, "training.batch_size=16", "runtime.compile=true") as trainer:
+        trainer.micro_batch.choose()
+        accumulate, batches = trainer.accumulate, trainer.data.batches(None)
+        for most in (16, 8, 4, 2, 1):
+
+            def runs_out(tokens, size, most=most):
+                sums = accumulate(tokens, size)
+                if size > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                return sums
+
+            trainer.accumulate = runs_out
+            trainer.advance(batches)
+            trainer._validate()
+            assert trainer.micro_batch.size == most
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
-from small_run import OVERRIDES
+import torch
+from small_run import OVERRIDES, small_trainer
 
 from sparsellm.config import from_overrides
 from sparsellm.data import open_data, open_validation, prepare, tokenizer
@@ -52,3 +54,32 @@ def test_a_run_validates_each_source_of_its_mix(tmp_path, monkeypatch, capsys):
     damaged = rows[-1] | {"validation_ce/prose": "low"}
     (folder / "metrics.jsonl").write_text(json.dumps(damaged) + "\n")
     assert "its validation_ce/prose cannot be 'low'" in history(folder / "metrics.jsonl").problems[0]
+
+
+def test_a_compiled_run_calls_its_layers_in_three_shapes_whatever_its_sources_are(tmp_path, monkeypatch):
+    """Two with gradients, for a micro-batch of 3 does not divide the 8 sequences of a step, and one without; each with
+    the gate between SiLU and ReLU and with the final one. Two of the loss."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    overrides = ["runtime.micro_batch_size=3", "sparsity.relu_tokens=256", "training.steps=2"]
+    with small_trainer(tmp_path / "run", "runtime.compile=true", *overrides) as trainer:
+        trainer.data.named_validation = {str(n): trainer.data.samples(range(n)) for n in range(1, 9)}
+        batches = trainer.data.batches(None)
+        for _ in range(2):
+            trainer.advance(batches)
+            found = trainer._validate()
+    assert graphs["unique_graphs"] - before == 6 + 2
+    assert found.named.keys() == {str(n) for n in range(1, 9)}
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_what_fills_up_a_pass_counts_for_nothing(size, tmp_path):
+    """Bit for bit what the blocks give without it where a pass is whole, and up to rounding where it is not."""
+    with small_trainer(tmp_path / "run") as trainer, torch.no_grad():
+        blocks, model = trainer.data.validation, trainer.decoder  # 5
+        expected = sum(model(part[:, :-1], part[:, 1:]).ce.double() for part in blocks.split(size)).item() / (5 * 16)
+        found = cross_entropy(model, blocks, size, trainer.autocast, trainer.ranks)
+    assert found == (expected if 5 % size == 0 else pytest.approx(expected, rel=1e-6))

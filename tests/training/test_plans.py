@@ -4,6 +4,7 @@ On the CPU the trainer runs the dense engine of the registered operator; which e
 """
 
 import json
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ LARGE = ["model.hidden_size=2048", "model.intermediate_size=5632", "model.contex
          "training.sequence_length=2048", "training.batch_size=10", "runtime.micro_batch_size=4"]  # fmt: skip
 STEP_TOKENS, STEP_TILES = 20_480, 160
 START = list(Plan())
+COUNTS = torch.tensor(True)
 
 
 @contextmanager
@@ -67,7 +69,8 @@ def test_a_step_decides_before_the_step_after_the_next():
             seen.append(plans.engines)
             layer_0 = 30.0 if step != 9 else 2800.0
             layer_1 = 900.0 if step == 1 else 30.0
-            plans.after(step, counted([layer_0, layer_1], [500 if v < 100 else 5632 for v in (layer_0, layer_1)]))
+            unions = [500 if layer < 100 else 5632 for layer in (layer_0, layer_1)]
+            plans.after(step, counted([layer_0, layer_1], unions), COUNTS)
     of_1, of_9, of_17 = ["tile", "dense"], ["dense", "tile"], ["tile", "tile"]
     assert seen == [["dense", "dense"]] * 2 + [of_1] * 8 + [of_9] * 8 + [of_17] * 2
 
@@ -83,7 +86,7 @@ def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatc
     with fake(layers=1) as plans:
         for step in range(1, 12):
             plans.before(step)
-            plans.after(step, counted([36], [640]))
+            plans.after(step, counted([36], [640]), COUNTS)
     mean = (STEP_TOKENS // 3, 2048, 5632, 36 * (STEP_TOKENS // 3), 640 * STEP_TILES * (STEP_TOKENS // 3) / STEP_TOKENS)
     assert asked == [(*mean, Engine.dense), (*mean, Engine.tile)]
 
@@ -91,7 +94,7 @@ def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatc
 def test_a_union_that_was_not_measured_is_dense():
     with fake(layers=1) as plans:
         plans.tensors[0].copy_(Plan.of("tile").tensor())
-        plans.after(1, counted([5], [-1]))
+        plans.after(1, counted([5], [-1]), COUNTS)
         plans.before(3)
         assert plans.engines == ["dense"]
 
@@ -102,14 +105,14 @@ def test_a_union_that_was_not_measured_is_dense():
 )
 def test_the_room_is_for_the_fullest_micro_batch_and_a_margin(fullest, room):
     with fake(layers=1) as plans:
-        plans.after(1, counted([20], [500], [fullest]))
+        plans.after(1, counted([20], [500], [fullest]), COUNTS)
         plans.before(3)
         assert values(plans) == [[Engine.tile, room]]
 
 
 def test_a_micro_batch_that_could_run_out_of_room_is_dense_whatever_the_mean():
     with fake(layers=2) as plans:
-        plans.after(1, counted([20, 20], [500, 500], [320, 321]))
+        plans.after(1, counted([20, 20], [500, 500], [320, 321]), COUNTS)
         plans.before(3)
         assert plans.engines == ["tile", "dense"]
 
@@ -124,7 +127,7 @@ def test_a_resume_after_any_step_decides_as_if_there_had_been_none():
         for step in range(first, 31):
             plans.before(step)
             seen.append(values(plans))
-            plans.after(step, steps[step - 1])
+            plans.after(step, steps[step - 1], COUNTS)
             states.append(json.dumps(plans.state()))
         return seen, states
 
@@ -162,7 +165,7 @@ def test_a_run_decides_by_what_was_measured(measured):
     with fake(layers=1) as plans:
         plans.begin()
         assert plans.policy() == "chosen by what was measured on this GPU model"
-        plans.after(1, counted([300], [5632]))  # for which the package's constants say dense
+        plans.after(1, counted([300], [5632]), COUNTS)  # for which the package's constants say dense
         plans.before(3)
         assert plans.engines == ["tile"]
 
@@ -327,6 +330,33 @@ def test_a_resumed_run_has_the_plans_of_one_that_never_stopped(stop_after, tmp_p
     assert before | after == straight
     assert set(before) & set(after) == set()
     assert all(torch.equal(tensors[name], resumed[name]) for name in tensors)
+
+
+@pytest.mark.usefixtures("fine_rooms")
+def test_a_counted_step_that_is_skipped_decides_nothing(tmp_path):
+    """NaN counts as firing everywhere. The step before which step 9 would decide neither changes plans nor counts as a
+    decision, also after a resume between the two."""
+    decided, plans = [], []
+    for last in (10, 12):
+        with small_trainer(tmp_path / "run", "run.checkpoint_every=10") as trainer:
+            force_plans(trainer)
+            normalized = trainer.decoder.layers[0].post_attention_layernorm
+            normalized.register_forward_hook(
+                lambda _module, _inputs, out, trainer=trainer: out * math.nan if trainer.step == 9 else out
+            )
+            trainer.micro_batch.decided = lambda _tokens, trainer=trainer: decided.append(trainer.step)
+            trainer._resume()
+            trainer._open_logs()
+            batches = trainer.data.batches(trainer.data_state)
+            while trainer.step < last:
+                trainer.advance(batches)
+                plans.append(values(trainer.plans))
+            assert trainer.optimizer.skipped == 1
+            trainer._save()
+            trainer.checkpoints.wait()
+    assert decided == [3]
+    assert START not in plans[2]
+    assert plans[2] == plans[9] == plans[10] == plans[11]
 
 
 @pytest.mark.usefixtures("fine_rooms")

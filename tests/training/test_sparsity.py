@@ -1,5 +1,6 @@
 """The sparsity policy: schedules, normalisations, silent neurons, and drawing them anew."""
 
+import math
 from functools import partial
 
 import pytest
@@ -71,7 +72,8 @@ def test_silence_is_counted_in_tokens_and_ends_with_firing(monkeypatch):
     monkeypatch.setattr(sparsity.dist, "all_reduce", lambda *_args, **_kwargs: None)
     silent = SilentNeurons(ModelConfig(num_layers=1, intermediate_size=3), torch.device("cpu"))
     for fired in ([True, False, True], [False, False, True], [False, True, True]):
-        silent.update(torch.tensor([fired]), 100)
+        silent.update(torch.tensor([fired]), 100, torch.tensor(True))
+        silent.update(torch.tensor([[True] * 3]), 100, torch.tensor(False))  # of a step that was skipped
     assert silent.tokens.tolist() == [[200, 0, 0]]
     assert silent.reduced() is not silent.tokens
     assert torch.equal(silent.reduced(), silent.tokens)
@@ -130,13 +132,48 @@ def test_a_drawn_neuron_has_the_same_time_to_fire_again_and_counts_as_dead_until
     with small_trainer(tmp_path / "run", *overrides, "sparsity.reinit_dead_after_tokens=384") as trainer:
         fired, update = torch.ones(2, 48, dtype=torch.bool), trainer.silent.update
         fired[1, :7] = False
-        trainer.silent.update = lambda _fired, tokens: update(fired, tokens)
+        trainer.silent.update = lambda _fired, tokens, counts: update(fired, tokens, counts)
         assert trainer.fit() == 0
     rows = read(tmp_path / "run" / METRICS)
     # 384 tokens are 3 steps: drawn at steps 4 and 8, not at 6; at 12 there is no time left to learn.
     assert [row["reinitialized_per_layer"][1] for row in rows] == [0, 0, 0, 7, 7, 7, 7, 14, 14, 14, 14, 14]
     assert [row["dead_per_layer"][1] for row in rows] == [0] + [7] * 11
     assert [row["reinitialized_per_layer"][0] for row in rows] == [0] * 12
+
+
+def test_a_step_that_is_skipped_ends_no_silence(tmp_path):
+    """NaN counts as firing everywhere. Rows are drawn when the silence of the steps that count is long enough."""
+    overrides = [*REINIT, "logging.every=1", "sparsity.dead_after_tokens=256", "optimizer.learning_rate=1e-6"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        first, second = (layer for layer in trainer.decoder.layers)
+        with torch.no_grad():
+            second.mlp.gate_proj.weight[:5] = 0
+        first.post_attention_layernorm.register_forward_hook(
+            lambda _module, _inputs, out: out * math.nan if trainer.step == 3 else out
+        )
+        assert trainer.fit() == 0
+    rows = read(tmp_path / "run" / METRICS)
+    assert [row["skipped_steps"] for row in rows[:4]] == [0, 0, 1, 1]
+    assert [row["dead_per_layer"][1] for row in rows[:3]] == [0, 5, 5]
+    assert [row["reinitialized_per_layer"][1] for row in rows[:4]] == [0, 5, 5, 5]
+
+
+def test_the_updates_of_a_drawn_row_are_what_the_docstring_says():
+    """Beside a row that has seen the same gradient for 10,000 steps."""
+    weight = torch.zeros(2, dtype=torch.float64)
+    adamw = torch.optim.AdamW([weight], lr=1, betas=(0.9, 0.95), eps=0, weight_decay=0)
+    old = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    adamw.state[weight] = {"step": torch.tensor(1e4), "exp_avg": old.clone(), "exp_avg_sq": old.clone()}
+    ratios = []
+    for _ in range(200):
+        before, weight.grad = weight.clone(), torch.ones_like(weight)
+        adamw.step()
+        drawn, usual = (weight - before).tolist()
+        ratios.append(drawn / usual)
+    assert ratios[0] == pytest.approx(0.1 / 0.05**0.5)
+    assert next(n for n, ratio in enumerate(ratios, 1) if ratio > 1) == 9
+    assert (ratios.index(max(ratios)) + 1, max(ratios)) == (20, pytest.approx(1.0967, abs=1e-4))
+    assert ratios[-1] == pytest.approx(1, abs=1e-4)
 
 
 def test_a_blend_moves_silent_rows_a_little_at_every_draw_until_they_fire(tmp_path):
