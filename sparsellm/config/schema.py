@@ -128,6 +128,7 @@ class DataConfig:
     split: str = key("train", "the hub data set's split")
     files: list[str] = key([], "parquet, jsonl or text files; glob patterns, for source=files")
     text_column: str = key("text", "of parquet and jsonl")
+    skip_bad_records: bool = key(False, "pass over and count records that cannot be read, instead of stopping there")
     tokenizer: str | None = key(None, "hub name, or a local folder; null: trained on the text (not for hub data)")
     tokenizer_vocab_size: int = key(4_096, "ids of the tokenizer that is trained on the text")
     path: str | None = key(None, "folder of the prepared tokens; null: data/NAME")

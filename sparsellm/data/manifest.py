@@ -64,6 +64,7 @@ class Manifest:
     validation: Split = field(default_factory=Split)
     source_checksums: dict[str, str] = field(default_factory=dict)  # xxh3 of the local source files read so far
     empty_documents: int = 0  # read, and left out for having no text
+    bad_records: int = 0  # passed over for data.skip_bad_records
     empty_files: int = 0  # passed over for having no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on

@@ -1,6 +1,5 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
-import glob
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +198,8 @@ class _Opening:
         data, share = self.config.data, self.config.training.batch_size // self.ranks.world_size
         return TokenStream(
             files=files, text_column=data.text_column, tokenizer_folder=folder,
-            validation_fraction=data.validation_fraction, share=share, **self._reading(),
+            validation_fraction=data.validation_fraction, skip_bad_records=data.skip_bad_records, share=share,
+            **self._reading(),
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:
@@ -234,8 +234,9 @@ class _OfRun:
         }
         if data.streaming:
             stream = TokenStream(
-                self._files(), data.text_column, self.tokenizer_folder, data.validation_fraction, share=1, **alone
-            )
+                self._files(), data.text_column, self.tokenizer_folder, data.validation_fraction, share=1,
+                skip_bad_records=data.skip_bad_records, **alone,
+            )  # fmt: skip
             return stream.validation(samples)
         if data.mix:
             found = {name: self._tokens(folder, name) for name, folder in mix.folders(self.config).items()}
@@ -296,8 +297,7 @@ class _OfRun:
         if data.source != Source.files:
             return corpus.find_files(data)
         for start in self._starts:
-            here = Path(glob.escape(str(start)))
-            files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
+            files, found = corpus.local_files(data.files, start)
             if not found:
                 return files
         raise DataError(

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -164,12 +165,13 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
                 raise DataError("; ".join(found))
             tokenizer.say_form(vocabulary, f"{Request(config).tokenizer_key}={data.tokenizer}")
         files = corpus.find_files(data)
-        documents = corpus.read(list(files), data.text_column)
+        from_start = partial(corpus.read, list(files), data.text_column, skip_bad_records=data.skip_bad_records)
+        documents = from_start()
         if data.tokenizer is None:
             vocabulary, characters = _trained_tokenizer(documents, data.tokenizer_vocab_size)
         else:
             next(documents, None)  # a wrong column shows before anything is written
-        documents = corpus.read(list(files), data.text_column)
+        documents = from_start()
         if data.source == Source.hub:
             assert data.dataset is not None
             licence = corpus.card_licence(data.dataset)
@@ -237,7 +239,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     if data.source == Source.stdlib_docs:
         documents = corpus.from_texts(corpus.stdlib_docs()[0], position)
     else:
-        documents = corpus.read(list(manifest.source_files), data.text_column, position)
+        documents = corpus.read(list(manifest.source_files), data.text_column, position, data.skip_bad_records)
     return manifest, vocabulary, documents
 
 
@@ -267,8 +269,8 @@ def _from_the_start(manifest: Manifest) -> Manifest:
     """`manifest` before the first document."""
     files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
     return replace(
-        manifest, train=Split(), validation=Split(), empty_documents=0, empty_files=0, licences={}, source_checksums={},
-        position=corpus.START, exhausted=False, cut=False, files=files,
+        manifest, train=Split(), validation=Split(), empty_documents=0, bad_records=0, empty_files=0, licences={},
+        source_checksums={}, position=corpus.START, exhausted=False, cut=False, files=files,
     )  # fmt: skip
 
 
@@ -297,7 +299,10 @@ def _write_tokens(
                 manifest.empty_files += _files_between(manifest.position, document.file)
                 manifest.position = document.position_after()
                 if not document.text:
-                    manifest.empty_documents += 1
+                    if document.fault is None:
+                        manifest.empty_documents += 1
+                    else:
+                        manifest.bad_records += 1
                     continue
                 tokens, held_out = next(encoded)
                 writers["validation" if held_out else "train"].append(tokens)

@@ -50,6 +50,7 @@ class TokenStream:
     seed: int
     workers: int
     pin_memory: bool
+    skip_bad_records: bool = False
     group_blocks: int = GROUP_BLOCKS
 
     def __post_init__(self) -> None:
@@ -173,7 +174,8 @@ class TokenStream:
         self, files: list[str], position: corpus.Position, held_out: bool
     ) -> Iterator[tuple[corpus.Position, np.ndarray]]:
         vocabulary = self._vocabulary()
-        for chunk in corpus.chunks(corpus.read(files, self.text_column, position)):
+        documents = corpus.read(files, self.text_column, position, self.skip_bad_records)
+        for chunk in corpus.chunks(documents):
             texts = [document.text for document in chunk if document.text]
             texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
             tokens = [ids for document in tokenizer.encode(vocabulary, texts) for ids in document]
