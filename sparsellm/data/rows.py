@@ -21,6 +21,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -192,28 +193,33 @@ class _Record(NamedTuple):
 
 def _json(file: str, text_column: str) -> Iterator[Row]:
     with _unpacked(file) as stream:
-        # In a list every item is in memory, so nothing is read by looking at all of them.
         is_list = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         records = (_items if is_list else _lines)(stream, file, text_column)
-        head: list[Row] = []
-        seen: dict[str, Any] = {}  # the columns so far, each with a value if it had one
-        size = 0
-        for row, value, length in records:
-            head.append(row)
-            if isinstance(value, dict):
-                seen |= {name: found for name, found in value.items() if seen.get(name) is None}
-            if row.text is not None or (size := size + length) > HEAD:
-                break
-        if seen and text_column not in seen:
-            raise DataError(_no_column(file, text_column, seen))
-        if not isinstance(found := seen.get(text_column), str | None):
-            remedy = _lifted(file, text_column, found) or "set data.text_column to another one"
-            raise DataError(
-                f"data.text_column {text_column!r} of {file} holds {_named(found)}: it must hold text; {remedy}"
-            )
-        yield from head
+        yield from _head(records, file, text_column)
         for record in records:
             yield record.row
+
+
+def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[Row]:
+    """The rows up to the first one with a text, or of HEAD bytes. Raises DataError if these say that the column is
+    missing or holds something else."""
+    head: list[Row] = []
+    seen: dict[str, Any] = {}  # the columns so far, each with a value if it had one
+    size = 0
+    for row, value, length in records:
+        head.append(row)
+        if isinstance(value, dict):
+            seen |= {name: found for name, found in value.items() if seen.get(name) is None}
+        if row.text is not None or (size := size + length) > HEAD:
+            break
+    if seen and text_column not in seen:
+        raise DataError(_no_column(file, text_column, seen))
+    if not isinstance(found := seen.get(text_column), str | None):
+        remedy = _lifted(file, text_column, found) or "set data.text_column to another one"
+        raise DataError(
+            f"data.text_column {text_column!r} of {file} holds {_named(found)}: it must hold text; {remedy}"
+        )
+    return iter(head)
 
 
 def _items(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
@@ -232,26 +238,40 @@ def _items(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_
 
 
 def _lines(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
-    for number, line in enumerate(stream, start=1):
-        content = line.removeprefix(codecs.BOM_UTF8)  # a file that was joined from several has more than one
-        if not content.strip():
-            continue
-        value, broken = None, None
+    for number in count(start=1):
+        # Only the record is kept while it is used: a line may take gigabytes.
+        if (record := _line(stream.readline(), number, file, text_column)) is None:
+            return
+        if record.row is not _BLANK:
+            yield record
+
+
+_BLANK = Row(None)
+
+
+def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | None:
+    """The record of `line`, whose row is _BLANK if there is nothing in it; None behind the last line."""
+    if not line:
+        return None
+    content = line.removeprefix(codecs.BOM_UTF8)  # a file that was joined from several has more than one
+    if not content or content.isspace():
+        return _Record(_BLANK, None)
+    value, broken = None, None
+    try:
         try:
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:  # perhaps in another column: then it does not matter
-                text, broken = content.decode(errors="surrogateescape"), error
-            value = json.loads(text)
-            row = _row(value, text_column)
-        except (ValueError, RecursionError) as error:
-            reason = _reason(error) if broken is None else _not_utf8(broken, file)
-            if value is None and not line.endswith(b"\n"):
-                reason += "; the file ends here, perhaps too early"
-            elif value is None and content.strip() in (b"{", b"["):
-                reason += f"; a line must hold all of a record (jq -c . {file} > NEW)"
-            row = Row(None, fault=f"line {number}: {reason}")
-        yield _Record(row, value, len(line))
+            text = content.decode()
+        except UnicodeDecodeError as error:  # perhaps in another column: then it does not matter
+            text, broken = content.decode(errors="surrogateescape"), error
+        value = json.loads(text)
+        row = _row(value, text_column)
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error) if broken is None else _not_utf8(broken, file)
+        if value is None and not line.endswith(b"\n"):
+            reason += "; the file ends here, perhaps too early"
+        elif value is None and content.strip() in (b"{", b"["):
+            reason += f"; a line must hold all of a record (jq -c . {file} > NEW)"
+        row = Row(None, fault=f"line {number}: {reason}")
+    return _Record(row, value, len(line))
 
 
 def _row(value: Any, text_column: str) -> Row:

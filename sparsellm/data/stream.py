@@ -178,8 +178,8 @@ class TokenStream:
         for chunk in corpus.chunks(documents):
             texts = [document.text for document in chunk if document.text]
             texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
-            tokens = [ids for document in tokenizer.encode(vocabulary, texts) for ids in document]
-            yield chunk[0].position(), np.array(tokens, np.int64)
+            tokens = [np.array(ids, np.int64) for ids in tokenizer.encode(vocabulary, texts)]
+            yield chunk[0].position(), np.concatenate([np.empty(0, np.int64), *tokens])
 
     def _vocabulary(self) -> tokenizer.Vocabulary:
         return tokenizer.load(str(self.tokenizer_folder), "data.path")
