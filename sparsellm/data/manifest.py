@@ -5,7 +5,8 @@
                             a text, or only ended by one; little-endian uint16, or uint32 for a vocabulary above 65,536
     train.documents         where each document starts in it; little-endian int64
     validation.tokens, validation.documents
-    manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete
+    manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete.
+                            While tokens are added the others are longer than it says: what comes after is not read
     progress.json           the same while preparation goes on, with the checksums of what is written so far
     verified.json           which files were read and found to be right (checksums.py); may be missing
     lock                    held by the process that prepares
@@ -30,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sparsellm.data import tokenizer
-from sparsellm.data.checksums import Verified
+from sparsellm.data.checksums import Verified, digest_of
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, read_sealed, write_sealed
 
@@ -194,14 +195,31 @@ def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
 
 def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:
     """Bytes and xxh3 of the files `names` of `folder`. `verified`: what knows some of them."""
+    return _checksums(folder, {name: (folder / name).stat().st_size for name in names}, verified)
+
+
+def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -> dict[str, dict[str, Any]]:
+    """The same of their first bytes, as many as `sizes` says."""
     verified = Verified(folder, again=True) if verified is None else verified
-    sizes = {name: (folder / name).stat().st_size for name in names}
     unknown = sum(size for name, size in sizes.items() if not verified.is_known(name, folder / name))
     # The bar appears only where reading takes long: 1 GB takes a second or two.
     with tqdm(total=unknown, desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
         return {
-            name: {"bytes": size, "xxh3": verified.checksum(name, folder / name, bar)} for name, size in sizes.items()
+            name: {"bytes": size, "xxh3": _digest(name, folder / name, size, verified, bar)}
+            for name, size in sizes.items()
         }
+
+
+def _digest(name: str, path: Path, size: int, verified: Verified, bar: tqdm) -> str:
+    if size < path.stat().st_size:  # more was appended
+        return digest_of(path, size, bar).hexdigest()
+    return verified.checksum(name, path, bar)
+
+
+def _may_be_longer(name: str) -> bool:
+    """Whether what comes after the bytes that a manifest counts may be there, and is not read: while tokens are added,
+    a folder is what it was until all of them are there."""
+    return name in {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 
 
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
@@ -212,10 +230,11 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             found.append(f"{path} is missing: {_again(folder)}")
-        elif path.stat().st_size != expected["bytes"]:
+        elif (size := path.stat().st_size) != expected["bytes"] and not (
+            _may_be_longer(name) and size > expected["bytes"]
+        ):
             found.append(
-                f"{path} has {path.stat().st_size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}:"
-                f" {_again(folder)}"
+                f"{path} has {size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}: {_again(folder)}"
             )
     return found or _count_mistakes(manifest, folder)
 
@@ -277,7 +296,11 @@ def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verifi
     """
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))
-    actual = checksums(folder, names, verified)
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    for name in names:
+        if name in manifest.files and _may_be_longer(name):
+            sizes[name] = min(sizes[name], manifest.files[name]["bytes"])
+    actual = _checksums(folder, sizes, verified)
     if changed := [name for name in names if actual[name] != manifest.files.get(name)]:
         raise DataError("; ".join(corrupt(folder, name) for name in changed))
     if verified is not None:

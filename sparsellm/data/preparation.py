@@ -9,8 +9,12 @@ Source files that were read to their end must stay as they were. The one that is
 as one with a bad record must: its documents are cut off, and it begins again from its start. So may later ones.
 
 A stream that is cut (manifest.py) is cut last, in place. What cannot go on from there starts from the first document
-again, which costs little, for a cut means that the documents were few: a start after a kill between the cut and the
+again, which costs little, because a cut means that the documents were few: a start after a kill between the cut and the
 manifest, and an extension. So whatever happened, the result is what one undisturbed preparation gives.
+
+What runs read stays until more is there, though the preparation is killed or fails: an extension appends, and
+manifest.json counts the former tokens until the end; that of a cut stream is made in the folder again/, whose files
+then take the place of the former ones.
 """
 
 import errno
@@ -56,10 +60,12 @@ from sparsellm.data.manifest import (
 )
 from sparsellm.data.request import Request
 from sparsellm.data.tokenizer import Vocabulary
+from sparsellm.files import sync
 
 # Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
 # because one text of ten million characters would take twice the memory.
 TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
+AGAIN = "again"  # in a folder whose stream is cut: the preparation of more tokens
 
 
 def preparation_mistakes(config: Config) -> list[str]:
@@ -74,7 +80,7 @@ def preparation_mistakes(config: Config) -> list[str]:
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
         ]
     try:
-        if is_unsealed(folder):
+        if is_unsealed(folder) or _is_made_again(folder):
             return []  # `prepare` holds all that an earlier version left against its files
         ready = read(folder)
         started = ready or read(folder, "progress.json")
@@ -115,6 +121,10 @@ def prepare(config: Config) -> Manifest:
                     raise DataError("; ".join(found))
                 seal(unsealed, folder)
         print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
+    if not config.data.streaming and _is_made_again(folder):
+        with _exclusive(folder), _writing(folder, limit, []):
+            if _is_made_again(folder):
+                _take_place(folder)
     if mistakes := preparation_mistakes(config):
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
@@ -130,8 +140,12 @@ def prepare(config: Config) -> Manifest:
             return done
         if done is not None:
             verify(done, folder)  # or the new checksums would vouch for old damage
-        # With both there, a kill came between the two steps below or at the end: they agree.
-        before = replace(done, extends=True) if done is not None else progress
+            if done.cut:
+                return _prepare_again(config, folder, done)
+        # With both there, an extension was stopped, or a preparation at its very end: then they agree.
+        before = progress
+        if done is not None and (progress is None or not _is_ahead(progress, done)):
+            before = replace(done, extends=True)
         if before is not None:
             manifest, vocabulary, documents = _continue(config, folder, before)
         else:
@@ -139,7 +153,6 @@ def prepare(config: Config) -> Manifest:
             tokenizer.save(vocabulary, folder / "tokenizer")
             manifest.files = checksums_of_tokenizer(folder)
         write(manifest, folder, "progress.json")
-        (folder / "manifest.json").unlink(missing_ok=True)
 
         try:
             _write_tokens(config, folder, manifest, vocabulary, documents, limit)
@@ -165,6 +178,43 @@ def prepare(config: Config) -> Manifest:
         write(manifest, folder, "manifest.json")
         (folder / "progress.json").unlink()
     return manifest
+
+
+def _is_ahead(progress: Manifest, done: Manifest) -> bool:
+    """Whether an extension of `done` has come further: `progress`."""
+    now, then = progress.position, done.position
+    if now is None or then is None:
+        return False
+    return (now["file"], now["document"]) > (then["file"], then["document"])
+
+
+def _prepare_again(config: Config, folder: Path, done: Manifest) -> Manifest:
+    """More tokens than `done`, which is cut, in its `folder`, which is locked."""
+    _with_sources_of_now(config, folder, done)  # or the former tokens would not be among the new ones
+    again = folder / AGAIN
+    if read(again, "progress.json") is None:
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(folder / "tokenizer", again / "tokenizer")
+        write(_from_the_start(replace(done, extends=True)), again, "progress.json")
+    manifest = prepare(replace(config, data=replace(config.data, path=str(again))))
+    _take_place(folder)
+    return manifest
+
+
+def _is_made_again(folder: Path) -> bool:
+    """Whether what is in again/ is finished, or was not even begun."""
+    return (folder / AGAIN).is_dir() and not (folder / AGAIN / "progress.json").exists()
+
+
+def _take_place(folder: Path) -> None:
+    """Move what is in again/ to `folder`, which is locked; a start after a kill goes on with it."""
+    again = folder / AGAIN
+    for name in [*(name for split in SPLITS for name in (f"{split}.tokens", f"{split}.documents")), "manifest.json"]:
+        if (again / name).exists():
+            (again / name).replace(folder / name)
+    sync(folder)
+    shutil.rmtree(again)
+    (folder / "progress.json").unlink(missing_ok=True)
 
 
 def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
@@ -229,14 +279,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     data = config.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
-    if manifest.position is None:
-        raise DataError(
-            f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
-            f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
-        )
     manifest = _with_sources_of_now(config, folder, manifest)
-    if manifest.cut:
-        manifest = _from_the_start(manifest)
     if not manifest.extends:
         manifest = replace(_with_files_of(Request(config), manifest), sequence_length=config.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
@@ -254,7 +297,11 @@ def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Ma
     """`manifest` with the source files as they are now: later ones may have changed or gone, and so may the one that is
     being read, which then begins again. Raises DataError if one that was read to its end has, or if there are others.
     """
-    assert manifest.position is not None
+    if manifest.position is None:
+        raise DataError(
+            f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
+            f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
+        )
     before, position = manifest.source_files, manifest.position
     now = corpus.find_files(config.data) if config.data.source == Source.files else before
     verified = Verified(folder)
