@@ -139,6 +139,7 @@ class DataConfig:
     mix: list[dict[str, Any]] = key(
         [], "[{data: NAME, weight: W}, ...]: tokens prepared before, data/NAME or their folder, in place of the above"
     )
+    verify: bool = key(False, "read all prepared tokens at the start, though they have not changed since the last one")
     streaming: bool = key(False, "tokenize while training instead of preparing first")
     seed: int = key(0, "of the order of the blocks")
 
