@@ -28,6 +28,7 @@ from typing import NamedTuple
 import xxhash
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from tqdm import tqdm
 
 from sparsellm import hub
 from sparsellm.config import DataConfig, Source
@@ -39,6 +40,7 @@ Files = dict[str, int | None]  # path or address -> bytes; None for the hub, whe
 
 # A chunk of documents is tokenized at once: about a million tokens keep every core busy in some 150 MB.
 CHUNK_CHARACTERS = 4_000_000
+MANY_FILES = 1_000  # from here on they may hold so little text that counting tokens shows no progress
 ENDS = 1 << 20  # bytes of a local file, at either end, by which a changed one is noticed
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -80,13 +82,14 @@ def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, l
                 typed = shlex.quote(f"data.files={json.dumps([str(literal)], ensure_ascii=False)}")
                 remedy = f"a [ that is part of a name is written [[]: {typed}"
             mistakes.append(f"data.files: nothing matches {pattern!r}: {remedy}")
-        for path in found:
-            if Path(path).is_dir():
-                mistakes.append(f"data.files: {path} is a folder: give its files, as in {path}/*.parquet")
-            elif not Path(path).is_file():
-                mistakes.append(f"data.files: {path} is no file, or a link to one that is not there: leave it out")
+        for file in tqdm(found, desc=f"looking at {pattern}", unit=" files", delay=5, leave=False):
+            path = Path(file)
+            if path.is_file():
+                files[file] = path.stat().st_size
+            elif path.is_dir():
+                mistakes.append(f"data.files: {file} is a folder: give its files, as in {file}/*.parquet")
             else:
-                files[path] = Path(path).stat().st_size
+                mistakes.append(f"data.files: {file} is no file, or a link to one that is not there: leave it out")
     files = dict(sorted(files.items()))
     try:
         if files and not mistakes:
@@ -195,6 +198,15 @@ def read(
             _say(f"{file} has no documents, and is passed over")
         if faults > 1:
             _say(f"{file}: {faults:,} records that cannot be read were passed over")
+
+
+def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
+    """`documents`, with a bar that counts their files once reading these has taken more than a few seconds."""
+    with tqdm(total=files, desc="reading", unit=" files", delay=5, leave=False, disable=files < MANY_FILES) as bar:
+        for document in documents:
+            if document.file >= bar.n:
+                bar.update(document.file + 1 - bar.n)
+            yield document
 
 
 def from_texts(texts: Sequence[str], position: Position = START) -> Iterator[Document]:

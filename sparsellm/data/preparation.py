@@ -235,12 +235,12 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
             tokenizer.say_form(vocabulary, f"{Request(config).tokenizer_key}={data.tokenizer}")
         files = corpus.find_files(data)
         from_start = partial(corpus.read, list(files), data.text_column, skip_bad_records=data.skip_bad_records)
-        documents = from_start()
         if data.tokenizer is None:
+            documents = corpus.counted(from_start(), len(files))
             vocabulary, characters = _trained_tokenizer(documents, data.tokenizer_vocab_size)
         else:
-            next(documents, None)  # a wrong column shows before anything is written
-        documents = from_start()
+            next(from_start(), None)  # a wrong column shows before anything is written
+        documents = corpus.counted(from_start(), len(files))
         if data.source == Source.hub:
             assert data.dataset is not None
             licence = corpus.card_licence(data.dataset)
@@ -292,7 +292,8 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
         documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
     else:
         files = list(manifest.source_files)
-        documents = corpus.read(files, data.text_column, manifest.position, data.skip_bad_records)
+        rest = corpus.read(files, data.text_column, manifest.position, skip_bad_records=data.skip_bad_records)
+        documents = corpus.counted(rest, len(files))
     return manifest, vocabulary, documents
 
 
@@ -310,7 +311,7 @@ def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Ma
     verified = Verified(folder)
     # All the bytes of what was read: that takes seconds a gigabyte, where tokenizing them took minutes.
     other = {
-        file for file in before
+        file for file in _checking(before)
         if now.get(file, 0) != before[file]
         or (file in manifest.source_checksums and _checksum(file, verified) != manifest.source_checksums[file])
     }  # fmt: skip
@@ -387,6 +388,10 @@ def _written(file: str) -> tuple[int, int] | None:
     return None if found is None else (found.bytes, found.mtime_ns)
 
 
+def _checking(files: Iterable[str]) -> Iterable[str]:
+    return tqdm(files, desc="checksums of the text", unit=" files", delay=5, leave=False)
+
+
 class _Read:
     """The checksums of the local source files that were read or begun, in a manifest.
 
@@ -401,7 +406,7 @@ class _Read:
 
     def count(self, reached: int) -> None:
         """Those before number `reached`. Raises DataError where one of them changed while it was read."""
-        for file in list(self.manifest.source_files)[:reached]:
+        for file in _checking(list(self.manifest.source_files)[:reached]):
             if file not in self.written:  # on the hub, or counted
                 continue
             if file not in self.manifest.source_checksums:

@@ -95,12 +95,14 @@ _REMEDY = (
 
 def _ending(file: str) -> str:
     """The end of a name that decides how a file is read, without that of a compression where it may be compressed."""
-    path = Path(file.lower())
-    inner = path.with_suffix("").suffix
-    if path.suffix not in COMPRESSIONS:
-        return path.suffix
+    name, *ends = file.lower().rpartition("/")[2].rsplit(".", 2)
+    if not ends:
+        return ""
+    inner, last = ends if len(ends) == 2 else (name, *ends)
+    if f".{last}" not in COMPRESSIONS:
+        return f".{last}"
     # Parquet compresses its columns itself and is read from its end.
-    return inner + path.suffix if inner not in READERS or inner == ".parquet" else inner
+    return f".{inner}" if f".{inner}" in READERS.keys() - {".parquet"} else f".{inner}.{last}"
 
 
 def _binary(file: str) -> BinaryIO:

@@ -48,7 +48,7 @@ def test_every_document_is_in_its_split_once_and_ends_with_end_of_text(
     for split, held_out in (("train", False), ("validation", True)):
         expected = [text for text in kept if corpus.is_held_out(text, 0.1) == held_out]
         found = documents_in(folder, split)
-        assert found == tokenizer.encode(vocabulary, expected)
+        assert found == list(map(list, tokenizer.encode(vocabulary, expected)))
         assert all(document[-1] == manifest.end_of_text_id == 0 for document in found)
         counts = getattr(manifest, split)
         assert (counts.documents, counts.tokens) == (len(expected), sum(map(len, found)))

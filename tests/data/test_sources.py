@@ -184,7 +184,9 @@ def failed(config: Config, texts: list[str], monkeypatch: pytest.MonkeyPatch) ->
     second = Path(config.data.path).with_name("b.jsonl")
     reading = corpus.read
 
-    def failing(files: list[str], column: str, position: corpus.Position = corpus.START):
+    def failing(
+        files: list[str], column: str, position: corpus.Position = corpus.START, *, skip_bad_records: bool = False
+    ):
         for document in reading(files, column, position):
             if document.file == 1 and document.number == 150:
                 raise DataError("b.jsonl has a bad record")
@@ -247,7 +249,9 @@ def test_a_file_that_changes_while_it_is_read_is_named(
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
     reading = corpus.read
 
-    def meanwhile(names: list[str], column: str, position: corpus.Position = corpus.START):
+    def meanwhile(
+        names: list[str], column: str, position: corpus.Position = corpus.START, *, skip_bad_records: bool = False
+    ):
         for document in reading(names, column, position):
             if document.file == 1 and document.number == 190:
                 replaced(files[1])
