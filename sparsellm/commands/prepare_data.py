@@ -69,6 +69,8 @@ def _summary(manifest: Manifest, config: Config) -> str:
         )
     if manifest.empty_documents:
         lines.append(f"  left out: {manifest.empty_documents:,} documents without text")
+    if manifest.bad_records:
+        lines.append(f"  passed over: {_number(manifest.bad_records, 'record')} that cannot be read")
     if manifest.empty_files:
         lines.append(f"  passed over: {_number(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:

@@ -21,6 +21,10 @@ from sparsellm.config.groups import EXPERIMENT, choices, groups
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
+# A list that Hydra's grammar cannot read, because file names hold characters it has no place for: [~/a(1).txt, b].
+_LIST = re.compile(r"\[(.*)\]", re.DOTALL)
+_ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
+
 
 @dataclass
 class Typed:
@@ -101,6 +105,8 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
         typed.keys[name] = raw
         return
     value = _value(f"{name}={raw}", raw)
+    if value == raw and list[str] in _options(kinds[name]) and (listed := _LIST.fullmatch(raw)):
+        value = [text.strip("\"'") for text in _ITEM.findall(listed[1])]
     if isinstance(value, str) and "${" in value:
         typed.mistakes.append(f"{name} is {raw}: a command line has no interpolations, so write the value")
     elif value == "???":
@@ -128,7 +134,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
 
     A whole number may be spelled 1e9, and one value is a list of one. Raises ValueError with what it should be.
     """
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    options = _options(kind)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -153,6 +159,11 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
         elif isinstance(option, type) and issubclass(option, Enum) and str(value) in option.__members__:
             return value
     raise ValueError(" or ".join(_wanted(option) for option in options))
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The types of which a key of type `kind` holds one."""
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def _wanted(kind: Any) -> str:

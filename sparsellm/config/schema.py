@@ -129,6 +129,7 @@ class DataConfig:
     split: str = key("train", "Split of the hub dataset.")
     files: list[str] = key([], "Local files or glob patterns: parquet, jsonl or plain text (source=files).")
     text_column: str = key("text", "Column or field that holds the text (parquet, jsonl).")
+    skip_bad_records: bool = key(False, "Skip and count records that cannot be read, instead of stopping at them.")
     tokenizer: str | None = key(
         None, "Tokenizer: hub name or local folder. null: train one on the text (local sources only)."
     )
@@ -144,6 +145,9 @@ class DataConfig:
         [],
         "Weighted mix of prepared corpora, [{data: NAME, weight: W}, ...], where NAME is data/NAME or a "
         "folder. Replaces the keys above.",
+    )
+    verify: bool = key(
+        False, "Verify all prepared tokens at the start, even if they look unchanged since last verified."
     )
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
     seed: int = key(0, "Seed for shuffling training blocks.")

@@ -15,7 +15,7 @@ from sparsellm.config.schema import Config
 
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
-FREE_KEYS = ("data.path",)
+FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records")
 # Keys, and groups of keys, that earlier versions had not: with their defaults a run is what it was without them, and
 # has the same name.
 ADDED_KEYS = (

@@ -14,38 +14,34 @@ modules, parsed and never imported.
 import ast
 import glob
 import hashlib
+import json
 import os
+import shlex
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import fsspec
-import pyarrow.parquet
 import xxhash
 from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from tqdm import tqdm
 
 from sparsellm import hub
 from sparsellm.config import DataConfig, Source
 from sparsellm.data.errors import DataError
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset  # a second to import, with pandas: a run on prepared tokens needs neither
+from sparsellm.data.rows import reader_of, rows
 
 Position = dict[str, int]
 Files = dict[str, int | None]  # path or address -> bytes; None for the hub, where the address already names the content
 
 # A chunk of documents is tokenized at once: about a million tokens keep every core busy in some 150 MB.
 CHUNK_CHARACTERS = 4_000_000
+MANY_FILES = 1_000  # from here on they may hold so little text that counting tokens shows no progress
 ENDS = 1 << 20  # bytes of a local file, at either end, by which a changed one is noticed
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
-LICENCE_COLUMNS = ("license", "licence")
-UNREADABLE = (OSError, ValueError, EOFError, zlib.error)  # what a damaged file raises, by its kind and its damage
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -56,6 +52,7 @@ class Document(NamedTuple):
     licence: str | None
     file: int
     number: int
+    fault: str | None = None  # why the record cannot be read; then there is no text
 
     def position(self) -> Position:
         return {"file": self.file, "document": self.number}
@@ -64,43 +61,65 @@ class Document(NamedTuple):
         return {"file": self.file, "document": self.number + 1}
 
 
-def local_files(patterns: Sequence[str]) -> tuple[Files, list[str]]:
-    """The files that `patterns` match, sorted, with their sizes; and what is wrong with the patterns."""
+def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, list[str]]:
+    """The files that `patterns`, which begin in `start`, match, sorted, with their sizes; and what is wrong with them.
+
+    The name of a file that is there means that file, whatever brackets it has.
+    """
     files: Files = {}
     mistakes = []
     for pattern in patterns:
-        found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        try:
+            name = Path(pattern).expanduser()
+        except RuntimeError:
+            mistakes.append(f"data.files: {pattern} begins with no user of this machine: write the folder out")
+            continue
+        found = [str(start / name)] if os.path.lexists(start / name) else _matches(name, start)
         if not found:
-            mistakes.append(f"data.files: nothing matches {pattern!r}: check the path, or quote the pattern")
-        for path in found:
-            if Path(path).is_dir():
-                mistakes.append(f"data.files: {path} is a folder: give its files, as in {path}/*.parquet")
+            literal = Path(str(name).replace("[", "[[]"))
+            remedy = "check the path, or quote the pattern"
+            if literal != name and _matches(literal, start):
+                typed = shlex.quote(f"data.files={json.dumps([str(literal)], ensure_ascii=False)}")
+                remedy = f"a [ that is part of a name is written [[]: {typed}"
+            mistakes.append(f"data.files: nothing matches {pattern!r}: {remedy}")
+        for file in tqdm(found, desc=f"looking at {pattern}", unit=" files", delay=5, leave=False):
+            path = Path(file)
+            if path.is_file():
+                files[file] = path.stat().st_size
+            elif path.is_dir():
+                mistakes.append(f"data.files: {file} is a folder: give its files, as in {file}/*.parquet")
             else:
-                files[path] = Path(path).stat().st_size
+                mistakes.append(f"data.files: {file} is no file, or a link to one that is not there: leave it out")
     files = dict(sorted(files.items()))
     try:
         if files and not mistakes:
-            _reader(list(files))
+            reader_of(list(files))
     except DataError as error:
         mistakes.append(str(error))
     return files, mistakes
 
 
+def _matches(pattern: Path, start: Path) -> list[str]:
+    # PTH207: a pattern may be absolute.
+    return glob.glob(str(Path(glob.escape(str(start))) / pattern), recursive=True)  # noqa: PTH207
+
+
 def ends(files: Files) -> dict[str, str]:
     """Of each local one of `files`, the xxh3 of its first and last ENDS bytes. Raises DataError where a read fails."""
-    found = {}
-    for name in files:
-        if "://" in name:
-            continue
-        try:
-            with Path(name).open("rb") as file:
-                digest = xxhash.xxh3_64(file.read(ENDS))
-                file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
-                digest.update(file.read(ENDS))
-        except OSError as error:
-            raise DataError(f"{name} cannot be read ({error.strerror}): bring the file back as it was") from error
-        found[name] = digest.hexdigest()
-    return found
+    local = [name for name in files if "://" not in name]
+    with ThreadPoolExecutor(8) as threads:  # a network file system answers several at once
+        return dict(zip(local, threads.map(_ends, local), strict=True))
+
+
+def _ends(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            digest = xxhash.xxh3_64(file.read(ENDS))
+            file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
+            digest.update(file.read(ENDS))
+    except OSError as error:
+        raise DataError(f"{name} cannot be read ({error.strerror}): bring the file back as it was") from error
+    return digest.hexdigest()
 
 
 def find_files(data: DataConfig) -> Files:
@@ -110,7 +129,7 @@ def find_files(data: DataConfig) -> Files:
         if mistakes:
             raise DataError("; ".join(mistakes))
         return files
-    from datasets import load_dataset_builder
+    from datasets import load_dataset_builder  # a second to import, with pandas
 
     name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
     require_hub(data)
@@ -152,74 +171,42 @@ def card_licence(dataset: str) -> str | None:
     return ", ".join(licence) if isinstance(licence, list) else licence
 
 
-def open_file(file: str, text_column: str) -> "IterableDataset | None":
-    """A stream of the rows of `file`: the text column, and the licence column if there is one. None if it has no rows.
+def read(
+    files: Sequence[str], text_column: str, position: Position = START, skip_bad_records: bool = False
+) -> Iterator[Document]:
+    """The documents of `files` from `position` on. A file without any is passed over, with a line that says so.
 
-    Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
-    """
-    from datasets import IterableDataset
-
-    reader = _reader([file])
-    # The library would take a "[" in a local name for a pattern.
-    path = file if "://" in file else glob.escape(file)
-    try:
-        # The library cannot read a parquet file of no rows.
-        if file.endswith(".parquet"):
-            with fsspec.open(file) as opened:
-                if pyarrow.parquet.ParquetFile(opened).metadata.num_rows == 0:
-                    return None
-        # Not through load_dataset("parquet", ...), which reports each call to a server and waits for it.
-        dataset = {
-            "parquet": IterableDataset.from_parquet,
-            "json": IterableDataset.from_json,
-            "text": partial(IterableDataset.from_text, sample_by="document"),
-        }[reader](path)
-        columns = dataset.column_names
-        if not columns:
-            if (row := next(iter(dataset), None)) is None:
-                return None
-            columns = list(row)
-    except StopIteration:  # so the library says that a jsonl file is empty
-        return None
-    except UNREADABLE as error:
-        raise DataError(
-            f"{file} cannot be read as {reader}: {error}. Bring back a whole copy of the file, or leave the file out"
-        ) from error
-    if text_column not in columns:
-        raise DataError(f"{file} has no column {text_column!r}: set data.text_column to one of {', '.join(columns)}")
-    return dataset.select_columns([text_column, *(c for c in LICENCE_COLUMNS if c in columns and c != text_column)])
-
-
-def read(files: Sequence[str], text_column: str, position: Position = START) -> Iterator[Document]:
-    """The documents of `files` from `position` on. A file of no rows is passed over, with a line that says so.
-
-    Raises DataError when reading fails or a text is not a string.
+    A record that cannot be read raises DataError, or with `skip_bad_records` is a document without text, with a fault.
     """
     for index in range(position["file"], len(files)):
+        file, number, faults = files[index], -1, 0
         skipped = position["document"] if index == position["file"] else 0
-        opened = open_file(files[index], text_column)
-        if opened is None:
-            _say_empty(files[index])
-            continue
-        rows = iter(opened)
-        for number in count():
-            try:
-                row = next(rows, None)
-            except UNREADABLE as error:
-                raise DataError(
-                    f"{files[index]} cannot be read to its end: {error}. Bring back a whole copy of the file, or leave"
-                    " the file out"
-                ) from error
-            if row is None:
-                break
-            text = row[text_column]
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"data.text_column {text_column!r} of {files[index]} holds {type(text).__name__}: it must hold text"
-                )
-            if number >= skipped:
-                licence = next((row[c] for c in LICENCE_COLUMNS if row.get(c) is not None), None)
-                yield Document(text, None if licence is None else str(licence), index, number)
+        for number, (text, licence, fault) in enumerate(rows(file, text_column)):
+            if number < skipped:
+                continue
+            if fault is not None:
+                if not skip_bad_records:
+                    raise DataError(
+                        f"{file}, {fault}: mend the record, or pass over and count such records with"
+                        " data.skip_bad_records=true"
+                    )
+                faults += 1
+                if faults == 1:
+                    _say(f"{file}, {fault}: passed over, as each such record of this file (data.skip_bad_records)")
+            yield Document(text, licence, index, number, fault)
+        if number < 0:
+            _say(f"{file} has no documents, and is passed over")
+        if faults > 1:
+            _say(f"{file}: {faults:,} records that cannot be read were passed over")
+
+
+def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
+    """`documents`, with a bar that counts their files once reading these has taken more than a few seconds."""
+    with tqdm(total=files, desc="reading", unit=" files", delay=5, leave=False, disable=files < MANY_FILES) as bar:
+        for document in documents:
+            if document.file >= bar.n:
+                bar.update(document.file + 1 - bar.n)
+            yield document
 
 
 def from_texts(texts: Sequence[str], position: Position = START) -> Iterator[Document]:
@@ -273,22 +260,8 @@ def stdlib_docs() -> tuple[list[str], int]:
 
 
 @cache  # once in each process, however often the files are read
-def _say_empty(file: str) -> None:
-    print(f"sparsellm: {file} has no documents, and is passed over", flush=True)
-
-
-def _reader(files: Sequence[str]) -> str:
-    # By the end of the name: "x.jsonl", and "x.jsonl.gz", which the library unpacks.
-    kinds = {Path(file.removesuffix(".gz")).suffix.lower() for file in files}
-    if unknown := kinds - READERS.keys():
-        raise DataError(
-            f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read:"
-            f" the ends of names must be one of {', '.join(READERS)}, or these with .gz"
-        )
-    readers = {READERS[kind] for kind in kinds}
-    if len(readers) != 1:
-        raise DataError(f"the files are of several kinds ({', '.join(sorted(kinds))}): give one kind at a time")
-    return readers.pop()
+def _say(line: str) -> None:
+    print(f"sparsellm: {line}", flush=True)
 
 
 def _parse(path: Path) -> ast.Module:

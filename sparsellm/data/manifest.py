@@ -5,11 +5,13 @@
                             a text, or only ended by one; little-endian uint16, or uint32 for a vocabulary above 65,536
     train.documents         where each document starts in it; little-endian int64
     validation.tokens, validation.documents
-    manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete
+    manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete.
+                            While tokens are added the others are longer than it says: what comes after is not read
     progress.json           the same while preparation goes on, with the checksums of what is written so far
+    verified.json           which files were read and found to be right (checksums.py); may be missing
     lock                    held by the process that prepares
 
-Both JSON files are sealed with a checksum of their own (sparsellm.files). What they count is held against the files:
+Both manifests are sealed with a checksum of their own (sparsellm.files). What they count is held against the files:
 every file and every number that training relies on is found in two places, or refused.
 
 Block n of a stream is its tokens [n T, n T + T], so blocks overlap by one token and the files fit every length T.
@@ -26,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from tqdm import tqdm
 
 from sparsellm.data import tokenizer
+from sparsellm.data.checksums import Verified, digest_of
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, read_sealed, write_sealed
 
@@ -64,11 +66,15 @@ class Manifest:
     validation: Split = field(default_factory=Split)
     source_checksums: dict[str, str] = field(default_factory=dict)  # xxh3 of the local source files read so far
     empty_documents: int = 0  # read, and left out for having no text
+    bad_records: int = 0  # passed over for data.skip_bad_records
     empty_files: int = 0  # passed over for having no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
     # After the last document read. None where a manifest without a checksum of its own was the only one to tell.
     position: dict[str, int] | None = field(default_factory=lambda: {"file": 0, "document": 0})
+    # In progress.json: the counts before the first document of the file at `position`, whose documents can be cut off
+    # again. None where the file has no document yet, or has some in a finished folder.
+    begun: dict[str, Any] | None = None
     exhausted: bool = False  # whether the source has no more documents
     cut: bool = False  # whether the end of the stream is held out, because the documents are too few
     # Whether this preparation adds to a finished folder. Runs may have trained on its tokens, so `sequence_length`
@@ -188,28 +194,33 @@ def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
     return checksums(folder, sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir()))
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of the files `names` of `folder`."""
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    found = {}
+def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:
+    """Bytes and xxh3 of the files `names` of `folder`. `verified`: what knows some of them."""
+    return _checksums(folder, {name: (folder / name).stat().st_size for name in names}, verified)
+
+
+def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -> dict[str, dict[str, Any]]:
+    """The same of their first bytes, as many as `sizes` says."""
+    verified = Verified(folder, again=True) if verified is None else verified
+    unknown = sum(size for name, size in sizes.items() if not verified.is_known(name, folder / name))
     # The bar appears only where reading takes long: 1 GB takes a second or two.
-    with tqdm(total=sum(sizes.values()), desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
-        for name in names:
-            digest = digest_of(folder / name, sizes[name], bar)
-            found[name] = {"bytes": sizes[name], "xxh3": digest.hexdigest()}
-    return found
+    with tqdm(total=unknown, desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
+        return {
+            name: {"bytes": size, "xxh3": _digest(name, folder / name, size, verified, bar)}
+            for name, size in sizes.items()
+        }
 
 
-def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
-    """The xxh3 of the first `size` bytes of `path`, which goes on with what is given to its `update`."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while size > 0 and (piece := file.read(min(size, 1 << 24))):
-            digest.update(piece)
-            size -= len(piece)
-            if bar is not None:
-                bar.update(len(piece))
-    return digest
+def _digest(name: str, path: Path, size: int, verified: Verified, bar: tqdm) -> str:
+    if size < path.stat().st_size:  # more was appended
+        return digest_of(path, size, bar).hexdigest()
+    return verified.checksum(name, path, bar)
+
+
+def _may_be_longer(name: str) -> bool:
+    """Whether what comes after the bytes that a manifest counts may be there, and is not read: while tokens are added,
+    a folder is what it was until all of them are there."""
+    return name in {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 
 
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
@@ -220,10 +231,11 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             found.append(f"{path} is missing: {_again(folder)}")
-        elif path.stat().st_size != expected["bytes"]:
+        elif (size := path.stat().st_size) != expected["bytes"] and not (
+            _may_be_longer(name) and size > expected["bytes"]
+        ):
             found.append(
-                f"{path} has {path.stat().st_size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}:"
-                f" {_again(folder)}"
+                f"{path} has {size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}: {_again(folder)}"
             )
     return found or _count_mistakes(manifest, folder)
 
@@ -268,23 +280,32 @@ def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     ]
 
 
-def verify(manifest: Manifest, folder: Path, names: list[str] | None = None) -> None:
+def verify(manifest: Manifest, folder: Path, names: list[str] | None = None, verified: Verified | None = None) -> None:
     """Read every file of a finished `folder`, or `names`, and compare: the checksums, what the manifest counts and what
-    it says of the tokenizer. Raises DataError naming what is missing or changed."""
+    it says of the tokenizer. Raises DataError naming what is missing or changed. `verified`: see `compare`."""
     if found := size_mistakes(manifest, folder):
         raise DataError("; ".join(found))
-    compare(manifest, folder, list(manifest.files) if names is None else names)
+    compare(manifest, folder, list(manifest.files) if names is None else names, verified)
     if names is None and (found := _tokenizer_mistakes(manifest, folder)):
         raise DataError("; ".join(found))
 
 
-def compare(manifest: Manifest, folder: Path, names: list[str]) -> None:
-    """Read `names` and compare their checksums with those in `manifest`, from when the files were written."""
+def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verified | None = None) -> None:
+    """Read `names` and compare their checksums with those in `manifest`, from when the files were written.
+
+    `verified`: files that it knows are not read, and those that are read it knows from then on.
+    """
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))
-    actual = checksums(folder, names)
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    for name in names:
+        if name in manifest.files and _may_be_longer(name):
+            sizes[name] = min(sizes[name], manifest.files[name]["bytes"])
+    actual = _checksums(folder, sizes, verified)
     if changed := [name for name in names if actual[name] != manifest.files.get(name)]:
         raise DataError("; ".join(corrupt(folder, name) for name in changed))
+    if verified is not None:
+        verified.keep()
 
 
 def corrupt(folder: Path, name: str) -> str:

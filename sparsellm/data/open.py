@@ -1,6 +1,5 @@
 """Opening the data of a run: what is wrong with it, and the batches of this rank."""
 
-import glob
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,15 +8,17 @@ from typing import Any
 import torch
 
 from sparsellm.config import Config, Source
-from sparsellm.data import corpus, manifest, mix, tokenizer
+from sparsellm.console import warn
+from sparsellm.data import corpus, manifest, mix, sources, tokenizer
+from sparsellm.data.checksums import Verified
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, PackedTokens
 from sparsellm.data.preparation import prepare
 from sparsellm.data.request import Request
 from sparsellm.data.stream import TokenStream
-from sparsellm.distributed import Ranks, on_main, require_shared
+from sparsellm.distributed import Ranks, on_main, require_shared, world_size_from_environment
 from sparsellm.files import read_json
-from sparsellm.run_layout import STATE, rank_json
+from sparsellm.run_layout import CONFIG, STATE, rank_json
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,16 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
             f" or train on these again and again with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
+    if world_size_from_environment() == 1 and not _has_begun(config):  # of several ranks one looks, later: it may read
+        found += [sources.refusal(change, folder) for change in sources.changes(ready, folder)]
     found += request.block_mistakes(ready)
     found += request.vocabulary_mistakes(ready.vocab_size)
     return found + request.changed_tokenizer_mistakes(ready)
+
+
+def _has_begun(config: Config) -> bool:
+    """Whether there is a run of this name, which goes on: its position belongs to the tokens, by their checksum."""
+    return config.run.name is not None and not config.run.restart and (config.run.folder / CONFIG).is_file()
 
 
 def open_data(config: Config, ranks: Ranks) -> Data:
@@ -143,7 +151,7 @@ class _Opening:
     def mixed(self) -> Data:
         def verify() -> None:
             for folder, ready in mix.read(self.config).values():
-                manifest.verify(ready, folder)
+                self._verify_folder(folder, ready)
 
         on_main(self.ranks, verify)
         tokens = mix.mixed(
@@ -167,20 +175,28 @@ class _Opening:
         if found := mistakes(self.config):
             raise DataError("; ".join(found))
         if (ready := manifest.read(folder)) is not None:
-            manifest.verify(ready, folder)
+            self._verify_folder(folder, ready)
+
+    def _verify_folder(self, folder: Path, ready: manifest.Manifest) -> None:
+        manifest.verify(ready, folder, verified=Verified(folder, again=self.config.data.verify))
+        for change in sources.changes(ready, folder):
+            if not _has_begun(self.config):
+                raise DataError(sources.refusal(change, folder))
+            warn(f"{change}: the run goes on with the tokens that it began with")
 
     def streamed(self) -> Data:
         # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
-        files, folder, (end, begin), validation = on_main(self.ranks, self._find)
+        files, ends, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
         require_shared(f"data.path={self.config.data.folder}", tokenizer_files)
         require_shared("data.files", [path.stat().st_size if path.is_file() else None for path in local])
-        tokens = self._stream(files, folder)
+        tokens = self._stream(files, ends, folder)
         return Data(folder, end, validation, tokens, begin_of_text_id=begin)
 
-    def _find(self) -> tuple[corpus.Files, Path, tuple[int, int | None], torch.Tensor]:
-        """On the main rank: the files, the tokenizer's folder, the ids that end and begin a text, held-out blocks."""
+    def _find(self) -> tuple[corpus.Files, dict[str, str], Path, tuple[int, int | None], torch.Tensor]:
+        """On the main rank: the files and the checksums of their ends, the tokenizer's folder, the ids that end and
+        begin a text, held-out blocks."""
         data = self.config.data
         assert data.tokenizer is not None
         vocabulary = tokenizer.load(data.tokenizer, Request(self.config).tokenizer_key)
@@ -190,16 +206,18 @@ class _Opening:
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         tokenizer.save(vocabulary, folder)
-        tokens = self._stream(corpus.find_files(data), folder)
+        files = corpus.find_files(data)
+        tokens = self._stream(files, corpus.ends(files), folder)
         validation = tokens.validation(self.config.logging.validation_samples)
         ends = tokenizer.end_of_text_id(vocabulary), tokenizer.begin_of_text_id(vocabulary)
-        return tokens.files, folder, ends, validation
+        return files, tokens.ends, folder, ends, validation
 
-    def _stream(self, files: corpus.Files, folder: Path) -> TokenStream:
+    def _stream(self, files: corpus.Files, ends: dict[str, str], folder: Path) -> TokenStream:
         data, share = self.config.data, self.config.training.batch_size // self.ranks.world_size
         return TokenStream(
-            files=files, text_column=data.text_column, tokenizer_folder=folder,
-            validation_fraction=data.validation_fraction, share=share, **self._reading(),
+            files=files, ends=ends, text_column=data.text_column, tokenizer_folder=folder,
+            validation_fraction=data.validation_fraction, skip_bad_records=data.skip_bad_records, share=share,
+            **self._reading(),
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:
@@ -234,8 +252,9 @@ class _OfRun:
         }
         if data.streaming:
             stream = TokenStream(
-                self._files(), data.text_column, self.tokenizer_folder, data.validation_fraction, share=1, **alone
-            )
+                self._files(), {}, data.text_column, self.tokenizer_folder, data.validation_fraction, share=1,
+                skip_bad_records=data.skip_bad_records, **alone,
+            )  # fmt: skip
             return stream.validation(samples)
         if data.mix:
             found = {name: self._tokens(folder, name) for name, folder in mix.folders(self.config).items()}
@@ -296,8 +315,7 @@ class _OfRun:
         if data.source != Source.files:
             return corpus.find_files(data)
         for start in self._starts:
-            here = Path(glob.escape(str(start)))
-            files, found = corpus.local_files([str(here / Path(pattern).expanduser()) for pattern in data.files])
+            files, found = corpus.local_files(data.files, start)
             if not found:
                 return files
         raise DataError(

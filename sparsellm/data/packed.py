@@ -6,11 +6,12 @@ number of ranks nor on how a rank cuts its share. The position is therefore one 
 """
 
 import atexit
+import mmap
 import multiprocessing
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,16 @@ Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position 
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation of range(size), int64, decided by `key` alone: RandomState is the one generator whose numbers
-    NumPy promises never to change, so a run may resume after an upgrade."""
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).permutation(size)
+    """A permutation of range(size), int64, decided by `key` alone."""
+    order = np.arange(size)
+    shuffle(order, *key)
+    return order
+
+
+def shuffle(order: np.ndarray, *key: int) -> None:
+    """Permute `order`, of any integers, in place, as `key` alone decides: RandomState is the one generator whose
+    numbers NumPy promises never to change, so a run may resume after an upgrade."""
+    np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).shuffle(order)
 
 
 def outlive_stop_signals(_worker: int) -> None:
@@ -60,10 +68,42 @@ def _end_workers() -> None:
             process.kill()
 
 
+class _Order:
+    """The order of `size` blocks in each epoch: of an even and an odd one at a time, in memory that all processes share
+    which are forked after this is made. So of all workers one computes the order of an epoch, and one copy is kept."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+        self.turn = multiprocessing.get_context("fork").Lock()
+        dtype = np.dtype(np.uint32 if size <= 2**32 else np.int64)
+        shared = mmap.mmap(-1, 16 + 2 * size * dtype.itemsize)  # takes memory only where it is written
+        self.epochs = np.frombuffer(shared, np.int64, 2)
+        self.orders = np.frombuffer(shared, dtype, 2 * size, offset=16).reshape(2, size)
+        self.epochs[:] = -1
+
+    def blocks(self, samples: np.ndarray) -> np.ndarray:
+        """The blocks that are samples of these numbers; int64 [S]."""
+        epochs, entries = np.divmod(samples, self.size)
+        chosen = np.empty(len(samples), np.int64)
+        with self.turn:
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                chosen[here] = self._order(epoch)[entries[here]]
+        return chosen
+
+    def _order(self, epoch: int) -> np.ndarray:
+        slot = epoch % 2
+        if self.epochs[slot] != epoch:
+            self.epochs[slot] = -1  # until it is whole: this process may be killed
+            self.orders[slot] = np.arange(self.size)
+            shuffle(self.orders[slot], self.seed, epoch)
+            self.epochs[slot] = epoch
+        return self.orders[slot]
+
+
 @cache
-def _epochs(size: int, seed: int) -> Callable[[int], np.ndarray]:
-    """The order of `size` blocks in each epoch; of the last two asked for it is kept."""
-    return lru_cache(maxsize=2)(lambda epoch: permutation(size, seed, epoch))
+def _order(size: int, seed: int) -> _Order:
+    return _Order(size, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +172,9 @@ class PackedTokens(Samples):
     sequence_length: int  # T
     seed: int
 
+    def __post_init__(self) -> None:
+        _ = self._order  # made before workers are forked, which share it
+
     @property
     def identity(self) -> str:
         return self.manifest.files["train.tokens"]["xxh3"]
@@ -148,11 +191,11 @@ class PackedTokens(Samples):
         return self._read("validation", np.arange(count) * found // max(count, 1))
 
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
-        size = blocks(self.manifest.train.tokens, self.sequence_length)
-        order = _epochs(size, self.seed)
-        epochs, entries = np.divmod(samples, size)
-        chosen = [order(epoch)[entry] for epoch, entry in zip(epochs.tolist(), entries, strict=True)]
-        return self._read("train", np.array(chosen, np.int64))
+        return self._read("train", self._order.blocks(samples))
+
+    @property
+    def _order(self) -> _Order:
+        return _order(blocks(self.manifest.train.tokens, self.sequence_length), self.seed)
 
     def _read(self, split: str, chosen: np.ndarray) -> torch.Tensor:
         # Mapped anew for each batch: that takes microseconds, and a worker inherits no open file.

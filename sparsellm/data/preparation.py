@@ -5,9 +5,16 @@ compares them with the checksums that progress.json keeps of all that was writte
 from there, so the result is the same to the byte, and damage on the way is found, not sealed. A finished folder is not
 touched, unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
 
+Source files that were read to their end must stay as they were. The one that is being read may change or go until then,
+as one with a bad record must: its documents are cut off, and it begins again from its start. So may later ones.
+
 A stream that is cut (manifest.py) is cut last, in place. What cannot go on from there starts from the first document
-again, which costs little, for a cut means that the documents were few: a start after a kill between the cut and the
+again, which costs little, because a cut means that the documents were few: a start after a kill between the cut and the
 manifest, and an extension. So whatever happened, the result is what one undisturbed preparation gives.
+
+What runs read stays until more is there, though the preparation is killed or fails: an extension appends, and
+manifest.json counts the former tokens until the end; that of a cut stream is made in the folder again/, whose files
+then take the place of the former ones.
 """
 
 import errno
@@ -15,15 +22,18 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from sparsellm import locks
 from sparsellm.config import Config, Source
-from sparsellm.data import corpus, encoding, tokenizer
+from sparsellm.data import corpus, encoding, sources, tokenizer
+from sparsellm.data.checksums import VERIFIED, Verified, digest_of, stamp
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import (
@@ -37,7 +47,6 @@ from sparsellm.data.manifest import (
     checksums_of_tokenizer,
     compare,
     corrupt,
-    digest_of,
     is_enough,
     is_unsealed,
     longest_sequence,
@@ -52,10 +61,12 @@ from sparsellm.data.manifest import (
 )
 from sparsellm.data.request import Request
 from sparsellm.data.tokenizer import Vocabulary
+from sparsellm.files import sync
 
 # Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
 # because one text of ten million characters would take twice the memory.
 TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
+AGAIN = "again"  # in a folder whose stream is cut: the preparation of more tokens
 
 
 def preparation_mistakes(config: Config) -> list[str]:
@@ -70,16 +81,30 @@ def preparation_mistakes(config: Config) -> list[str]:
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
         ]
     try:
-        if is_unsealed(folder):
+        if is_unsealed(folder) or _is_made_again(folder):
             return []  # `prepare` holds all that an earlier version left against its files
         ready = read(folder)
         started = ready or read(folder, "progress.json")
     except DataError as error:
         return [str(error)]
+    if ready is not None:
+        found = request.recipe_mistakes(ready) + size_mistakes(ready, folder)
+        found = found or [sources.refusal(change, folder) for change in sources.changes(ready, folder)]
+    elif started is not None:
+        found = request.recipe_mistakes(_with_files_of(request, started))
     if started is not None:
-        found = request.recipe_mistakes(started) + (size_mistakes(ready, folder) if ready is not None else [])
-        return found or request.vocabulary_mistakes(started.vocab_size)
+        found = found or request.vocabulary_mistakes(started.vocab_size)
+        return found or request.changed_tokenizer_mistakes(started)
     return request.source_mistakes()
+
+
+def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
+    """An unfinished `manifest` as if begun with data.files of `request`: `_with_sources_of_now` decides whether it may
+    go on with these."""
+    key = "data.files"
+    if key not in manifest.recipe or key not in request.recipe:
+        return manifest
+    return replace(manifest, recipe=manifest.recipe | {key: request.recipe[key]})
 
 
 def prepare(config: Config) -> Manifest:
@@ -97,6 +122,10 @@ def prepare(config: Config) -> Manifest:
                     raise DataError("; ".join(found))
                 seal(unsealed, folder)
         print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
+    if not config.data.streaming and _is_made_again(folder):
+        with _exclusive(folder), _writing(folder, limit, []):
+            if _is_made_again(folder):
+                _take_place(folder)
     if mistakes := preparation_mistakes(config):
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
@@ -112,8 +141,12 @@ def prepare(config: Config) -> Manifest:
             return done
         if done is not None:
             verify(done, folder)  # or the new checksums would vouch for old damage
-        # With both there, a kill came between the two steps below or at the end: they agree.
-        before = replace(done, extends=True) if done is not None else progress
+            if done.cut:
+                return _prepare_again(config, folder, done)
+        # With both there, an extension was stopped, or a preparation at its very end: then they agree.
+        before = progress
+        if done is not None and (progress is None or not _is_ahead(progress, done)):
+            before = replace(done, extends=True)
         if before is not None:
             manifest, vocabulary, documents = _continue(config, folder, before)
         else:
@@ -121,7 +154,6 @@ def prepare(config: Config) -> Manifest:
             tokenizer.save(vocabulary, folder / "tokenizer")
             manifest.files = checksums_of_tokenizer(folder)
         write(manifest, folder, "progress.json")
-        (folder / "manifest.json").unlink(missing_ok=True)
 
         try:
             _write_tokens(config, folder, manifest, vocabulary, documents, limit)
@@ -130,15 +162,16 @@ def prepare(config: Config) -> Manifest:
             if not manifest.extends and reached is not None and reached.position == corpus.START:
                 _remove(folder, made)
             raise
-        compare(manifest, folder, list(manifest.files))
+        compare(manifest, folder, list(manifest.files), verified := Verified(folder))
         if held_out := tokens_to_cut(manifest):
             if longest_sequence(manifest) < manifest.sequence_length:
                 _remove(folder, made)
                 raise DataError(_too_short(manifest))
             write(_from_the_start(manifest), folder, "progress.json")
             _cut(folder, manifest, held_out)
-            manifest.files = checksums(folder, manifest.files)
-        manifest.extends = False
+            manifest.files = checksums(folder, manifest.files, verified)
+            verified.keep()
+        manifest.extends, manifest.begun = False, None
         for split in (manifest.train, manifest.validation):
             split.blocks = blocks(split.tokens, manifest.sequence_length)
             split.dropped_tail = max(0, split.tokens - 1) - split.blocks * manifest.sequence_length
@@ -146,6 +179,43 @@ def prepare(config: Config) -> Manifest:
         write(manifest, folder, "manifest.json")
         (folder / "progress.json").unlink()
     return manifest
+
+
+def _is_ahead(progress: Manifest, done: Manifest) -> bool:
+    """Whether an extension of `done` has come further: `progress`."""
+    now, then = progress.position, done.position
+    if now is None or then is None:
+        return False
+    return (now["file"], now["document"]) > (then["file"], then["document"])
+
+
+def _prepare_again(config: Config, folder: Path, done: Manifest) -> Manifest:
+    """More tokens than `done`, which is cut, in its `folder`, which is locked."""
+    _with_sources_of_now(config, folder, done)  # or the former tokens would not be among the new ones
+    again = folder / AGAIN
+    if read(again, "progress.json") is None:
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(folder / "tokenizer", again / "tokenizer")
+        write(_from_the_start(replace(done, extends=True)), again, "progress.json")
+    manifest = prepare(replace(config, data=replace(config.data, path=str(again))))
+    _take_place(folder)
+    return manifest
+
+
+def _is_made_again(folder: Path) -> bool:
+    """Whether what is in again/ is finished, or was not even begun."""
+    return (folder / AGAIN).is_dir() and not (folder / AGAIN / "progress.json").exists()
+
+
+def _take_place(folder: Path) -> None:
+    """Move what is in again/ to `folder`, which is locked; a start after a kill goes on with it."""
+    again = folder / AGAIN
+    for name in [*(name for split in SPLITS for name in (f"{split}.tokens", f"{split}.documents")), "manifest.json"]:
+        if (again / name).exists():
+            (again / name).replace(folder / name)
+    sync(folder)
+    shutil.rmtree(again)
+    (folder / "progress.json").unlink(missing_ok=True)
 
 
 def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
@@ -164,12 +234,13 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
                 raise DataError("; ".join(found))
             tokenizer.say_form(vocabulary, f"{Request(config).tokenizer_key}={data.tokenizer}")
         files = corpus.find_files(data)
-        documents = corpus.read(list(files), data.text_column)
+        from_start = partial(corpus.read, list(files), data.text_column, skip_bad_records=data.skip_bad_records)
         if data.tokenizer is None:
+            documents = corpus.counted(from_start(), len(files))
             vocabulary, characters = _trained_tokenizer(documents, data.tokenizer_vocab_size)
         else:
-            next(documents, None)  # a wrong column shows before anything is written
-        documents = corpus.read(list(files), data.text_column)
+            next(from_start(), None)  # a wrong column shows before anything is written
+        documents = corpus.counted(from_start(), len(files))
         if data.source == Source.hub:
             assert data.dataset is not None
             licence = corpus.card_licence(data.dataset)
@@ -206,56 +277,145 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
 
 
 def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
-    """Hub files are those of the commit that preparation started with; local ones must not have changed."""
+    """Hub files are those of the commit that preparation started with; local ones may have changed where unfinished."""
     data = config.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
-    if data.source == Source.files and corpus.find_files(data) != manifest.source_files:
-        raise DataError(
-            f"data.files matches other files, or files of other sizes, than when the preparation of {folder} began:"
-            " bring them back, or choose another data.path"
-        )
-    # All their bytes: that takes seconds a gigabyte, where tokenizing them took minutes.
-    for file, before in manifest.source_checksums.items():
-        if _source_checksum(file) != before:
-            raise DataError(
-                f"{file} has changed since it was read for {folder}: bring the file back as it was, or choose another"
-                " data.path"
-            )
-    if manifest.cut:
-        manifest = _from_the_start(manifest)
-    if (position := manifest.position) is None:
+    manifest = _with_sources_of_now(config, folder, manifest)
+    if not manifest.extends:
+        manifest = replace(_with_files_of(Request(config), manifest), sequence_length=config.training.sequence_length)
+    vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
+    if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
+        raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
+    assert manifest.position is not None
+    if data.source == Source.stdlib_docs:
+        documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
+    else:
+        files = list(manifest.source_files)
+        rest = corpus.read(files, data.text_column, manifest.position, skip_bad_records=data.skip_bad_records)
+        documents = corpus.counted(rest, len(files))
+    return manifest, vocabulary, documents
+
+
+def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Manifest:
+    """`manifest` with the source files as they are now: later ones may have changed or gone, and so may the one that is
+    being read, which then begins again. Raises DataError if one that was read to its end has, or if there are others.
+    """
+    if manifest.position is None:
         raise DataError(
             f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
             f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
         )
-    if not manifest.extends:
-        manifest = replace(manifest, sequence_length=config.training.sequence_length)
-    vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
-    if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
-        raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
-    if data.source == Source.stdlib_docs:
-        documents = corpus.from_texts(corpus.stdlib_docs()[0], position)
-    else:
-        documents = corpus.read(list(manifest.source_files), data.text_column, position)
-    return manifest, vocabulary, documents
+    before, position = manifest.source_files, manifest.position
+    now = corpus.find_files(config.data) if config.data.source == Source.files else before
+    verified = Verified(folder)
+    # All the bytes of what was read: that takes seconds a gigabyte, where tokenizing them took minutes.
+    other = {
+        file for file in _checking(before)
+        if now.get(file, 0) != before[file]
+        or (file in manifest.source_checksums and _checksum(file, verified) != manifest.source_checksums[file])
+    }  # fmt: skip
+    verified.keep()
+    if added := [file for file in now if file not in before]:
+        raise DataError(
+            f"{sources.names(added)} {'was' if len(added) == 1 else 'were'} not there when the preparation of {folder}"
+            " began: take that away, or prepare all of them in a folder of their own (another data.name)"
+        )
+    read = list(before)[: position["file"] + (position["document"] > 0 and manifest.begun is None)]
+    if finished := [file for file in read if file in other]:
+        raise DataError(
+            f"{sources.names(finished)} {'has' if len(finished) == 1 else 'have'} changed since it was read for"
+            f" {folder}: bring the file back as it was, or choose another data.name or data.path"
+        )
+    if not other:
+        return manifest
+    print(
+        f"sparsellm: {sources.names(sorted(other))}, not read to the end for {folder} before, changed or went: the"
+        " preparation goes on with what is there now",
+        flush=True,
+    )
+    if position["document"] > 0 and (current := list(before)[position["file"]]) in other:
+        print(f"sparsellm: what was prepared of {current} is cut off", flush=True)
+        manifest = _before_the_file(folder, manifest)
+    return replace(manifest, source_files=now)
 
 
-def _source_checksum(file: str) -> str:
+def _before_the_file(folder: Path, manifest: Manifest) -> Manifest:
+    """`manifest` before the first document of the file that is being read."""
+    begun, position = manifest.begun, manifest.position
+    assert begun is not None
+    assert position is not None
+    for split in SPLITS:
+        with _Writer(folder, split, manifest):
+            pass  # which holds what was written to its checksums: a part of it has none of its own
+    current = list(manifest.source_files)[position["file"]]
+    manifest = replace(
+        manifest,
+        **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},
+        position={"file": position["file"], "document": 0},
+        begun=None,
+        source_checksums={file: xxh3 for file, xxh3 in manifest.source_checksums.items() if file != current},
+    )
+    sizes = _sizes("train", manifest) | _sizes("validation", manifest)
+    kept = {name: {"bytes": size, "xxh3": digest_of(folder / name, size).hexdigest()} for name, size in sizes.items()}
+    return replace(manifest, files=manifest.files | kept)
+
+
+def _begin(manifest: Manifest) -> dict[str, Any]:
+    """What `_before_the_file` goes back to."""
+    return {
+        **{split: asdict(getattr(manifest, split)) for split in SPLITS},
+        "empty_documents": manifest.empty_documents,
+        "bad_records": manifest.bad_records,
+        "empty_files": manifest.empty_files,
+        "licences": dict(manifest.licences),
+    }
+
+
+def _checksum(file: str, verified: Verified) -> str:
+    """The xxh3 of a source file, which is empty where there is no such file."""
     try:
-        return digest_of(Path(file), Path(file).stat().st_size).hexdigest()
+        return verified.checksum(sources.key_of(file), Path(file))
+    except FileNotFoundError:
+        return ""
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}): bring the file back as it was") from error
 
 
-def _count_files(manifest: Manifest, reached: int) -> None:
-    """Keep the checksums of the local source files that were read or begun: those before number `reached`.
+def _written(file: str) -> tuple[int, int] | None:
+    """The size of `file` and when it was last written; None where there is none."""
+    found = stamp(Path(file))
+    return None if found is None else (found.bytes, found.mtime_ns)
 
-    In full, though a part would be faster: a byte may change anywhere, and reading is fast beside tokenizing.
+
+def _checking(files: Iterable[str]) -> Iterable[str]:
+    return tqdm(files, desc="checksums of the text", unit=" files", delay=5, leave=False)
+
+
+class _Read:
+    """The checksums of the local source files that were read or begun, in a manifest.
+
+    In full, though a part would be faster: a byte may change anywhere, and reading is fast compared with tokenizing.
     """
-    for file in list(manifest.source_files)[:reached]:
-        if "://" not in file and file not in manifest.source_checksums:
-            manifest.source_checksums[file] = _source_checksum(file)
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        assert manifest.position is not None
+        self.manifest, self.verified = manifest, Verified(folder)
+        local = [file for file in list(manifest.source_files)[manifest.position["file"] :] if "://" not in file]
+        self.written = {file: _written(file) for file in local}
+
+    def count(self, reached: int) -> None:
+        """Those before number `reached`. Raises DataError where one of them changed while it was read."""
+        for file in _checking(list(self.manifest.source_files)[:reached]):
+            if file not in self.written:  # on the hub, or counted
+                continue
+            if file not in self.manifest.source_checksums:
+                self.manifest.source_checksums[file] = _checksum(file, self.verified)
+            if _written(file) != self.written[file]:
+                raise DataError(f"{file} was changed while it was read: let nothing write to it, and prepare again")
+        for file in list(self.manifest.source_files)[: reached - 1]:
+            self.written.pop(file, None)  # read to its end
+        self.verified.keep()
 
 
 def _files_between(position: corpus.Position, file: int) -> int:
@@ -267,8 +427,8 @@ def _from_the_start(manifest: Manifest) -> Manifest:
     """`manifest` before the first document."""
     files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
     return replace(
-        manifest, train=Split(), validation=Split(), empty_documents=0, empty_files=0, licences={}, source_checksums={},
-        position=corpus.START, exhausted=False, cut=False, files=files,
+        manifest, train=Split(), validation=Split(), empty_documents=0, bad_records=0, empty_files=0, licences={},
+        source_checksums={}, position=corpus.START, begun=None, exhausted=False, cut=False, files=files,
     )  # fmt: skip
 
 
@@ -285,6 +445,7 @@ def _write_tokens(
     fraction, name = config.data.validation_fraction, f"preparing {folder}"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_Writer(folder, split, manifest)) for split in SPLITS}
+        read = _Read(folder, manifest)
         bar = stack.enter_context(
             tqdm(total=limit, initial=manifest.train.tokens, desc=name, unit=" tokens", unit_scale=True)
         )
@@ -295,9 +456,14 @@ def _write_tokens(
             encoded = zip(*chunk.encoded, strict=True)
             for document in chunk.documents:
                 manifest.empty_files += _files_between(manifest.position, document.file)
+                if document.file != manifest.position["file"] or manifest.position["document"] == 0:
+                    manifest.begun = _begin(manifest)
                 manifest.position = document.position_after()
                 if not document.text:
-                    manifest.empty_documents += 1
+                    if document.fault is None:
+                        manifest.empty_documents += 1
+                    else:
+                        manifest.bad_records += 1
                     continue
                 tokens, held_out = next(encoded)
                 writers["validation" if held_out else "train"].append(tokens)
@@ -309,12 +475,12 @@ def _write_tokens(
             if done or chunk.at_rest:
                 for writer in writers.values():
                     writer.flush()
-                _count_files(manifest, manifest.position["file"] + 1)
+                read.count(manifest.position["file"] + 1)
                 write(manifest, folder, "progress.json")
             bar.update(manifest.train.tokens - bar.n)
             if done:
                 return
-    _count_files(manifest, len(manifest.source_files))
+        read.count(len(manifest.source_files))
     manifest.empty_files += _files_between(manifest.position, len(manifest.source_files))
     manifest.exhausted = True
 
@@ -375,13 +541,23 @@ def _too_short(manifest: Manifest) -> str:
 def _remove(folder: Path, made: list[Path]) -> None:
     """Take away what a preparation wrote to `folder`, which is locked, and those of the folders `made` for it."""
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    for name in [*(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")), "progress.json", "lock"]:
+    written = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
+    for name in [*written, "progress.json", VERIFIED, "lock"]:
         (folder / name).unlink(missing_ok=True)
     for path in made or [folder]:
         try:
             path.rmdir()
         except OSError:  # it holds something else
             return
+
+
+def _sizes(split: str, manifest: Manifest) -> dict[str, int]:
+    """The bytes of one split's files."""
+    counts: Split = getattr(manifest, split)
+    return {
+        f"{split}.tokens": counts.tokens * manifest.token_bytes,
+        f"{split}.documents": counts.documents * DOCUMENT_BYTES,
+    }
 
 
 class _Writer:
@@ -394,10 +570,7 @@ class _Writer:
         self.starts: list[int] = []
         self.recorded = manifest.files
         self.digests = {}
-        sizes = {
-            f"{split}.tokens": self.counts.tokens * manifest.token_bytes,
-            f"{split}.documents": self.counts.documents * DOCUMENT_BYTES,
-        }
+        sizes = _sizes(split, manifest)
         for name, size in sizes.items():
             path = folder / name
             path.touch()

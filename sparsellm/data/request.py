@@ -66,6 +66,11 @@ class Request:
             for key in sorted(made.keys() | asked.keys())
             if made.get(key) != asked.get(key)
         ]
+        if manifest.bad_records and not self.config.data.skip_bad_records:
+            differences.append(
+                f"data.skip_bad_records=true passed over {manifest.bad_records:,} records that cannot be read, and is"
+                " false now"
+            )
         if not differences:
             return []
         return [
@@ -172,6 +177,7 @@ class Request:
         # data=files adds its name and source to the defaults, so what differs from the defaults says it all.
         data, default = self.config.data, DataConfig(name="files", source=Source.files)
         keys = ["name", "source", *(key.removeprefix("data.") for key in self.recipe if key.startswith("data."))]
+        keys.append("skip_bad_records")
         keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
         overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
         overrides.append(_override("data.max_tokens", self.token_limit))
@@ -186,6 +192,6 @@ def _override(key: str, value: Any) -> str:
         value = value.name
     if value is None:
         value = "null"
-    elif isinstance(value, list) or (isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value)):
+    elif isinstance(value, list | bool) or (isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value)):
         value = json.dumps(value, ensure_ascii=False)
     return f"{key}={value}"

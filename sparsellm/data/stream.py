@@ -7,14 +7,18 @@ buffer on a resume.)
 
 The position is that of the group's first token and how many blocks of the group were handed out: a resume reads the
 group again and passes over those. It belongs to one rank of a fixed number of ranks, to one tokenizer, by its content,
-and to the same files: local ones are the same by path, size, and their first and last MiB (2 MiB to read of each file,
-at every start).
+and to the same files: local ones are the same by path, size, and their first and last MiB.
+
+Of local files only those that the position lies behind must be the same. Others may change or go, as one with a bad
+record must: the files that the run began with stay the ones that each epoch permutes, and those that are gone are
+passed over. Where the group has tokens of a file that changed, reading begins again at the document that the position
+names, or at the start of the file if that one changed: nothing is lost, and some sequences come twice.
 """
 
 import os
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from sparsellm.data import corpus, tokenizer
+from sparsellm.console import warn
+from sparsellm.data import corpus, sources, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, started
 
@@ -40,6 +45,7 @@ class TokenStream:
     """The endless stream of one rank."""
 
     files: corpus.Files
+    ends: dict[str, str]  # `corpus.ends` of `files`
     text_column: str
     tokenizer_folder: Path
     validation_fraction: float
@@ -50,7 +56,9 @@ class TokenStream:
     seed: int
     workers: int
     pin_memory: bool
+    skip_bad_records: bool = False
     group_blocks: int = GROUP_BLOCKS
+    listed: tuple[str, ...] = ()  # the files that the run began with, if some of them are gone
 
     def __post_init__(self) -> None:
         if len(self.files) < self.world_size:
@@ -64,7 +72,7 @@ class TokenStream:
         own order, so it is the same on every rank and at every start. Raises DataError if there is none."""
         length, found = self.sequence_length, 0
         pieces: list[np.ndarray] = []
-        for _, tokens in self._tokens(list(self.files), corpus.START, held_out=True):
+        for _, _, tokens in self._tokens(list(self.files), corpus.START, held_out=True):
             pieces.append(tokens)
             found += len(tokens)
             if found > samples * length:
@@ -78,44 +86,102 @@ class TokenStream:
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
-        Raises DataError if `state` belongs to another number of ranks, another rank, other files, another tokenizer,
-        or documents that begin otherwise.
+        Raises DataError if `state` belongs to another number of ranks, another rank, another tokenizer, documents that
+        begin otherwise, or files that have changed since they were read.
         """
         vocabulary = self._vocabulary()
-        identity = {
-            "world_size": self.world_size, "rank": self.rank, "files": self._files_digest(),
+        identity: dict[str, Any] = {
+            "world_size": self.world_size, "rank": self.rank,
             "begin_of_text": vocabulary.begin_of_text,  # states of earlier versions had none
             "tokenizer": tokenizer.digest(vocabulary)[:16],
         }  # fmt: skip
-        ends = corpus.ends(self.files)
-        # States of earlier versions have no "ends" and no "tokenizer".
-        before: dict[str, Any] = identity if state is None else {"tokenizer": identity["tokenizer"], **state}
-        saved = before.get("ends", ends)
-        if changed := [file for file, digest in ends.items() if saved.get(file, digest) != digest]:
-            raise DataError(
-                f"{', '.join(changed)}: of another content than when the data position was saved, for a stream goes on"
-                " only in the same files; bring them back, or begin a new run with run.restart=true"
-            )
-        for key, now in identity.items():
-            if before.get(key) != now:
-                raise DataError(
-                    f"the data position was saved with {key} {before.get(key)} and {key} is {now} now: a stream goes on"
-                    " only with the same ranks, files and tokenizer; bring them back, or begin a new run with"
-                    " run.restart=true"
-                )
-        position = state or {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
+        stream, position = self, {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
+        if state is not None:
+            # States of earlier versions have no "tokenizer".
+            before = {"tokenizer": identity["tokenizer"], **state}
+            for key, now in identity.items():
+                if before.get(key) != now:
+                    raise DataError(_other(key, before.get(key), now))
+            stream, position = self._since(state)
+        identity |= {
+            "files": self._files_digest(),
+            "ends": {name: self.ends.get(name) for name in stream.names} if self.ends else {},
+            "sizes": {name: self.files.get(name) for name in stream.names} if self.ends else {},
+        }
         # One worker: more would need positions of their own. It reads ahead up to a group, to have the next one ready.
         ahead = max(2, self.group_blocks // self.share)
         worker: dict[str, Any] = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread}
         loader = DataLoader(
-            _Shares(self, position),
+            _Shares(stream, position),
             batch_size=None,
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
             **(worker if self.workers else {}),
         )
         for batch, after in started(loader):
-            yield batch, {**identity, "ends": ends, **after}
+            yield batch, {**identity, **after}
+
+    @property
+    def names(self) -> list[str]:
+        """The files that each epoch permutes; those that are not in `files` are passed over."""
+        return list(self.listed or self.files)
+
+    def _order(self, epoch: int) -> list[str]:
+        """This rank's files of `epoch`."""
+        names = self.names
+        return [names[i] for i in permutation(len(names), self.seed, epoch)[self.rank :: self.world_size]]
+
+    def _since(self, state: dict[str, Any]) -> tuple["TokenStream", dict[str, Any]]:
+        """The stream that goes on from `state` in the files as they are now, and the position in it.
+
+        Raises DataError if files have changed that this rank has read to their end.
+        """
+        ends, sizes = state.get("ends", {}), state.get("sizes", {})
+        stream = replace(self, listed=tuple(ends))
+        added = [name for name in self.ends if ends and name not in ends]
+        gone = {name for name in ends if name not in self.files}
+        others = {name for name in ends if ends[name] != self.ends.get(name)}
+        others |= {name for name in sizes if sizes[name] != self.files.get(name)}
+        # Of hub files, and in states of earlier versions, which have no sizes or no ends, the digest alone tells.
+        if added or (not others and state["files"] != self._files_digest() and not sizes):
+            detail = f" ({sources.names(added)} came later)" if added else ""
+            raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
+        if not others:
+            return stream, state
+        passed_over = {name for name in ends if ends[name] is None}
+        here = [name for name in stream._order(state["epoch"]) if name not in passed_over]
+        current, orders = here[state["file"]], {epoch: stream._order(epoch) for epoch in range(state["epoch"] + 1)}
+        order = orders.pop(state["epoch"])
+        place = order.index(current)
+        read = {name for names in orders.values() for name in names} | set(order[:place])
+        if changed := sorted(name for name in read & others if name not in passed_over):
+            raise DataError(
+                f"{sources.names(changed)}: of another content, or gone, since the run has read"
+                f" {'it' if len(changed) == 1 else 'them'} to the end: bring {'it' if len(changed) == 1 else 'them'}"
+                " back, or begin a new run with run.restart=true"
+            )
+        if self.rank == 0:
+            warn(
+                f"{sources.names(sorted(others))} changed or went before the run had read them to the end: it goes on"
+                " with what is there now"
+            )
+        position = {**state, "file": sum(name not in gone for name in order[:place])}
+        if not others.isdisjoint(stream._of_group(state, order[place:])):
+            again = state["skip_tokens"] + state["given"] * self.sequence_length
+            position |= {"skip_tokens": 0, "given": 0} | ({"document": 0} if current in others else {})
+            warn(
+                f"rank {self.rank}: the sequences since document {position['document']} of"
+                f" {current if current not in gone else 'the file behind it'} are made again, about {again:,} tokens"
+                " before the ones that come next"
+            )
+        return stream, position
+
+    def _of_group(self, state: dict[str, Any], order: list[str]) -> set[str]:
+        """The files that the group of `state` may have tokens of: of its epoch those in `order`, or fewer."""
+        epoch, last = state.get("reached", (None, None))  # states of earlier versions do not say
+        if epoch == state["epoch"]:
+            return set(order[: order.index(last) + 1])
+        return set(self.names)
 
     def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """`batches` without its checks, read in this process."""
@@ -137,7 +203,7 @@ class TokenStream:
         buffer = np.empty(0, np.int64)
         # Where in the buffer each chunk starts; negative once its first tokens are used up.
         starts: deque[tuple[int, dict[str, Any]]] = deque()
-        for where, tokens in self._epochs(position):
+        for where, last, tokens in self._epochs(position):
             starts.append((len(buffer) - skip, where))
             buffer = np.concatenate([buffer, tokens[skip:]])
             skip = 0
@@ -146,23 +212,24 @@ class TokenStream:
                     starts.popleft()
                 first, where = starts[0]
                 yield (
-                    {**where, "skip_tokens": -first, "group": number},
+                    {**where, "skip_tokens": -first, "group": number, "reached": last},
                     _blocks(buffer[: step + 1], self.sequence_length),
                 )
                 buffer = buffer[step:]
                 starts = deque((start - step, where) for start, where in starts)
                 number += 1
 
-    def _epochs(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, int], np.ndarray]]:
-        """This rank's training tokens, chunk by chunk, each with the position of its first document."""
-        names, start = list(self.files), {key: position[key] for key in corpus.START}
+    def _epochs(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, int], list[Any], np.ndarray]]:
+        """This rank's training tokens, chunk by chunk, each with the position of its first document, and with the epoch
+        and the file of its last one."""
+        start = {key: position[key] for key in corpus.START}
         for epoch in count(position["epoch"]):
-            order = permutation(len(names), self.seed, epoch)[self.rank :: self.world_size]
+            files = [name for name in self._order(epoch) if name in self.files]
             total = 0
-            for where, tokens in self._tokens([names[i] for i in order], start, held_out=False):
+            for where, last, tokens in self._tokens(files, start, held_out=False):
                 total += len(tokens)
-                yield {"epoch": epoch, **where}, tokens
-            if total == 0 and start == corpus.START:
+                yield {"epoch": epoch, **where}, [epoch, last], tokens
+            if files and total == 0 and start == corpus.START:
                 raise DataError(
                     f"the files of rank {self.rank} in epoch {epoch} hold no document to train on:"
                     f" remove empty files, lower data.validation_fraction, or {_REMEDY}"
@@ -171,19 +238,27 @@ class TokenStream:
 
     def _tokens(
         self, files: list[str], position: corpus.Position, held_out: bool
-    ) -> Iterator[tuple[corpus.Position, np.ndarray]]:
+    ) -> Iterator[tuple[corpus.Position, str, np.ndarray]]:
         vocabulary = self._vocabulary()
-        for chunk in corpus.chunks(corpus.read(files, self.text_column, position)):
+        documents = corpus.read(files, self.text_column, position, self.skip_bad_records)
+        for chunk in corpus.chunks(documents):
             texts = [document.text for document in chunk if document.text]
             texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
-            tokens = [ids for document in tokenizer.encode(vocabulary, texts) for ids in document]
-            yield chunk[0].position(), np.array(tokens, np.int64)
+            tokens = [np.array(ids, np.int64) for ids in tokenizer.encode(vocabulary, texts)]
+            yield chunk[0].position(), files[chunk[-1].file], np.concatenate([np.empty(0, np.int64), *tokens])
 
     def _vocabulary(self) -> tokenizer.Vocabulary:
         return tokenizer.load(str(self.tokenizer_folder), "data.path")
 
     def _files_digest(self) -> str:
         return xxhash.xxh3_64(repr(sorted(self.files.items())).encode()).hexdigest()
+
+
+def _other(key: str, before: object, now: object) -> str:
+    return (
+        f"the data position was saved with {key} {before} and {key} is {now} now: a stream goes on only with the same"
+        " ranks, files and tokenizer; bring them back, or begin a new run with run.restart=true"
+    )
 
 
 @dataclass

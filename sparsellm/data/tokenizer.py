@@ -7,6 +7,7 @@ loses how SmolLM2 splits digits. From the files beside it come only the names of
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -222,7 +223,7 @@ def say_form(vocabulary: Vocabulary, given: str) -> None:
         print(f"{given}: every document becomes {form(vocabulary)}.", flush=True)
 
 
-def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
+def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
     """The ids of each document, the end of text behind them, and in front of them what begins a text, as Llama's <s>;
     documents in parallel.
 
@@ -230,11 +231,12 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
     """
     tokenizer, end, begin = vocabulary.tokenizer, end_of_text_id(vocabulary), begin_of_text_id(vocabulary)
     tokenizer.encode_special_tokens = True
-    documents: list[list[int]] = [[] if begin is None else [begin] for _ in texts]
+    # uint32: as Python's own numbers, the ids of a long document would take ten times the memory of its text.
+    documents = [array("I", () if begin is None else (begin,)) for _ in texts]
     for batch in pieces.batches(tokenizer, texts):
         encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
         for (number, _), encoding in zip(batch, encodings, strict=True):
-            documents[number] += encoding.ids
+            documents[number].extend(encoding.ids)
     for document in documents:
         document.append(end)
     return documents

@@ -23,7 +23,7 @@ from sparsellm.run_layout import VALUES, WAITING_ROW
 from sparsellm.training.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TELLS_TIME = ("COMMITTED", ".metadata", "lock")  # or is a checksum of what does
+TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a checksum of what does
 
 
 @dataclass(frozen=True)

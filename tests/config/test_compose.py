@@ -175,6 +175,20 @@ def set_by(group: str, choice: str) -> dict:
     return found | flat(values, f"{group}.")
 
 
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("[~/x.jsonl]", ["~/x.jsonl"]), ("[Übung/x.jsonl]", ["Übung/x.jsonl"]), ("[a(1).txt]", ["a(1).txt"]),
+        ("[a&b.txt, c[v2]/*.txt]", ["a&b.txt", "c[v2]/*.txt"]), ('["a,b.txt",~/x]', ["a,b.txt", "~/x"]),
+        ("[it's.txt,that's.txt]", ["it's.txt", "that's.txt"]), ("[a[1,2].txt,~/b]", ["a[1,2].txt", "~/b"]),
+        ("[x].jsonl", ["[x].jsonl"]), ("c[v2]/*.jsonl", ["c[v2]/*.jsonl"]), ("[a=b.txt]", ["a=b.txt"]),
+    ],
+)  # fmt: skip
+def test_a_list_of_names_is_a_list_whatever_signs_are_in_them(typed, read):
+    composed = composition([f"data.files={typed}"])
+    assert composed.config.data.files == read
+
+
 def test_a_tilde_is_the_home_folder(monkeypatch):
     """Behind the "=" of a key no shell says so: a run would be trained into a folder called "~"."""
     monkeypatch.setenv("HOME", "/home/me")

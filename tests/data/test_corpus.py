@@ -91,7 +91,7 @@ def test_mistakes_about_files_name_what_is_wrong(tmp_path: Path, parquet: list[s
     assert "is a folder" in missing[1]
     assert "ending in .csv cannot be read" in corpus.local_files([str(tmp_path / "x.csv")])[1][0]
     assert "several kinds (.parquet, .txt)" in corpus.local_files([str(tmp_path / "x.txt"), parquet[0]])[1][0]
-    with pytest.raises(DataError, match=r"no column 'content': set data.text_column to one of text, license, other"):
+    with pytest.raises(DataError, match=r"no column 'content': set data.text_column to one of text, license$"):
         read(parquet, "content")
     with pytest.raises(DataError, match=r"'other' of .*part-0\.parquet holds int"):
         read(parquet, "other")
@@ -146,3 +146,40 @@ def test_files_without_documents_are_passed_over_and_torn_ones_are_named(
 
 def test_no_files_at_all_are_no_files_of_several_kinds() -> None:
     assert corpus.local_files([]) == ({}, [])
+
+
+def test_a_bad_record_stops_the_reading_or_is_a_document_without_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    good = [json.dumps({"text": str(i)}) for i in range(6)]
+    file.write_text("\n".join([*good[:2], "{", *good[2:4], r'{"text": "\ud83d"}', *good[4:]]))
+    reading = corpus.read([str(file)], "text")
+    assert [next(reading).text for _ in range(2)] == ["0", "1"]
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 3: .* data\.skip_bad_records=true"):
+        next(reading)
+    documents = list(corpus.read([str(file)], "text", skip_bad_records=True))
+    assert [document.text for document in documents] == ["0", "1", None, "2", "3", None, "4", "5"]
+    assert [document.number for document in documents if document.fault] == [2, 5]
+    for i, document in enumerate(documents):
+        after = corpus.read([str(file)], "text", document.position_after(), skip_bad_records=True)
+        assert list(after) == documents[i + 1 :]
+    said = capsys.readouterr().out
+    assert f"{file}, line 3: it is no JSON" in said
+    assert f"{file}: 2 records that cannot be read were passed over" in said
+
+
+def test_a_name_with_brackets_means_the_file_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "c[v2]").mkdir()
+    for name in ("c[v2]/a.txt", "b[1].txt", "b1.txt", "a(1) & ü.txt"):
+        (tmp_path / name).write_text("text")
+    for name in ("b[1].txt", "c[v2]/a.txt", "a(1) & ü.txt"):
+        assert list(corpus.local_files([name], tmp_path)[0]) == [str(tmp_path / name)]
+    assert corpus.local_files(["b[[]1].txt"], tmp_path)[1] == []
+    files, (mistake,) = corpus.local_files(["c[v2]/*.txt"], tmp_path)
+    assert files == {}
+    assert mistake.endswith("""is written [[]: 'data.files=["c[[]v2]/*.txt"]'""")
+    assert corpus.local_files(["c[[]v2]/*.txt"], tmp_path)[1] == []
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    assert "gone.txt is no file, or a link to one" in corpus.local_files([str(tmp_path / "gone.txt")])[1][0]
+    assert "begins with no user of this machine" in corpus.local_files(["~nobody-here/x.txt"])[1][0]

@@ -49,7 +49,7 @@ def test_documents_begin_as_prompts_do_and_end_with_the_tokenizers_own_eos_token
     begin = made[name].encode("", add_special_tokens=True).ids
     first = "<s>" if name != "llama3" else "<|begin_of_text|>"
     assert made[name].id_to_token(begin[0]) == loaded.begin_of_text == first
-    ids, empty = tokenizer.encode(loaded, [SPELLED, ""])
+    ids, empty = map(list, tokenizer.encode(loaded, [SPELLED, ""]))
     special = {made[name].token_to_id(token) for token in small_tokenizers.SENTENCEPIECE + small_tokenizers.LLAMA3}
     assert empty == [*begin, made[name].token_to_id(end)] == [*begin, tokenizer.end_of_text_id(loaded)]
     assert ids[:1] + ids[-1:] == empty
@@ -63,7 +63,7 @@ def test_documents_begin_as_prompts_do_and_end_with_the_tokenizers_own_eos_token
     assert tokenizer.digest(again) == tokenizer.digest(loaded)
     auto = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert (auto.bos_token, auto.eos_token, auto.pad_token) == (loaded.begin_of_text, end, end)
-    (plain,) = tokenizer.encode(loaded, ["the gate  opens\n"])
+    (plain,) = map(list, tokenizer.encode(loaded, ["the gate  opens\n"]))
     assert auto("the gate  opens\n").input_ids == plain[:-1]
 
 

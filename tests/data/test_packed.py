@@ -1,3 +1,4 @@
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import torch
 
 from sparsellm.config import Config
 from sparsellm.data import DataError, prepare
-from sparsellm.data.packed import PackedTokens, permutation
+from sparsellm.data import packed as packed_tokens
+from sparsellm.data.packed import PackedTokens, permutation, shuffle
 
 
 @pytest.fixture
@@ -117,6 +119,34 @@ def test_validation_is_the_held_out_blocks_and_no_training_block(packed: PackedT
 def test_permutations_never_change_between_versions() -> None:
     assert permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
     assert permutation(8, 2**40, 1).tolist() != permutation(8, 2**40, 2).tolist()
+
+
+def test_an_epochs_order_is_computed_once_for_all_workers_and_is_that_of_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions shuffled 8 bytes a block in each worker: `np.random.RandomState.permutation` of the same key."""
+
+    def counted(order: np.ndarray, *key: int) -> None:
+        with (tmp_path / "computed").open("a") as file:
+            file.write(f"{key} {order.itemsize}\n")
+        shuffle(order, *key)
+
+    monkeypatch.setattr(packed_tokens, "shuffle", counted)
+    order, size, fork = packed_tokens._Order(1_000, 7), 1_000, multiprocessing.get_context("fork")
+    for epoch in range(3):
+        parts = np.split(np.arange(epoch * size, (epoch + 1) * size), 2)
+        workers = [
+            fork.Process(target=lambda path, part: np.save(path, order.blocks(part)), args=(tmp_path / f"{i}", part))
+            for i, part in enumerate(parts)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        found = np.concatenate([np.load(tmp_path / f"{i}.npy") for i in range(2)])
+        generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((7, epoch))))
+        assert np.array_equal(found, generator.permutation(size))
+    assert sorted((tmp_path / "computed").read_text().splitlines()) == [f"(7, {epoch}) 4" for epoch in range(3)]
 
 
 LEFT_OPEN = """

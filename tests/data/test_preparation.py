@@ -25,7 +25,9 @@ MakeConfig = Callable[..., Config]
 
 def contents(folder: Path) -> dict[str, str]:
     """sha256 of all that was prepared."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+    files = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("lock", "verified.json")
+    ]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -46,7 +48,7 @@ def test_every_document_is_in_its_split_once_and_ends_with_end_of_text(
     for split, held_out in (("train", False), ("validation", True)):
         expected = [text for text in kept if corpus.is_held_out(text, 0.1) == held_out]
         found = documents_in(folder, split)
-        assert found == tokenizer.encode(vocabulary, expected)
+        assert found == list(map(list, tokenizer.encode(vocabulary, expected)))
         assert all(document[-1] == manifest.end_of_text_id == 0 for document in found)
         counts = getattr(manifest, split)
         assert (counts.documents, counts.tokens) == (len(expected), sum(map(len, found)))
@@ -272,13 +274,20 @@ def test_other_keys_than_it_was_prepared_with_are_refused_by_name(
         assert "tokenizer" not in found[0]
 
 
-def test_a_resume_with_other_source_files_is_refused(make_config: MakeConfig, parquet: list[str]) -> None:
+def test_more_tokens_are_refused_where_a_file_that_was_read_changed_and_taken_where_a_later_one_did(
+    make_config: MakeConfig, parquet: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(parquet, max_tokens=1_000)
     prepare(config)
-    Path(parquet[5]).write_bytes(Path(parquet[4]).read_bytes())
+    whole, other = Path(parquet[0]).read_bytes(), Path(parquet[4]).read_bytes()
+    Path(parquet[5]).write_bytes(other)
+    Path(parquet[0]).write_bytes(other)
     config.data.max_tokens = 2_000
-    with pytest.raises(DataError, match="files of other sizes"):
+    with pytest.raises(DataError, match=r"part-0\.parquet has changed since .*: prepare the text as it is"):
         prepare(config)
+    Path(parquet[0]).write_bytes(whole)
+    assert prepare(config).train.tokens >= 2_000
+    assert f"{parquet[5]}, not read to the end" in capsys.readouterr().out
 
 
 def test_damage_is_found_before_a_folder_is_extended(make_config: MakeConfig, parquet: list[str]) -> None:
@@ -376,7 +385,7 @@ def test_a_source_file_with_one_changed_byte_is_refused_when_more_is_wanted(
     config.data.max_tokens = 2_000
     whole = files[0].read_bytes()
     files[0].write_bytes(whole.replace(b"sparse", b"sparsf", 1))
-    with pytest.raises(DataError, match=r"a\.jsonl has changed since it was read for .*: bring the file back"):
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since .* was prepared, .*bring the text back"):
         prepare(config)
     files[0].write_bytes(whole)
     assert prepare(config).train.tokens >= 2_000

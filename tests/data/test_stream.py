@@ -4,8 +4,10 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, prepare, tokenizer
@@ -21,8 +23,10 @@ def stream(
 ) -> TokenStream:
     """Six files of about 140 blocks each, in groups of 50; a chunk is less than a group."""
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
+    files = corpus.find_files(make_config(parquet).data)
     return TokenStream(
-        files=corpus.find_files(make_config(parquet).data),
+        files=files,
+        ends=corpus.ends(files),
         text_column="text",
         tokenizer_folder=tokenizer_folder,
         validation_fraction=0.1,
@@ -119,9 +123,12 @@ def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_nam
     ((_, state),) = take(replace(stream, world_size=2), 1)
     with pytest.raises(DataError, match="saved with rank 0 and rank is 1 now"):
         take(replace(stream, rank=1, world_size=2), 1, state)
-    fewer = dict(list(stream.files.items())[1:])
+    more = {"files": {**stream.files, "later.parquet": 1}, "ends": {**stream.ends, "later.parquet": "0"}}
+    with pytest.raises(DataError, match=r"saved with files .* \(later\.parquet came later\)"):
+        take(replace(stream, **more, world_size=2), 1, state)
+    del state["ends"], state["sizes"]  # as of hub files, which the digest alone tells
     with pytest.raises(DataError, match="saved with files"):
-        take(replace(stream, files=fewer, world_size=2), 1, state)
+        take(replace(stream, files=dict(list(stream.files.items())[1:]), world_size=2), 1, state)
 
 
 def test_another_tokenizer_is_refused_by_name(stream: TokenStream, texts: list[str], tmp_path: Path) -> None:
@@ -134,21 +141,101 @@ def test_another_tokenizer_is_refused_by_name(stream: TokenStream, texts: list[s
     assert len(take(stream, 1, state)) == 1
 
 
-@pytest.mark.parametrize("at", [8, -8])
-def test_a_file_of_other_content_and_the_same_size_is_refused_by_name(stream: TokenStream, at: int) -> None:
-    ((_, state),) = take(stream, 1)
-    state = json.loads(json.dumps(state))
-    path = Path(list(stream.files)[2])
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=f"{path.name}: of another content than when the data position was saved"):
-        take(stream, 1, state)
-    content[at] ^= 1
-    path.write_bytes(content)
+def changed(stream: TokenStream, name: str) -> TokenStream:
+    """The stream where file `name` has its documents in another order."""
+    path = Path(name)
+    Dataset.from_dict({"text": Dataset.from_parquet(name)["text"][::-1]}).to_parquet(path)
+    return replace(stream, files={**stream.files, name: path.stat().st_size}, ends=corpus.ends(stream.files))
+
+
+def without(stream: TokenStream, name: str) -> TokenStream:
+    files = {file: size for file, size in stream.files.items() if file != name}
+    return replace(stream, files=files, ends={file: stream.ends[file] for file in files})
+
+
+def order_of(stream: TokenStream, epoch: int = 0) -> list[str]:
+    return stream._order(epoch)
+
+
+def position(stream: TokenStream, file: int) -> dict:
+    """A state in the middle of file number `file` of the first epoch, of whose group every token is from that file."""
+    for _, state in stream.batches(None):
+        name = order_of(stream)[file]
+        if state["file"] == file and state["reached"] == [0, name] and state["given"] not in (0, GROUP):
+            return json.loads(json.dumps(state))
+    raise AssertionError
+
+
+def test_a_file_that_was_read_to_its_end_may_not_change_or_go(stream: TokenStream) -> None:
+    state, (first, *_) = position(stream, 2), order_of(stream)
+    for other in (without(stream, first), changed(stream, first)):
+        with pytest.raises(DataError, match=f"{Path(first).name}: of another content, or gone, since the run has read"):
+            take(other, 1, state)
+    del state["ends"], state["sizes"]  # as an early version saved it, with the digest alone
     assert take(stream, 1, state)
-    del state["ends"]  # as an earlier version saved it
-    assert take(stream, 1, state)
+
+
+def test_a_later_file_may_change_or_go_and_nothing_is_read_twice(
+    stream: TokenStream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, order = position(stream, 1), order_of(stream)
+    follows = take(stream, 12, state)
+    for other in (without(stream, order[4]), changed(stream, order[4])):
+        rest = take(other, 140, state)
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(rest[:12], follows, strict=True))
+        assert f"{order[4]} changed or went before" in capsys.readouterr().err
+        # Its own states go on in the files as they are now, in later epochs, too.
+        again = take(other, 10, json.loads(json.dumps(rest[129][1])))
+        for (batch, after), (expected, expected_after) in zip(again, rest[130:], strict=True):
+            assert torch.equal(batch, expected)
+            assert after == expected_after
+        assert capsys.readouterr().err == ""
+    assert rest[-1][1]["epoch"] > 0
+
+
+def training_tokens(stream: TokenStream, name: str) -> list[int]:
+    return np.concatenate([tokens for *_, tokens in stream._tokens([name], corpus.START, held_out=False)]).tolist()
+
+
+def in_order(stream: TokenStream, state: dict) -> list[int]:
+    """The tokens of the group that comes next, unshuffled."""
+    _, resumed = stream._since(state)
+    _, group = next(stream._since(state)[0]._groups(resumed))
+    assert resumed["given"] == 0
+    return group[:, :-1].flatten().tolist()
+
+
+def test_the_file_that_is_being_read_begins_again_where_it_changed_and_the_next_one_where_it_is_gone(
+    stream: TokenStream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, order = position(stream, 1), order_of(stream)
+    gone = without(stream, order[1])
+    expected = training_tokens(stream, order[2]) + training_tokens(stream, order[3])
+    assert in_order(gone, state) == expected[: GROUP * LENGTH]
+    assert take(gone, 3, state)[-1][1]["file"] == 1
+    other = changed(stream, order[1])
+    expected = training_tokens(other, order[1])
+    assert in_order(other, state) == expected[: GROUP * LENGTH]
+    assert "are made again, about" in capsys.readouterr().err
+
+
+def test_where_a_group_goes_into_a_changed_file_it_is_collected_again(stream: TokenStream) -> None:
+    for _, state in stream.batches(None):
+        if state["file"] == 0 and state["reached"][1] == order_of(stream)[1]:
+            break
+    before = {key: state[key] for key in ("epoch", "file", "document")}
+    other = changed(stream, order_of(stream)[1])
+    _, resumed = other._since(json.loads(json.dumps(state)))
+    assert {key: resumed[key] for key in before} == before
+    assert (resumed["given"], resumed["skip_tokens"]) == (0, 0)
+
+
+def test_a_file_that_comes_back_is_read(stream: TokenStream) -> None:
+    state, order = position(stream, 1), order_of(stream)
+    later = take(without(stream, order[3]), 1, state)[-1][1]
+    assert later["ends"][order[3]] is None
+    again, follows = take(stream, 30, json.loads(json.dumps(later))), take(stream, 31, state)[1:]
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(again, follows, strict=True))
 
 
 @pytest.mark.parametrize(("size", "at"), [(100, 50), (3 << 19, (3 << 19) - 1), (3 << 19, 1 << 20), (3 << 20, 0)])

@@ -23,7 +23,7 @@ def test_documents_end_with_end_of_text_and_nothing_in_a_text_ends_it(tokenizer_
     ids, empty = tokenizer.encode(vocabulary, ["token <|endoftext|> stream", ""])
     assert ids[-1] == 0
     assert ids.count(0) == 1
-    assert empty == [0]
+    assert list(empty) == [0]
     assert vocabulary.tokenizer.decode(ids[:-1]) == "token <|endoftext|> stream"
 
 

@@ -1,0 +1,121 @@
+"""Checksums of large files, and which files need not be read again to know theirs.
+
+    verified.json       in a folder of prepared tokens: for each file its size and times when it was read, and its xxh3
+
+A file of the same size and times is not read again: modification and change time, of which every write sets the second.
+Without verified.json, or where it is damaged, all files are read, as for a copy on another disk.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+from tqdm import tqdm
+
+from sparsellm.files import read_sealed, write_sealed
+
+VERIFIED = "verified.json"
+THREADS, PIECE = 8, 1 << 24  # a network file system gives several readers more than one of them
+# A file system's clock ticks every 10 ms at most; one that keeps whole seconds, every 2 s.
+TICK, COARSE_TICK, SECOND = 20_000_000, 2_000_000_000, 1_000_000_000
+
+
+class Stamp(NamedTuple):
+    """What every write to a file changes."""
+
+    bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def settled_ns(self) -> int:
+        """The time from which on another write has another stamp."""
+        coarse = self.mtime_ns % SECOND == 0 or self.ctime_ns % SECOND == 0
+        return max(self.mtime_ns, self.ctime_ns) + (COARSE_TICK if coarse else TICK)
+
+
+def stamp(path: Path) -> Stamp | None:
+    """None: there is no such file."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
+    """The xxh3 of the first `size` bytes of `path`, which goes on with what is given to its `update`."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        for piece in _pieces(file.fileno(), size):
+            digest.update(piece)
+            if bar is not None:
+                bar.update(len(piece))
+    return digest
+
+
+def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file in order, read by several threads at once where they are many."""
+    if size <= PIECE:
+        yield os.pread(descriptor, size, 0)
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        ahead: deque[Future[bytes]] = deque()
+        for start in range(0, size, PIECE):
+            ahead.append(threads.submit(os.pread, descriptor, min(PIECE, size - start), start))
+            if len(ahead) == THREADS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+class Verified:
+    """What verified.json of `folder` says, and what is read on behalf of it; `again`: it is not asked."""
+
+    def __init__(self, folder: Path, again: bool = False) -> None:
+        self._path, self._changed = folder / VERIFIED, False
+        self._marks: dict[str, tuple[Stamp, str]] = {}
+        with suppress(_Unusable, TypeError, ValueError):
+            if not again and self._path.is_file():
+                values = read_sealed(self._path, _Unusable, "")
+                self._marks = {key: (Stamp(*stamp), digest) for key, (stamp, digest) in values.items()}
+
+    def knows(self, key: str) -> bool:
+        return key in self._marks
+
+    def is_known(self, key: str, path: Path) -> bool:
+        """Whether the checksum of `path`, called `key`, is known without reading."""
+        return key in self._marks and self._marks[key][0] == stamp(path)
+
+    def checksum(self, key: str, path: Path, bar: tqdm | None = None) -> str:
+        """The xxh3 of the file `path`, which is called `key`. Raises OSError."""
+        if self.is_known(key, path):
+            return self._marks[key][1]
+        before = stamp(path)
+        if before is None:
+            raise FileNotFoundError(2, os.strerror(2), str(path))
+        # Another write at the same tick of the clock would leave the same stamp: then the file is read after that tick.
+        if 0 < (rest := before.settled_ns - time.time_ns()) <= COARSE_TICK:
+            time.sleep(rest / 1e9)
+        settled = before.settled_ns <= time.time_ns()
+        digest = digest_of(path, before.bytes, bar).hexdigest()
+        if settled and stamp(path) == before:
+            self._marks[key], self._changed = (before, digest), True
+        return digest
+
+    def keep(self) -> None:
+        """Write verified.json, if it can be: what cannot be kept is read again at the next start."""
+        if self._changed:
+            with suppress(OSError):
+                write_sealed(self._path, dict(self._marks))
+                self._changed = False
+
+
+class _Unusable(Exception):
+    """verified.json is damaged, which costs time and nothing else."""

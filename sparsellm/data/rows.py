@@ -1,0 +1,330 @@
+"""The records of one file, in order: each a text and its licence, or the reason why it cannot be read.
+
+    .parquet          a row is a record
+    .jsonl, .json     a line is a record; of a file that is one JSON list, an item
+    .txt              the file is a record
+
+Only the text and the licence are looked at: other columns may hold anything, and change their types within a file. (The
+readers of `datasets` take the types of all columns from the first 10 MB of a jsonl file and refuse what differs later.)
+Text is UTF-8; a byte order mark is left out. Files of text and jsonl may be compressed.
+
+A record that cannot be read is a `Row` with a fault, and the records after it are read. A file that cannot be read is a
+DataError.
+"""
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from sparsellm.data.errors import DataError
+
+READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": partial(pyarrow.input_stream, compression="zstd"),
+}
+LICENCE_COLUMNS = ("license", "licence")
+HEAD = 10 << 20  # bytes from the start of a jsonl file in which the text column must appear
+READ_AHEAD = 1 << 20
+BATCH_ROWS = 100  # of parquet: so many texts are in memory at once
+# What a damaged file raises, by its kind and its damage.
+UNREADABLE = (OSError, ValueError, EOFError, KeyError, zlib.error, lzma.LZMAError)
+# UTF-32 first: its mark begins with that of UTF-16.
+WIDE = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    text: str | None
+    licence: str | None = None
+    fault: str | None = None  # where the record stands in its file, and why it cannot be read
+
+
+def rows(file: str, text_column: str) -> Iterator[Row]:
+    """The records of `file`, which is a path or an address.
+
+    Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
+    """
+    reader = reader_of([file])
+    try:
+        yield from {"parquet": _parquet, "json": _json, "text": _text}[reader](file, text_column)
+    except DataError:
+        raise
+    except UNREADABLE as error:
+        raise DataError(
+            f"{file} cannot be read as {reader}: {' '.join(str(error).split())}. Bring back a whole copy of the file,"
+            " or leave the file out"
+        ) from error
+
+
+def reader_of(files: Sequence[str]) -> str:
+    """Which of READERS reads `files`. Raises DataError if none does, or if they are of several kinds."""
+    kinds = {_ending(file) for file in files}
+    if unknown := kinds - READERS.keys():
+        raise DataError(
+            f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read: the ends of names must be one"
+            f" of {', '.join(READERS)}, or of these but .parquet with {', '.join(COMPRESSIONS)} behind it. {_REMEDY}"
+        )
+    readers = {READERS[kind] for kind in kinds}
+    if len(readers) != 1:
+        raise DataError(f"the files are of several kinds ({', '.join(sorted(kinds))}): give one kind at a time")
+    return readers.pop()
+
+
+_REMEDY = (
+    'Unpack archives; convert other files, as with python -c "import datasets;'
+    " datasets.Dataset.from_csv('FILE.csv').to_parquet('FILE.parquet')\" (or Dataset.from_file for .arrow)"
+)
+
+
+def _ending(file: str) -> str:
+    """The end of a name that decides how a file is read, without that of a compression where it may be compressed."""
+    name, *ends = file.lower().rpartition("/")[2].rsplit(".", 2)
+    if not ends:
+        return ""
+    inner, last = ends if len(ends) == 2 else (name, *ends)
+    if f".{last}" not in COMPRESSIONS:
+        return f".{last}"
+    # Parquet compresses its columns itself and is read from its end.
+    return f".{inner}" if f".{inner}" in READERS.keys() - {".parquet"} else f".{inner}.{last}"
+
+
+def _binary(file: str) -> BinaryIO:
+    if "://" not in file:
+        return Path(file).open("rb")
+    from datasets.utils.file_utils import xopen  # tries again when the hub does not answer
+
+    return xopen(file, "rb")
+
+
+def _unpacked(file: str) -> io.BufferedReader:
+    """The bytes of `file`. Raises DataError if their byte order mark says that they are not UTF-8."""
+    unpack = COMPRESSIONS.get(Path(file.lower()).suffix)
+    raw: Any = _binary(file)
+    stream: io.BufferedReader = io.BufferedReader(unpack(raw) if unpack else raw, READ_AHEAD)
+    start = stream.peek(4)
+    for mark, name in WIDE.items():
+        if start.startswith(mark):
+            raise DataError(f"{file} is {name}, and should be UTF-8: {_convert(file, name)}")
+    return stream
+
+
+def _convert(file: str, encoding: str) -> str:
+    packed = Path(file.lower()).suffix in COMPRESSIONS
+    name = str(Path(file).with_suffix("")) if packed else file
+    return f"{'unpack and ' if packed else ''}convert the file (iconv -f {encoding} -t UTF-8 {name} > NEW)"
+
+
+def _not_utf8(error: UnicodeDecodeError, file: str) -> str:
+    byte = error.object[error.start]
+    return f"the byte 0x{byte:02x} is not UTF-8; if the text is Latin-1, {_convert(file, 'LATIN1')}"
+
+
+def _text(file: str, _: str) -> Iterator[Row]:
+    with _unpacked(file) as stream:
+        try:
+            text = io.TextIOWrapper(stream, "utf-8-sig").read()
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            yield Row(None, fault=f"line {line}: {_not_utf8(error, file)}")
+        else:
+            yield Row(text)
+
+
+def _parquet(file: str, text_column: str) -> Iterator[Row]:
+    with _binary(file) as opened:
+        # From the hub, the column of a row group comes in a few large requests.
+        parquet = pyarrow.parquet.ParquetFile(opened, pre_buffer="://" in file)
+        if parquet.metadata.num_rows == 0:
+            return
+        kinds = {field.name: field.type for field in parquet.schema_arrow}
+        if text_column not in kinds:
+            texts = {name: "" if _is_text(kind) else 0 for name, kind in kinds.items()}
+            raise DataError(_no_column(file, text_column, texts))
+        if not _is_text(kinds[text_column]):
+            raise DataError(
+                f"data.text_column {text_column!r} of {file} holds {kinds[text_column]}: it must hold text; set"
+                " data.text_column to another one, or write the text to a column of its own"
+            )
+        names = [text_column, *(name for name in LICENCE_COLUMNS if name in kinds and name != text_column)]
+        number = 0
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
+            columns = [batch.column(name) for name in names]
+            for i in range(batch.num_rows):
+                number += 1
+                try:
+                    text, *licences = (column[i].as_py() for column in columns)
+                except UnicodeDecodeError as error:
+                    yield Row(None, fault=f"row {number}: the byte 0x{error.object[error.start]:02x} is not UTF-8")
+                else:
+                    yield Row(text, _licence(licences))
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        kind = kind.storage_type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(is_it(kind) for is_it in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
+
+
+class _Record(NamedTuple):
+    """A line of a jsonl file, or an item of a JSON list."""
+
+    row: Row
+    value: Any  # what the JSON holds; None if it cannot be read
+    size: int = 0  # bytes; 0 in a list, all of which is in memory
+
+
+def _json(file: str, text_column: str) -> Iterator[Row]:
+    with _unpacked(file) as stream:
+        is_list = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        records = (_items if is_list else _lines)(stream, file, text_column)
+        yield from _head(records, file, text_column)
+        for record in records:
+            yield record.row
+
+
+def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[Row]:
+    """The rows up to the first one with a text, or of HEAD bytes. Raises DataError if these say that the column is
+    missing or holds something else."""
+    head: list[Row] = []
+    seen: dict[str, Any] = {}  # the columns so far, each with a value if it had one
+    size = 0
+    for row, value, length in records:
+        head.append(row)
+        if isinstance(value, dict):
+            seen |= {name: found for name, found in value.items() if seen.get(name) is None}
+        if row.text is not None or (size := size + length) > HEAD:
+            break
+    if seen and text_column not in seen:
+        raise DataError(_no_column(file, text_column, seen))
+    if not isinstance(found := seen.get(text_column), str | None):
+        remedy = _lifted(file, text_column, found) or "set data.text_column to another one"
+        raise DataError(
+            f"data.text_column {text_column!r} of {file} holds {_named(found)}: it must hold text; {remedy}"
+        )
+    return iter(head)
+
+
+def _items(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
+    content = stream.read()
+    try:
+        items = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{file} cannot be read as json, from line {line} on: {_not_utf8(error, file)}") from error
+    for number, item in enumerate(items, start=1):
+        value = {"text": item} if isinstance(item, str) else item
+        try:
+            yield _Record(_row(value, text_column), value)
+        except ValueError as error:
+            yield _Record(Row(None, fault=f"item {number}: {_reason(error)}"), value)
+
+
+def _lines(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
+    for number in count(start=1):
+        # Only the record is kept while it is used: a line may take gigabytes.
+        if (record := _line(stream.readline(), number, file, text_column)) is None:
+            return
+        if record.row is not _BLANK:
+            yield record
+
+
+_BLANK = Row(None)
+
+
+def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | None:
+    """The record of `line`, whose row is _BLANK if there is nothing in it; None behind the last line."""
+    if not line:
+        return None
+    content = line.removeprefix(codecs.BOM_UTF8)  # a file that was joined from several has more than one
+    if not content or content.isspace():
+        return _Record(_BLANK, None)
+    value, broken = None, None
+    try:
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:  # perhaps in another column: then it does not matter
+            text, broken = content.decode(errors="surrogateescape"), error
+        value = json.loads(text)
+        row = _row(value, text_column)
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error) if broken is None else _not_utf8(broken, file)
+        if value is None and not line.endswith(b"\n"):
+            reason += "; the file ends here, perhaps too early"
+        elif value is None and content.strip() in (b"{", b"["):
+            reason += f"; a line must hold all of a record (jq -c . {file} > NEW)"
+        row = Row(None, fault=f"line {number}: {reason}")
+    return _Record(row, value, len(line))
+
+
+def _row(value: Any, text_column: str) -> Row:
+    """Raises ValueError if `value` is no record with a text."""
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {_named(value)}, and should hold an object")
+    text = value.get(text_column)
+    if not isinstance(text, str | None):
+        raise ValueError(f"{text_column!r} holds {_named(text)}, and should hold text")
+    licence = _licence(value.get(name) for name in LICENCE_COLUMNS if name != text_column)
+    for found in (text, licence):
+        if found is not None and not found.isascii():
+            found.encode()
+    return Row(text, licence)
+
+
+def _licence(values: Any) -> str | None:
+    found = next((value for value in values if value is not None), None)
+    return None if found is None else str(found)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"half of a surrogate pair ({ascii(error.object[error.start])[1:-1]}) stands alone in it"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON from column {error.colno} on ({error.msg})"
+    return f"its JSON cannot be read ({error})" if isinstance(error, RecursionError) else str(error)
+
+
+def _named(value: Any) -> str:
+    """What a JSON value is called."""
+    if isinstance(value, dict):
+        return f"an object ({', '.join(map(str, value))})"
+    kinds = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def _no_column(file: str, text_column: str, columns: dict[str, Any]) -> str:
+    """`columns`: what there is, each with a value of it."""
+    texts = [name for name, value in columns.items() if isinstance(value, str)]
+    remedies = [f"set data.text_column to one of {', '.join(texts)}"] if texts else []
+    remedies += [lifted for name, value in columns.items() if (lifted := _lifted(file, name, value))]
+    others = f", and none of its columns ({', '.join(columns)}) holds text" if not texts else ""
+    said = f"{file} has no column {text_column!r}{others}: {', or '.join(remedies) or 'give other files'}"
+    return said.encode(errors="backslashreplace").decode()  # names may hold bytes that are no text
+
+
+def _lifted(file: str, name: str, value: Any) -> str | None:
+    """How to get at the text inside of `value`, of the column `name`; None if there is none."""
+    fields = value.items() if isinstance(value, dict) else ()
+    inner = next((key for key, found in fields if isinstance(found, str)), None)
+    if inner is None:
+        return None
+    return f"write {name}.{inner} to a column of its own (jq -c '{{text: .{name}.{inner}}}' {file} > NEW.jsonl)"

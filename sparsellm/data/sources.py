@@ -1,0 +1,91 @@
+"""Whether the text that tokens were made of is still what it was.
+
+A finished folder keeps the checksum of each local file that was read for it (`Manifest.source_checksums`), and
+verified.json the size and times that the file had. A file whose size and times are others is read again: a copy, or one
+that was only touched, has not changed. Files that no document was read of may change. Where none of the files is there,
+as on a machine that has the tokens alone, nothing is said.
+"""
+
+from pathlib import Path
+
+from sparsellm.data import corpus
+from sparsellm.data.checksums import Verified, stamp
+from sparsellm.data.manifest import Manifest
+
+NAMED = 3  # files in one message
+
+
+def changes(manifest: Manifest, folder: Path) -> list[str]:
+    """What has become of the text of a finished `folder`: one sentence, or none."""
+    read = _read_for(manifest)
+    there = [file for file in read if stamp(Path(file)) is not None]
+    if not there:
+        return []
+    verified = Verified(folder)
+    try:
+        others = [file for file in there if _is_changed(file, manifest, folder, verified)]
+    except OSError as error:
+        return [f"{error.filename} cannot be read ({error.strerror}): mend that, or take the file away"]
+    verified.keep()
+    gone = [file for file in read if file not in there]
+    found = [
+        f"{names(files)} {one if len(files) == 1 else several}"
+        for files, one, several in (
+            (others, "has changed since", "have changed since"),
+            (gone, "is gone that was there when", "are gone that were there when"),
+            (_added(manifest), "was not there when", "were not there when"),
+        )
+        if files
+    ]
+    return [f"{' and '.join(found)} {folder} was prepared"] if found else []
+
+
+def refusal(change: str, folder: Path) -> str:
+    """`change`, one of `changes`, with its remedy."""
+    return (
+        f"{change}, whose tokens are those of the text as it was: prepare the text as it is into a folder of its own"
+        f" (another data.name), delete {folder} and prepare again, or bring the text back as it was"
+    )
+
+
+def names(files: list[str]) -> str:
+    """The first of `files`, and how many others there are."""
+    rest = len(files) - NAMED
+    return ", ".join(files[:NAMED]) + (f" and {rest:,} other{'s' if rest > 1 else ''}" if rest > 0 else "")
+
+
+def _read_for(manifest: Manifest) -> list[str]:
+    """The local files that were read. Manifests of earlier versions may know the sizes alone."""
+    return [
+        file
+        for file in manifest.source_files
+        if "://" not in file and (file in manifest.source_checksums or manifest.exhausted)
+    ]
+
+
+def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified) -> bool:
+    now, size, before = stamp(Path(file)), manifest.source_files[file], manifest.source_checksums.get(file)
+    assert now is not None
+    if size is not None and now.bytes != size:
+        return True
+    key = key_of(file)
+    if before is None:
+        return False
+    if not verified.knows(key):  # as in a folder of an earlier version
+        made = stamp(folder / "manifest.json")
+        if made is not None and now.mtime_ns < made.mtime_ns:
+            return False
+    return verified.checksum(key, Path(file)) != before
+
+
+def key_of(file: str) -> str:
+    """What verified.json calls a source, apart from the folder's own files."""
+    return f"source {file}"
+
+
+def _added(manifest: Manifest) -> list[str]:
+    """The files that match data.files now, and did not when all of them were read."""
+    patterns = manifest.recipe.get("data.files")
+    if not (manifest.exhausted and patterns):
+        return []
+    return [file for file in corpus.local_files(patterns)[0] if file not in manifest.source_files]
