@@ -232,7 +232,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     if not manifest.extends:
         manifest = replace(manifest, sequence_length=config.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
-    if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
+    if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
     if data.source == Source.stdlib_docs:
         documents = corpus.from_texts(corpus.stdlib_docs()[0], position)

@@ -88,8 +88,10 @@ class TokenStream:
             "tokenizer": tokenizer.digest(vocabulary)[:16],
         }  # fmt: skip
         ends = corpus.ends(self.files)
-        # States of earlier versions have no "ends" and no "tokenizer".
+        # States of earlier versions have no "ends" and no "tokenizer", or that of the tokenizer as it was found.
         before: dict[str, Any] = identity if state is None else {"tokenizer": identity["tokenizer"], **state}
+        if before["tokenizer"] in {digest[:16] for digest in tokenizer.digests(vocabulary)}:
+            before = {**before, "tokenizer": identity["tokenizer"]}
         saved = before.get("ends", ends)
         if changed := [file for file, digest in ends.items() if saved.get(file, digest) != digest]:
             raise DataError(

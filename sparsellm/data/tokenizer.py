@@ -14,9 +14,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sparsellm import hub
+from sparsellm import hub, tokenizer_file
 from sparsellm.data import pieces
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, write_whole
@@ -33,6 +33,8 @@ class Vocabulary:
     tokenizer: Tokenizer
     end_of_text: str  # the token of it that follows every document: END_OF_TEXT, or else its own eos_token
     begin_of_text: str | None = None  # the one that precedes every document, as it does every prompt
+    found: str | None = None  # the tokenizer.json that was found, where this is another one
+    changes: tuple[str, ...] = ()  # between the two, in words
 
 
 def load(name: str, key: str = KEY) -> Vocabulary:
@@ -62,10 +64,23 @@ def load(name: str, key: str = KEY) -> Vocabulary:
             f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
         ) from error
+    return _ours(vocabulary)
+
+
+def _ours(vocabulary: Vocabulary) -> Vocabulary:
+    """`vocabulary`, settled, and with tokens around documents that are special: a text that spells one out is text."""
+    tokenizer = vocabulary.tokenizer
     # Settings of other uses, which would cut or pad documents without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return vocabulary
+    found, changes = tokenizer.to_str(pretty=True), tokenizer_file.settle(tokenizer)
+    for token in filter(None, (vocabulary.end_of_text, vocabulary.begin_of_text)):
+        added = tokenizer.get_added_tokens_decoder().get(tokenizer.token_to_id(token))
+        if added is not None and not added.special:
+            flags = {name: getattr(added, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_special_tokens([AddedToken(token, **flags, special=True)])
+            changes.append(f"{token} is a special token now, so that a text that spells it out does not end there")
+    return replace(vocabulary, found=found, changes=tuple(changes)) if changes else vocabulary
 
 
 def _given(key: str, name: str) -> str:
@@ -185,8 +200,11 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The `digest`, and that of tokens that an earlier version prepared, whose documents have no beginning."""
-    return {digest(vocabulary), digest(replace(vocabulary, begin_of_text=None))}
+    """The `digest`, and those of tokens that earlier versions prepared: their documents have no beginning, and their
+    tokenizer was left as it was found."""
+    alike = (vocabulary, replace(vocabulary, begin_of_text=None))
+    contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
+    return {digest(each, content) for each in alike for content in contents}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:
@@ -217,7 +235,9 @@ def form(vocabulary: Vocabulary) -> str:
 
 
 def say_form(vocabulary: Vocabulary, given: str) -> None:
-    """One line, unless END_OF_TEXT ends documents and nothing begins them. `given`: KEY=NAME."""
+    """One line, unless END_OF_TEXT ends documents and nothing begins them, and one of each change. `given`: KEY=NAME."""
+    for change in vocabulary.changes:
+        print(f"{given}: {change}.", flush=True)
     if form(vocabulary) != f"TEXT {END_OF_TEXT}":
         print(f"{given}: every document becomes {form(vocabulary)}.", flush=True)
 
@@ -231,10 +251,35 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
     tokenizer, end, begin = vocabulary.tokenizer, end_of_text_id(vocabulary), begin_of_text_id(vocabulary)
     tokenizer.encode_special_tokens = True
     documents: list[list[int]] = [[] if begin is None else [begin] for _ in texts]
+    # A model may make such a token by itself where a text spells it out: a Unigram does, if it is in its vocabulary.
+    around = [each for each in (end, begin) if each is not None]
+    reached = [each for each in around if each in _made(tokenizer, str(tokenizer.id_to_token(each)))]
     for batch in pieces.batches(tokenizer, texts):
         encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
         for (number, _), encoding in zip(batch, encodings, strict=True):
-            documents[number] += encoding.ids
+            ids = encoding.ids
+            for special in reached:
+                if special in ids:
+                    ids = [part for each in ids for part in (_spelled(tokenizer, each) if each == special else [each])]
+            documents[number] += ids
     for document in documents:
         document.append(end)
     return documents
+
+
+def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
+    """Other tokens of the same text: of its two parts. Raises DataError if there are none."""
+    text = str(tokenizer.id_to_token(special))
+    for middle in range(1, len(text)):
+        parts = [_made(tokenizer, part) for part in (text[:middle], text[middle:])]
+        if all(parts) and special not in sum(parts, []):
+            return sum(parts, [])
+    raise DataError(f"a text spells out {text}, which this tokenizer cannot take for text: take it out of the text")
+
+
+def _made(tokenizer: Tokenizer, text: str) -> list[int]:
+    """What the model makes of a word; nothing where it refuses, as without a token for unknown words."""
+    try:
+        return [token.id for token in tokenizer.model.tokenize(text)]
+    except Exception:  # the library's errors have no class of their own
+        return []

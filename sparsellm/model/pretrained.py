@@ -7,12 +7,14 @@ checkpoint becomes a stock model in memory (foreign.py). No other file calls tra
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from sparsellm import tokenizer_file
+from sparsellm.console import is_main_rank, warn
 from sparsellm.model import foreign
 
 T = TypeVar("T")
@@ -109,6 +111,9 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
         raise BrokenModel(
             f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
         )
+    if getattr(tokenizer, "is_fast", False):  # of others there is no tokenizer.json
+        for change in _reading(path, what, lambda: tokenizer_file.settle(tokenizer.backend_tokenizer)):
+            _say_once(f"the tokenizer of {path}: {change}")
     word, largest = max(words.items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise BrokenModel(
@@ -116,6 +121,12 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
             f" {vocab_size:,}: the two should be of one checkpoint; {REMEDY}"
         )
     return tokenizer
+
+
+@cache
+def _say_once(text: str) -> None:
+    if is_main_rank():
+        warn(text)
 
 
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
