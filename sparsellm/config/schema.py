@@ -355,7 +355,9 @@ class AnalyzeConfig:
     checkpoint: str | None = key(
         None, "a run's folder (its last checkpoint), a checkpoint, an hf/ folder, or a hub name; must be given"
     )
-    text: str | None = key(None, "plain text, or parquet with a column `text`; null: the run's own held-out blocks")
+    text: str | None = key(
+        None, "plain text, or parquet or jsonl with a column `text`; null: the run's own held-out blocks"
+    )
     sequences: int = key(64, "read at most")
     batch_size: int = key(8, "sequences per forward pass")
     min_count: int = key(20, "occurrences that a token needs to be among the most and least active")
@@ -398,7 +400,9 @@ class BenchmarkConfig:
     baseline: list[str] = key(
         [], "what to compare with, as a run of sparsity=dense_silu: one for each checkpoint, or none"
     )
-    text: str | None = key(None, "plain text, or parquet with a column `text`; null: each run's own held-out blocks")
+    text: str | None = key(
+        None, "plain text, or parquet or jsonl with a column `text`; null: each run's own held-out blocks"
+    )
     sequences: int = key(64, "of a forward pass and of a training step, at most")
     micro_batch_size: int = key(8, "sequences that a training step computes at a time")
     prompts: int = key(16, "sequences that are generated at once, at most")

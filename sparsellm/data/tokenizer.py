@@ -235,7 +235,7 @@ def form(vocabulary: Vocabulary) -> str:
 
 
 def say_form(vocabulary: Vocabulary, given: str) -> None:
-    """One line, unless END_OF_TEXT ends documents and nothing begins them, and one of each change. `given`: KEY=NAME."""
+    """A line, unless END_OF_TEXT ends documents and nothing begins them, and one for each change. `given`: KEY=NAME."""
     for change in vocabulary.changes:
         print(f"{given}: {change}.", flush=True)
     if form(vocabulary) != f"TEXT {END_OF_TEXT}":
@@ -271,9 +271,9 @@ def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
     """Other tokens of the same text: of its two parts. Raises DataError if there are none."""
     text = str(tokenizer.id_to_token(special))
     for middle in range(1, len(text)):
-        parts = [_made(tokenizer, part) for part in (text[:middle], text[middle:])]
-        if all(parts) and special not in sum(parts, []):
-            return sum(parts, [])
+        first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])
+        if first and second and special not in first + second:
+            return first + second
     raise DataError(f"a text spells out {text}, which this tokenizer cannot take for text: take it out of the text")
 
 
