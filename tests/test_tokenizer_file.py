@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from sparsellm import tokenizer_file
+from sparsellm.data import DataError
+from sparsellm.data import tokenizer as of_data
 from sparsellm.model import pretrained
 
 BEGIN, END = ("<s>", 0), ("</s>", 1)
@@ -92,3 +94,67 @@ def test_a_tokenizer_that_is_read_beside_a_model_is_one_too_and_a_line_says_so(t
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | {"add_bos_token": True, "add_eos_token": True}))
     theirs = AutoTokenizer.from_pretrained(tmp_path)("why water").input_ids
     assert pretrained.read_tokenizer(tmp_path, 8)("why water").input_ids == theirs[: theirs.index(3) + 1]
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}]
+DAMAGES = {
+    "an exception": {"model": None},
+    "a panic while it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "a panic at a text": {"post_processor": {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
+        "special_tokens": {},
+    }},
+    "the end of the process": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "all memory": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 40}},
+    "many tokens": {"post_processor": {
+        "type": "TemplateProcessing", "single": TWICE * 1000, "pair": [], "special_tokens": {}
+    }},
+    "much text": {"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 12}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_tokenizer_is_one_sentence_wherever_it_is_loaded(kind, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tokenizer_file, "SECONDS", 3)
+    monkeypatch.setattr(tokenizer_file, "MEMORY", 1 << 30)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(words().to_str()) | DAMAGES[kind]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    for load, error in (
+        (lambda: of_data.load(str(tmp_path)), DataError),
+        (lambda: pretrained.read_tokenizer(tmp_path, 8), pretrained.BrokenModel),
+    ):
+        with pytest.raises(error, match=r"tokenizer\.json") as refusal:
+            load()
+        assert "\n" not in str(refusal.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("content", "why"), [
+    (b"", "it is no JSON"), (b"\xff", "it is no JSON"), (b"[" * 10_000, "it is no JSON"),
+    (b"[1]", "should hold an object"),
+])  # fmt: skip
+def test_a_file_that_holds_no_tokenizer_is_refused_without_trying_it(content, why, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_file.subprocess, "run", None)
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(tokenizer_file.BrokenTokenizer, match=why):
+        tokenizer_file.load(path)
+    monkeypatch.setattr(tokenizer_file, "LARGEST", 5)
+    tokenizer_file.plain().save(str(path))
+    with pytest.raises(tokenizer_file.BrokenTokenizer, match="at most 5 are read"):
+        tokenizer_file.load(path)
+
+
+def test_one_that_was_trained_here_costs_no_process_and_its_damage_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_file.subprocess, "run", None)
+    made = of_data.train(["why water"], 300)
+    of_data.save(made, tmp_path)
+    assert of_data.serialized(of_data.load(str(tmp_path))) == of_data.serialized(made)
+    content = json.loads(of_data.serialized(made))
+    content["model"]["merges"].append(["?", "no such token"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="out of vocabulary"):
+        of_data.load(str(tmp_path))

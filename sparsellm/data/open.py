@@ -189,9 +189,9 @@ class _Opening:
         tokenizer.say_form(vocabulary, f"{Request(self.config).tokenizer_key}={data.tokenizer}")
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
-        found = (vocabulary.found or "").encode()
-        earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, found)[:8]}"
-        if found and earlier.is_dir():
+        as_found = (vocabulary.found or "").encode()
+        earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
+        if as_found and earlier.is_dir():
             folder = earlier  # of an earlier version, which left a tokenizer as it was found: its runs go on from here
         else:
             tokenizer.save(vocabulary, folder)

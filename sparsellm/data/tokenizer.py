@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 
 from sparsellm import hub, tokenizer_file
 from sparsellm.data import pieces
@@ -42,6 +42,7 @@ def load(name: str, key: str = KEY) -> Vocabulary:
     `key`: whose value `name` is, for messages. Raises DataError."""
     path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
+    what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
     try:
         if here:
             file = _file_in(path) if path.is_dir() else path
@@ -50,16 +51,15 @@ def load(name: str, key: str = KEY) -> Vocabulary:
                     f"{given} is not there, for the folder has no {_FILE}: copy that file into it, or have transformers"
                     " write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
                 )
-            tokenizer = Tokenizer.from_file(str(file))
-            vocabulary = _vocabulary(tokenizer, given, file.parent.joinpath)
+            vocabulary = _vocabulary(file, given, file.parent.joinpath)
         else:
+            from huggingface_hub import hf_hub_download
+
             with hub.offline(not hub.answers(f"{key}={name}")):
-                tokenizer = Tokenizer.from_pretrained(name)
-                vocabulary = _vocabulary(tokenizer, given, partial(_on_the_hub, name, given))
+                vocabulary = _vocabulary(Path(hf_hub_download(name, _FILE)), given, partial(_on_the_hub, name, given))
     except DataError:
         raise
-    except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
-        what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
+    except Exception as error:  # of the tokenizers library, which has no class of its own for it, or of the hub
         raise DataError(
             f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
@@ -70,12 +70,9 @@ def load(name: str, key: str = KEY) -> Vocabulary:
 def _ours(vocabulary: Vocabulary) -> Vocabulary:
     """`vocabulary`, settled, and with tokens around documents that are special: a text that spells one out is text."""
     tokenizer = vocabulary.tokenizer
-    # Settings of other uses, which would cut or pad documents without a word.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     found, changes = tokenizer.to_str(pretty=True), tokenizer_file.settle(tokenizer)
     for token in filter(None, (vocabulary.end_of_text, vocabulary.begin_of_text)):
-        added = tokenizer.get_added_tokens_decoder().get(tokenizer.token_to_id(token))
+        added = next((each for each in tokenizer.get_added_tokens_decoder().values() if each.content == token), None)
         if added is not None and not added.special:
             flags = {name: getattr(added, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
             tokenizer.add_special_tokens([AddedToken(token, **flags, special=True)])
@@ -94,9 +91,16 @@ def _file_in(folder: Path) -> Path:
     return next(filter(Path.is_file, found), folder / _FILE)
 
 
-def _vocabulary(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) -> Vocabulary:
-    """`tokenizer`, and what stands around its documents. `given`: its name in messages. `find` gives the paths of the
-    files beside tokenizer.json. Raises DataError."""
+def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabulary:
+    """The tokenizer of `file`, and what stands around its documents. `given`: its name in messages. `find` gives the
+    paths of the files beside it. Raises DataError."""
+    try:
+        tokenizer = tokenizer_file.load(file)
+    except tokenizer_file.BrokenTokenizer as error:
+        raise DataError(f"{given} cannot be loaded, for {file} is damaged: {error}; bring back a whole copy") from error
+    # Settings of other uses, which would cut or pad documents without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
     encoding = tokenizer.encode("a")
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
@@ -158,9 +162,7 @@ def is_missing(name: str) -> bool:
 
 def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     """A byte-level BPE with END_OF_TEXT as id 0. The same texts give the same tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = tokenizer_file.plain()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -255,7 +257,14 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> list[list[int]]:
     around = [each for each in (end, begin) if each is not None]
     reached = [each for each in around if each in _made(tokenizer, str(tokenizer.id_to_token(each)))]
     for batch in pieces.batches(tokenizer, texts):
-        encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        except BaseException as error:
+            if not tokenizer_file.is_of_the_library(error):
+                raise
+            raise DataError(
+                f"the tokenizer fails on some text ({' '.join(str(error).split())}): use another data.tokenizer"
+            ) from error
         for (number, _), encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids
             for special in reached:

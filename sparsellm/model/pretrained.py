@@ -99,6 +99,8 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     what = (
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
+    if (file := _file_of(path, "tokenizer.json")) is not None:
+        _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
     # transformers looks at the kind of model too, to choose a tokenizer's class.
     config = read_config(path) if is_foreign(path) else None
     tokenizer = _reading(
@@ -132,14 +134,10 @@ def _say_once(text: str) -> None:
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
     """The ids that end a text: every eos_token that its `tokenizer`, if given, config.json and generation_config.json
     name, as those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
-    from transformers.utils import cached_file
 
     def named() -> set[int]:
-        file = cached_file(  # None where there is none, and where the hub cannot be asked, as generate() has it
-            path, "generation_config.json", local_files_only=Path(path).is_dir(),
-            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        own = {} if file is None else json.loads(Path(file).read_text("utf-8"))
+        file = _file_of(path, "generation_config.json")
+        own = {} if file is None else json.loads(file.read_text("utf-8"))
         found: set[int] = set()
         for given in (
             getattr(tokenizer, "eos_token_id", None),
@@ -220,6 +218,17 @@ def data_folder(path: str | Path) -> Path:
     return Path(snapshot_download(str(path), allow_patterns=list(DATA), ignore_patterns=["*/*"]))
 
 
+def _file_of(path: str | Path, name: str) -> Path | None:
+    """None where there is none, and where the hub cannot be asked, as transformers has it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, name, local_files_only=Path(path).is_dir(),
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if file is None else Path(file)
+
+
 def _config_json(path: str | Path) -> dict[str, Any]:
     """The content of config.json. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import PreTrainedConfig
@@ -250,7 +259,9 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
         return work()
     except (BrokenModel, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not tokenizer_file.is_of_the_library(error):
+            raise
         if isinstance(error, OSError) and not Path(path).is_dir():
             raise  # the hub is at fault, not the model
         reason = " ".join(str(error).split())
