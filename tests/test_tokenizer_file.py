@@ -96,7 +96,7 @@ def test_a_tokenizer_that_is_read_beside_a_model_is_one_too_and_a_line_says_so(t
     assert pretrained.read_tokenizer(tmp_path, 8)("why water").input_ids == theirs[: theirs.index(3) + 1]
 
 
-DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+DOUBLING = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
 TWICE = [{"Sequence": {"id": "A", "type_id": 0}}]
 DAMAGES = {
     "an exception": {"model": None},
@@ -110,14 +110,14 @@ DAMAGES = {
     "many tokens": {"post_processor": {
         "type": "TemplateProcessing", "single": TWICE * 1000, "pair": [], "special_tokens": {}
     }},
-    "much text": {"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 12}},
+    "much text": {"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 20}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_tokenizer_is_one_sentence_wherever_it_is_loaded(kind, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tokenizer_file, "SECONDS", 3)
-    monkeypatch.setattr(tokenizer_file, "MEMORY", 1 << 30)
+    monkeypatch.setattr(tokenizer_file, "MEMORY", 400 << 20)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(words().to_str()) | DAMAGES[kind]))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
