@@ -36,6 +36,22 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
     "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }  # fmt: skip
+# Llama 1 and 2 were published before the key was: without it, their rotary embedding has this base.
+OLDEST_THETA = {"llama": 10_000.0, foreign.MODEL_TYPE: 10_000.0}
+# The least and the most that numbers of config.json can be, with room above every model that there is.
+WHOLE = {
+    "vocab_size": (1, 2**24), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 2**14), "num_attention_heads": (1, 2**16), "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16), "max_position_embeddings": (1, 2**30), "original_max_position_embeddings": (1, 2**30),
+}  # fmt: skip
+TINY = 1e-30  # in place of 0, which is none of them
+REAL = {
+    "rms_norm_eps": (TINY, 1.0), "initializer_range": (0.0, 100.0), "rope_theta": (TINY, 1e15), "factor": (TINY, 1e6),
+    "low_freq_factor": (TINY, 1e6), "high_freq_factor": (TINY, 1e6), "beta_fast": (TINY, 1e6), "beta_slow": (TINY, 1e6),
+    "attention_factor": (TINY, 1e6), "mscale": (0.0, 1e6), "mscale_all_dim": (0.0, 1e6),
+    "attention_dropout": (0.0, 1.0),
+}  # fmt: skip
+ROPE = ("rope_parameters", "rope_scaling")
 # What a model's repository holds at its top for reading: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 # What lies beside the weights and config.json: how text becomes tokens and how tokens are drawn, no code.
@@ -68,6 +84,8 @@ def read_config(path: str | Path) -> Any:
     if local and not Path(path, "config.json").is_file():
         raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     given = _config_json(path)
+    if wrong := _wrong_numbers(given):  # before transformers makes something of them, as a list of all layers
+        raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
 
     def described() -> Any:
         if given.get("model_type") == foreign.MODEL_TYPE:
@@ -76,7 +94,11 @@ def read_config(path: str | Path) -> Any:
 
     config = _reading(path, "config.json", described)
     if local and config.model_type in ALSO_REQUIRED:
+        theta = OLDEST_THETA.get(str(given.get("model_type")))
         given = (given.get("rope_parameters") or {}) | given
+        if theta is not None and given.get("rope_theta") is None and config.rope_parameters["rope_theta"] == theta:
+            _say_once(f"config.json of {path} has no rope_theta: it is read as {theta:,.0f}, as Llama 1 and 2 have it")
+            given["rope_theta"] = theta
         if absent := [key for key in (*REQUIRED, *ALSO_REQUIRED[config.model_type]) if given.get(key) is None]:
             raise BrokenModel(
                 f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
@@ -89,6 +111,24 @@ def read_config(path: str | Path) -> Any:
                 " and never run: remove that key"
             )
     return config
+
+
+def _wrong_numbers(given: dict[str, Any]) -> list[str]:
+    """The numbers of a config.json of a type that the decoder knows that are out of all bounds, in words."""
+    if given.get("model_type") not in (*ALSO_REQUIRED, foreign.MODEL_TYPE):
+        return []
+    found = []
+    for group in (given, *(given[name] for name in ROPE if isinstance(given.get(name), dict))):
+        for key, (least, most) in (WHOLE | REAL).items():
+            value, whole = group.get(key), key in WHOLE
+            if value is None:
+                continue
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+            if not fits or (whole and value != int(value)):
+                kind = "whole number" if whole else "number"
+                bounds = f"above 0 and at most {most:g}" if least == TINY else f"from {least:,} to {most:,}"
+                found.append(f"{key} {value!r}: it should be a {kind} {bounds}")
+    return found
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
