@@ -1,6 +1,5 @@
 """What a checkpoint reads: its run's held-out blocks, or the tokens of a file, cut into blocks like them."""
 
-import glob
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -8,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from datasets import IterableDataset
 from torch import Tensor
 
 from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import Config
+from sparsellm.data import corpus
 from sparsellm.evaluation.locate import Checkpoint
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedTokenizerBase
 
-COLUMN = "text"  # of a parquet file
+COLUMN = "text"  # of a parquet or jsonl file
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -55,20 +54,17 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The texts of a parquet file, or the one of a file of any other name. Raises AnalysisError."""
+    """The texts of a file of rows, as preparation reads it, or the one of a file of any other name. Raises
+    AnalysisError."""
     try:
-        if path.suffix != ".parquet":
-            yield from filter(None, [path.read_text(encoding="utf-8")])
+        if Path(path.name.removesuffix(".gz")).suffix.lower() not in corpus.READERS:
+            yield from filter(None, [path.read_text(encoding="utf-8-sig")])
             return
-        rows = IterableDataset.from_parquet(glob.escape(str(path)))
-        if COLUMN not in rows.column_names:
-            raise AnalysisError(
-                f"text={path} has no column {COLUMN!r}, only {', '.join(rows.column_names)}: rename one"
-            )
-        for row in rows.select_columns([COLUMN]):
-            if not isinstance(row[COLUMN], str | None):
-                raise AnalysisError(f"text={path} has {type(row[COLUMN]).__name__} in {COLUMN!r}: it must hold text")
-            if row[COLUMN]:
-                yield row[COLUMN]
+        for document in corpus.read([str(path)], COLUMN):
+            if document.text:
+                yield document.text
+    except data.DataError as error:
+        reason = str(error).replace("set data.text_column to one of", "rename one of")  # there is no such key here
+        raise AnalysisError(f"text={path}: {reason.replace('data.text_column', 'column')}") from error
     except (OSError, ValueError) as error:
-        raise AnalysisError(f"text={path} cannot be read as text or parquet: {error}") from error
+        raise AnalysisError(f"text={path} cannot be read as text: {error}") from error

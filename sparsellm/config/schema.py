@@ -147,7 +147,7 @@ class DataConfig:
         "folder. Replaces the keys above.",
     )
     verify: bool = key(
-        False, "Verify all prepared tokens at the start, even if they look unchanged since last verified."
+        False, "Verify all prepared tokens at the start, even if they look unchanged since the last time."
     )
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
     seed: int = key(0, "Seed for shuffling training blocks.")
@@ -419,7 +419,7 @@ class AnalyzeConfig:
         "Model to analyze (required): a run's folder (its last checkpoint), a checkpoint, an hf/ folder or a hub name.",
     )
     text: str | None = key(
-        None, "File to read: plain text, or parquet with a column `text`. null: the run's own held-out blocks."
+        None, "File to read: plain text, jsonl or parquet with a column `text`. null: the run's own held-out blocks."
     )
     sequences: int = key(64, "Maximum number of sequences to read.")
     batch_size: int = key(8, "Sequences per forward pass.")
@@ -475,7 +475,7 @@ class BenchmarkConfig:
         [], "Models to compare with, such as runs of sparsity=dense_silu: one per checkpoint, or none."
     )
     text: str | None = key(
-        None, "File to read: plain text, or parquet with a column `text`. null: each run's own held-out blocks."
+        None, "File to read: plain text, jsonl or parquet with a column `text`. null: each run's own held-out blocks."
     )
     sequences: int = key(64, "Maximum number of sequences per forward pass and training step.")
     micro_batch_size: int = key(8, "Sequences per micro-batch of a training step.")

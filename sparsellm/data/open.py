@@ -205,7 +205,12 @@ class _Opening:
         tokenizer.say_form(vocabulary, f"{Request(self.config).tokenizer_key}={data.tokenizer}")
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
-        tokenizer.save(vocabulary, folder)
+        as_found = (vocabulary.found or "").encode()
+        earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
+        if as_found and earlier.is_dir():
+            folder = earlier  # of an earlier version, which left a tokenizer as it was found: its runs go on from here
+        else:
+            tokenizer.save(vocabulary, folder)
         files = corpus.find_files(data)
         tokens = self._stream(files, corpus.ends(files), folder)
         validation = tokens.validation(self.config.logging.validation_samples)
@@ -282,7 +287,10 @@ class _OfRun:
                     raise DataError(f"{folder / 'manifest.json'} is missing")
                 if source is None and (found := request.recipe_mistakes(ready, folder)):
                     raise DataError("; ".join(found))
-                if digest != ready.tokenizer_hash:
+                # The hash of an earlier version is that of the tokenizer as it was found.
+                if digest != ready.tokenizer_hash and digest != tokenizer.digest(
+                    tokenizer.load(str(folder / "tokenizer"), "data.path")
+                ):
                     raise DataError(f"{folder} was prepared with another tokenizer than {self.tokenizer_folder} holds")
                 if ready.cut and ready.files["train.tokens"]["xxh3"] != self._trained_on(source):
                     raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")

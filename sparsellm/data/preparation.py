@@ -285,7 +285,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     if not manifest.extends:
         manifest = replace(_with_files_of(Request(config), manifest), sequence_length=config.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
-    if tokenizer.digest(vocabulary) != manifest.tokenizer_hash:
+    if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
     assert manifest.position is not None
     if data.source == Source.stdlib_docs:

@@ -97,8 +97,10 @@ class TokenStream:
         }  # fmt: skip
         stream, position = self, {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
         if state is not None:
-            # States of earlier versions have no "tokenizer".
+            # States of earlier versions have no "tokenizer", or that of the tokenizer as it was found.
             before = {"tokenizer": identity["tokenizer"], **state}
+            if before["tokenizer"] in {digest[:16] for digest in tokenizer.digests(vocabulary)}:
+                before["tokenizer"] = identity["tokenizer"]
             for key, now in identity.items():
                 if before.get(key) != now:
                     raise DataError(_other(key, before.get(key), now))

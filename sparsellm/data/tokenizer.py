@@ -15,9 +15,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 
-from sparsellm import hub
+from sparsellm import hub, tokenizer_file
 from sparsellm.data import pieces
 from sparsellm.data.errors import DataError
 from sparsellm.files import read_json, write_whole
@@ -34,6 +34,8 @@ class Vocabulary:
     tokenizer: Tokenizer
     end_of_text: str  # the token of it that follows every document: END_OF_TEXT, or else its own eos_token
     begin_of_text: str | None = None  # the one that precedes every document, as it does every prompt
+    found: str | None = None  # the tokenizer.json that was found, where this is another one
+    changes: tuple[str, ...] = ()  # between the two, in words
 
 
 def load(name: str, key: str = KEY) -> Vocabulary:
@@ -41,6 +43,7 @@ def load(name: str, key: str = KEY) -> Vocabulary:
     `key`: whose value `name` is, for messages. Raises DataError."""
     path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
+    what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
     try:
         if here:
             file = _file_in(path) if path.is_dir() else path
@@ -49,24 +52,33 @@ def load(name: str, key: str = KEY) -> Vocabulary:
                     f"{given} is not there, for the folder has no {_FILE}: copy that file into it, or have transformers"
                     " write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
                 )
-            tokenizer = Tokenizer.from_file(str(file))
-            vocabulary = _vocabulary(tokenizer, given, file.parent.joinpath)
+            vocabulary = _vocabulary(file, given, file.parent.joinpath)
         else:
+            from huggingface_hub import hf_hub_download
+
             with hub.offline(not hub.answers(f"{key}={name}")):
-                tokenizer = Tokenizer.from_pretrained(name)
-                vocabulary = _vocabulary(tokenizer, given, partial(_on_the_hub, name, given))
+                vocabulary = _vocabulary(Path(hf_hub_download(name, _FILE)), given, partial(_on_the_hub, name, given))
     except DataError:
         raise
-    except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
-        what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
+    except Exception as error:  # of the tokenizers library, which has no class of its own for it, or of the hub
         raise DataError(
             f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
         ) from error
-    # Settings of other uses, which would cut or pad documents without a word.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return vocabulary
+    return _ours(vocabulary)
+
+
+def _ours(vocabulary: Vocabulary) -> Vocabulary:
+    """`vocabulary`, settled, and with tokens around documents that are special: a text that spells one out is text."""
+    tokenizer = vocabulary.tokenizer
+    found, changes = tokenizer.to_str(pretty=True), tokenizer_file.settle(tokenizer)
+    for token in filter(None, (vocabulary.end_of_text, vocabulary.begin_of_text)):
+        added = next((each for each in tokenizer.get_added_tokens_decoder().values() if each.content == token), None)
+        if added is not None and not added.special:
+            flags = {name: getattr(added, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_special_tokens([AddedToken(token, **flags, special=True)])
+            changes.append(f"{token} is a special token now, so that a text that spells it out does not end there")
+    return replace(vocabulary, found=found, changes=tuple(changes)) if changes else vocabulary
 
 
 def _given(key: str, name: str) -> str:
@@ -80,9 +92,16 @@ def _file_in(folder: Path) -> Path:
     return next(filter(Path.is_file, found), folder / _FILE)
 
 
-def _vocabulary(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) -> Vocabulary:
-    """`tokenizer`, and what stands around its documents. `given`: its name in messages. `find` gives the paths of the
-    files beside tokenizer.json. Raises DataError."""
+def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabulary:
+    """The tokenizer of `file`, and what stands around its documents. `given`: its name in messages. `find` gives the
+    paths of the files beside it. Raises DataError."""
+    try:
+        tokenizer = tokenizer_file.load(file)
+    except tokenizer_file.BrokenTokenizer as error:
+        raise DataError(f"{given} cannot be loaded, for {file} is damaged: {error}; bring back a whole copy") from error
+    # Settings of other uses, which would cut or pad documents without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
     encoding = tokenizer.encode("a")
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
@@ -144,9 +163,7 @@ def is_missing(name: str) -> bool:
 
 def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     """A byte-level BPE with END_OF_TEXT as id 0. The same texts give the same tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = tokenizer_file.plain()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -186,8 +203,11 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The `digest`, and that of tokens that an earlier version prepared, whose documents have no beginning."""
-    return {digest(vocabulary), digest(replace(vocabulary, begin_of_text=None))}
+    """The `digest`, and those of tokens that earlier versions prepared: their documents have no beginning, and their
+    tokenizer was left as it was found."""
+    alike = (vocabulary, replace(vocabulary, begin_of_text=None))
+    contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
+    return {digest(each, content) for each in alike for content in contents}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:
@@ -218,7 +238,9 @@ def form(vocabulary: Vocabulary) -> str:
 
 
 def say_form(vocabulary: Vocabulary, given: str) -> None:
-    """One line, unless END_OF_TEXT ends documents and nothing begins them. `given`: KEY=NAME."""
+    """A line, unless END_OF_TEXT ends documents and nothing begins them, and one for each change. `given`: KEY=NAME."""
+    for change in vocabulary.changes:
+        print(f"{given}: {change}.", flush=True)
     if form(vocabulary) != f"TEXT {END_OF_TEXT}":
         print(f"{given}: every document becomes {form(vocabulary)}.", flush=True)
 
@@ -233,10 +255,42 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
     tokenizer.encode_special_tokens = True
     # uint32: as Python's own numbers, the ids of a long document would take ten times the memory of its text.
     documents = [array("I", () if begin is None else (begin,)) for _ in texts]
+    # A model may make such a token by itself where a text spells it out: a Unigram does, if it is in its vocabulary.
+    around = [each for each in (end, begin) if each is not None]
+    reached = [each for each in around if each in _made(tokenizer, str(tokenizer.id_to_token(each)))]
     for batch in pieces.batches(tokenizer, texts):
-        encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        try:
+            encodings = tokenizer.encode_batch_fast([piece for _, piece in batch], add_special_tokens=False)
+        except BaseException as error:
+            if not tokenizer_file.is_of_the_library(error):
+                raise
+            raise DataError(
+                f"the tokenizer fails on some text ({' '.join(str(error).split())}): use another data.tokenizer"
+            ) from error
         for (number, _), encoding in zip(batch, encodings, strict=True):
-            documents[number].extend(encoding.ids)
+            ids = encoding.ids
+            for special in reached:
+                if special in ids:
+                    ids = [part for each in ids for part in (_spelled(tokenizer, each) if each == special else [each])]
+            documents[number].extend(ids)
     for document in documents:
         document.append(end)
     return documents
+
+
+def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
+    """Other tokens of the same text: of its two parts. Raises DataError if there are none."""
+    text = str(tokenizer.id_to_token(special))
+    for middle in range(1, len(text)):
+        first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])
+        if first and second and special not in first + second:
+            return first + second
+    raise DataError(f"a text spells out {text}, which this tokenizer cannot take for text: take it out of the text")
+
+
+def _made(tokenizer: Tokenizer, text: str) -> list[int]:
+    """What the model makes of a word; nothing where it refuses, as without a token for unknown words."""
+    try:
+        return [token.id for token in tokenizer.model.tokenize(text)]
+    except Exception:  # the library's errors have no class of their own
+        return []

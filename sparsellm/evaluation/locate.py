@@ -21,6 +21,8 @@ from sparsellm.run_layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CO
 DIGEST_THREADS = 8
 RUNS = RunConfig.root  # where runs are by default
 LISTED = 10  # folders at most, that are named where another one is missing
+TEXTS = "plain text, or parquet or jsonl with a column `text`"  # what a text=FILE may be
+OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
 # For checkpoints that cannot be written.
 ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses", BENCHMARK: "benchmarks"}
 
@@ -170,7 +172,9 @@ def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[s
     that is None, held-out text of a run of theirs."""
     found = []
     if text is not None and not Path(text).expanduser().is_file():
-        found.append(f"text={text} is not a file: it should be plain text, or parquet with a column `text`")
+        found.append(f"text={text} is not a file: it should be {TEXTS}")
+    elif text is not None and Path(text.removesuffix(".gz")).suffix.lower() in OTHER_ROWS:
+        found.append(f"text={text} has rows of a kind that is not read: it should be {TEXTS}")
     for key, name in models:
         try:
             checkpoint = locate(name)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsellm import tokenizer_file
 from sparsellm.config import ROPE_KEYS, Activation, ModelConfig, RopeParameters, RopeType, architecture_mistakes
 from sparsellm.config.values import build
 from sparsellm.model import pretrained
@@ -67,6 +68,7 @@ def export(
     """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`.
     begin_of_text_id: of what begins a text; None: what ends the one before. other_ends: ids that end a text, too."""
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    tokenizer_file.settle_file(folder / "tokenizer.json")
     hub_config = stock_config(config, activation, end_of_text_id, dtype)
     if begin_of_text_id is not None:
         hub_config.bos_token_id = begin_of_text_id

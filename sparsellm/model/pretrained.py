@@ -7,12 +7,14 @@ checkpoint becomes a stock model in memory (foreign.py). No other file calls tra
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from sparsellm import tokenizer_file
+from sparsellm.console import is_main_rank, warn
 from sparsellm.model import foreign
 
 T = TypeVar("T")
@@ -34,6 +36,22 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
     "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }  # fmt: skip
+# Llama 1 and 2 were published before the key was: without it, their rotary embedding has this base.
+OLDEST_THETA = {"llama": 10_000.0, foreign.MODEL_TYPE: 10_000.0}
+# The least and the most that numbers of config.json can be, with room above every model that there is.
+WHOLE = {
+    "vocab_size": (1, 2**24), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 2**14), "num_attention_heads": (1, 2**16), "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16), "max_position_embeddings": (1, 2**30), "original_max_position_embeddings": (1, 2**30),
+}  # fmt: skip
+TINY = 1e-30  # in place of 0, which is none of them
+REAL = {
+    "rms_norm_eps": (TINY, 1.0), "initializer_range": (0.0, 100.0), "rope_theta": (TINY, 1e15), "factor": (TINY, 1e6),
+    "low_freq_factor": (TINY, 1e6), "high_freq_factor": (TINY, 1e6), "beta_fast": (TINY, 1e6), "beta_slow": (TINY, 1e6),
+    "attention_factor": (TINY, 1e6), "mscale": (0.0, 1e6), "mscale_all_dim": (0.0, 1e6),
+    "attention_dropout": (0.0, 1.0),
+}  # fmt: skip
+ROPE = ("rope_parameters", "rope_scaling")
 # What a model's repository holds at its top for reading: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 # What lies beside the weights and config.json: how text becomes tokens and how tokens are drawn, no code.
@@ -66,6 +84,8 @@ def read_config(path: str | Path) -> Any:
     if local and not Path(path, "config.json").is_file():
         raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
     given = _config_json(path)
+    if wrong := _wrong_numbers(given):  # before transformers makes something of them, as a list of all layers
+        raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
 
     def described() -> Any:
         if given.get("model_type") == foreign.MODEL_TYPE:
@@ -74,7 +94,11 @@ def read_config(path: str | Path) -> Any:
 
     config = _reading(path, "config.json", described)
     if local and config.model_type in ALSO_REQUIRED:
+        theta = OLDEST_THETA.get(str(given.get("model_type")))
         given = (given.get("rope_parameters") or {}) | given
+        if theta is not None and given.get("rope_theta") is None and config.rope_parameters["rope_theta"] == theta:
+            _say_once(f"config.json of {path} has no rope_theta: it is read as {theta:,.0f}, as Llama 1 and 2 have it")
+            given["rope_theta"] = theta
         if absent := [key for key in (*REQUIRED, *ALSO_REQUIRED[config.model_type]) if given.get(key) is None]:
             raise BrokenModel(
                 f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
@@ -89,6 +113,24 @@ def read_config(path: str | Path) -> Any:
     return config
 
 
+def _wrong_numbers(given: dict[str, Any]) -> list[str]:
+    """The numbers of a config.json of a type that the decoder knows that are out of all bounds, in words."""
+    if given.get("model_type") not in (*ALSO_REQUIRED, foreign.MODEL_TYPE):
+        return []
+    found = []
+    for group in (given, *(given[name] for name in ROPE if isinstance(given.get(name), dict))):
+        for key, (least, most) in (WHOLE | REAL).items():
+            value, whole = group.get(key), key in WHOLE
+            if value is None:
+                continue
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+            if not fits or (whole and value != int(value)):
+                kind = "whole number" if whole else "number"
+                bounds = f"above 0 and at most {most:g}" if least == TINY else f"from {least:,} to {most:,}"
+                found.append(f"{key} {value!r}: it should be a {kind} {bounds}")
+    return found
+
+
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     """The tokenizer; all its ids are below `vocab_size`. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import AutoTokenizer
@@ -97,6 +139,8 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     what = (
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
+    if (file := _file_of(path, "tokenizer.json")) is not None:
+        _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
     # transformers looks at the kind of model too, to choose a tokenizer's class.
     config = read_config(path) if is_foreign(path) else None
     tokenizer = _reading(
@@ -109,6 +153,9 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
         raise BrokenModel(
             f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
         )
+    if getattr(tokenizer, "is_fast", False):  # of others there is no tokenizer.json
+        for change in _reading(path, what, lambda: tokenizer_file.settle(tokenizer.backend_tokenizer)):
+            _say_once(f"the tokenizer of {path}: {change}")
     word, largest = max(words.items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise BrokenModel(
@@ -118,17 +165,19 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     return tokenizer
 
 
+@cache
+def _say_once(text: str) -> None:
+    if is_main_rank():
+        warn(text)
+
+
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
     """The ids that end a text: every eos_token that its `tokenizer`, if given, config.json and generation_config.json
     name, as those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
-    from transformers.utils import cached_file
 
     def named() -> set[int]:
-        file = cached_file(  # None where there is none, and where the hub cannot be asked, as generate() has it
-            path, "generation_config.json", local_files_only=Path(path).is_dir(),
-            _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        own = {} if file is None else json.loads(Path(file).read_text("utf-8"))
+        file = _file_of(path, "generation_config.json")
+        own = {} if file is None else json.loads(file.read_text("utf-8"))
         found: set[int] = set()
         for given in (
             getattr(tokenizer, "eos_token_id", None),
@@ -209,6 +258,17 @@ def data_folder(path: str | Path) -> Path:
     return Path(snapshot_download(str(path), allow_patterns=list(DATA), ignore_patterns=["*/*"]))
 
 
+def _file_of(path: str | Path, name: str) -> Path | None:
+    """None where there is none, and where the hub cannot be asked, as transformers has it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, name, local_files_only=Path(path).is_dir(),
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if file is None else Path(file)
+
+
 def _config_json(path: str | Path) -> dict[str, Any]:
     """The content of config.json. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import PreTrainedConfig
@@ -239,7 +299,9 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
         return work()
     except (BrokenModel, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not tokenizer_file.is_of_the_library(error):
+            raise
         if isinstance(error, OSError) and not Path(path).is_dir():
             raise  # the hub is at fault, not the model
         reason = " ".join(str(error).split())

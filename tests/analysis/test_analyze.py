@@ -1,6 +1,7 @@
 """`python -m sparsellm.analyze` and `analyze_checkpoint` on a tiny trained run, on the CPU and without a network."""
 
 import csv
+import gzip
 import json
 import os
 from dataclasses import replace
@@ -11,9 +12,11 @@ from analysis.test_activity import small_model
 from datasets import Dataset
 from evaluation.conftest import LAST
 
+from sparsellm import benchmarks
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, report, study
+from sparsellm.analysis.text import documents
 from sparsellm.commands import analyze
-from sparsellm.config import AnalyzeConfig, ConfigError, Dtype, load
+from sparsellm.config import AnalyzeConfig, BenchmarkConfig, ConfigError, Dtype, load
 from sparsellm.data import open_validation, tokenizer
 from sparsellm.distributed import process_group
 from sparsellm.training.checkpoint import Checkpoints
@@ -110,6 +113,32 @@ def test_a_parquet_file_and_a_run_of_shorter_sequences(run, tmp_path):
     assert tokenizer.END_OF_TEXT in seen  # after every document
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz", ".parquet", ".txt", ".md"])
+def test_the_texts_of_a_file_are_read_whatever_its_kind(suffix, tmp_path):
+    texts, path = ["why <|endoftext|> {water}\n", 'a "stone"'], tmp_path / f"texts{suffix}"
+    if suffix in (".txt", ".md"):
+        path.write_bytes(b"\xef\xbb\xbf" * (suffix == ".md") + texts[0].encode())
+        texts = texts[:1]
+    elif suffix == ".parquet":
+        Dataset.from_dict({"text": [*texts, None]}).to_parquet(path)
+    else:
+        rows = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate([*texts, None]))
+        path.write_bytes(gzip.compress(rows.encode()) if suffix == ".jsonl.gz" else rows.encode())
+    assert list(documents(path)) == texts
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".ndjson"])
+def test_rows_of_other_kinds_are_refused_before_any_work(suffix, run, tmp_path):
+    (tmp_path / f"rows{suffix}").write_text("text\nwhy\n")
+    for config in (AnalyzeConfig, BenchmarkConfig):
+        (found,) = {AnalyzeConfig: study, BenchmarkConfig: benchmarks.study}[config].mistakes(
+            config(
+                checkpoint=[str(run)] if config is BenchmarkConfig else str(run), text=str(tmp_path / f"rows{suffix}")
+            )
+        )
+        assert "has rows of a kind that is not read: it should be plain text, or parquet or jsonl" in found
+
+
 def test_a_text_shorter_than_a_sequence(run, tmp_path):
     (tmp_path / "short.txt").write_text("why")
     results, folder = analyzed(checkpoint=run, text=tmp_path / "short.txt")
@@ -169,8 +198,10 @@ def test_a_damaged_checkpoint_is_refused(run):
     ("name", "content", "problem"),
     [
         ("empty.txt", b"", "holds no text"),
-        ("latin.txt", b"\xe9t\xe9", "cannot be read as text or parquet"),
-        ("no.parquet", b"PAR?", "cannot be read as text or parquet"),
+        ("latin.txt", b"\xe9t\xe9", r"text=.*latin\.txt.* cannot be read"),
+        ("latin.md", b"\xe9t\xe9", "cannot be read as text"),
+        ("no.parquet", b"PAR?", "cannot be read as parquet"),
+        ("no.jsonl", b"why water", "cannot be read as json"),
     ],
 )
 def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
@@ -181,7 +212,7 @@ def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
 
 def test_a_parquet_file_without_text_is_refused(run, tmp_path):
     Dataset.from_dict({"content": ["why"], "id": [1]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(AnalysisError, match="has no column 'text', only content, id"):
+    with pytest.raises(AnalysisError, match="has no column 'text': rename one of content, id"):
         analyzed(checkpoint=run, text=tmp_path / "other.parquet")
 
 

@@ -12,7 +12,7 @@ import pytest
 import small_tokenizers
 import torch
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from sparsellm import hub
@@ -114,11 +114,12 @@ def test_the_hubs_copies_say_what_ends_documents(made, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"its tokenizer_config\.json, which names .* is not among the hub's copies"):
         tokenizer.load("owner/llama")
 
-    def missing(*_):
+    def missing(_, file):
+        if file == "tokenizer.json":
+            return folder / file
         raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
-    monkeypatch.setattr(tokenizer, "Tokenizer", type("Answering", (), {"from_pretrained": lambda _: made["llama2"]}))
     with pytest.raises(DataError, match=r"neither tokenizer_config\.json nor special_tokens_map\.json beside its"):
         tokenizer.load("owner/llama")
 
@@ -224,3 +225,62 @@ def test_what_an_earlier_version_prepared_has_no_beginnings_is_told_apart_and_st
     mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, new)]
     found = mix.mistakes(replace(config, data=replace(config.data, mix=mixed, max_tokens=None)))
     assert "different tokenizers" in found[0]
+
+
+def unigram() -> Tokenizer:
+    """As T5's: </s> is a word of the model, too."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "▁</s>abc")]
+    own = Tokenizer(models.Unigram(list(dict(pieces).items()), 0))
+    own.pre_tokenizer = pre_tokenizers.Metaspace()
+    own.add_special_tokens(["</s>"])
+    return own
+
+
+def test_a_text_that_spells_out_its_end_does_not_end_there(texts, tmp_path):
+    usual = tokenizer.train(texts, 400)
+    content = json.loads(usual.tokenizer.to_str())
+    content["added_tokens"][0]["special"] = False
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual/tokenizer.json").write_text(json.dumps(content))
+    loaded = tokenizer.load(str(tmp_path / "usual"))
+    assert "<|endoftext|> is a special token now" in loaded.changes[0]
+    assert tokenizer.encode(loaded, ["the <|endoftext|> gate"]) == tokenizer.encode(usual, ["the <|endoftext|> gate"])
+
+    own = small_tokenizers.write(unigram(), tmp_path / "own", "</s>")
+    loaded = tokenizer.load(str(own))
+    ids, plain = tokenizer.encode(loaded, ["ab </s>c</s>", "abc"])
+    assert (ids.count(1), ids[-1]) == (1, 1)
+    assert loaded.tokenizer.decode(ids[:-1], skip_special_tokens=False).replace(" ", "") == "▁ab▁</s>c</s>"
+    assert plain == [*loaded.tokenizer.encode("abc").ids, 1]
+
+
+def test_tokens_of_an_earlier_version_which_left_a_tokenizer_as_it_was_are_gone_on_with(
+    made, make_config: Callable[..., Config], parquet: list[str], tmp_path: Path, monkeypatch, capsys
+):
+    ending = Tokenizer.from_str(made["llama2"].to_str())
+    ending.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    source = small_tokenizers.write(ending, tmp_path / "source", "</s>")
+    config = make_config(parquet, tokenizer=str(source), path=str(tmp_path / "earlier"), max_tokens=2000)
+    streaming = replace(config, data=replace(config.data, streaming=True))
+    with monkeypatch.context() as earlier, process_group("cpu") as ranks:
+        earlier.setattr(tokenizer, "_ours", lambda vocabulary: vocabulary)
+        before = prepare(config)
+        _, state = next(open_data(streaming, ranks).batches(None))
+    file = config.data.folder / "tokenizer/tokenizer.json"
+    assert Tokenizer.from_file(str(file)).encode("a").ids[-1] == 2
+    capsys.readouterr()
+
+    more = replace(config, data=replace(config.data, max_tokens=4000))
+    assert mistakes(config) == []
+    after = prepare(more)
+    assert after.train.tokens > before.train.tokens
+    assert after.tokenizer_hash == before.tokenizer_hash
+    with process_group("cpu") as ranks:
+        held_out = open_data(more, ranks).validation
+        next(open_data(streaming, ranks).batches(state))
+    # A checkpoint's tokenizer of this version, and of that one.
+    hf = tmp_path / "hf"
+    tokenizer.save(tokenizer.load(str(source)), hf)
+    assert Tokenizer.from_file(str(hf / "tokenizer.json")).encode("a").ids[-1] != 2
+    for folder in (hf, file.parent):
+        assert torch.equal(open_validation(more, folder, tmp_path / "runs/mine"), held_out)

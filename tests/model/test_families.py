@@ -1,10 +1,11 @@
 """The models that people have: read, trained for a step and written, with the logits of transformers at each place."""
 
 import json
+import math
 
 import pytest
 import torch
-from model.small_families import CASES, LLAMA3, assert_same_logits, ids, stock_model
+from model.small_families import CASES, LLAMA3, YARN, assert_same_logits, ids, stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsellm.config import Activation, OptimizerConfig, parameters
@@ -187,3 +188,37 @@ def test_values_that_no_decoder_has_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             huggingface.load(config_json(tmp_path, family, **changes))
+
+
+WRONG = [
+    ("rms_norm_eps", math.nan), ("rms_norm_eps", 0), ("rms_norm_eps", -1e-5), ("rms_norm_eps", "1e-5"),
+    ("max_position_embeddings", 2**60), ("max_position_embeddings", 0), ("vocab_size", -1), ("hidden_size", 48.5),
+    ("num_hidden_layers", 2**60), ("num_attention_heads", True), ("head_dim", math.inf), ("initializer_range", -0.1),
+    ("num_key_value_heads", 0), ("intermediate_size", 1e300),
+]  # fmt: skip
+WRONG_ROPE = [
+    ("rope_theta", math.nan), ("rope_theta", 0), ("rope_theta", -1e4), ("factor", 0), ("factor", math.inf),
+    ("original_max_position_embeddings", 2**60), ("beta_fast", math.nan), ("attention_factor", -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), [*WRONG, *WRONG_ROPE])
+def test_numbers_that_no_model_has_are_refused_by_name(key, value, tmp_path):
+    changes = {key: value} if (key, value) in WRONG else {"rope_parameters": YARN | {key: value}}
+    for family in ("qwen3", "qwen2p5_yarn", "llama2"):
+        with pytest.raises(pretrained.BrokenModel, match=f"config.json of .* has {key} .*: it should be a") as refusal:
+            pretrained.read_config(config_json(tmp_path / family, family, **changes))
+        assert repr(value) in str(refusal.value)
+
+
+def test_a_llama_of_before_rope_theta_has_its_base(tmp_path, capsys):
+    theirs = stock_model("llama2")
+    theirs.save_pretrained(tmp_path)
+    for absent in ({"rope_parameters": ABSENT}, {"rope_parameters": None, "rope_scaling": None}):
+        decoder, _ = decoder_of(config_json(tmp_path, "llama2", **absent))
+        assert decoder.config.rope_theta == 10_000.0
+        assert_same_logits(decoder.logits(ids()), theirs(ids()).logits)
+    assert capsys.readouterr().err.count("has no rope_theta: it is read as 10,000, as Llama 1 and 2 have it") == 1
+    for family in ("mistral", "qwen2p5"):
+        with pytest.raises(pretrained.BrokenModel, match="has no rope_theta"):
+            pretrained.read_config(config_json(tmp_path / family, family, rope_parameters=ABSENT))

@@ -1,0 +1,189 @@
+"""Tokenizers of others, wherever one is loaded: tried where it can do no harm, and made to do what training and prompts
+need.
+
+A damaged tokenizer.json may fill the memory, never end, or end its process: the library does no more than to read it,
+and its errors are panics of Rust, too. So one is tried first in a process of its own, by running this file.
+
+What training and prompts need:
+
+- The same text always gives the same tokens: BPE dropout and Unigram sampling are switched off.
+- A prompt is gone on from, so nothing stands behind it: what a post-processor puts there, as RoBERTa's </s>, is taken
+  away. What it puts in front stays.
+- A text has all its tokens: truncation and padding are switched off.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LARGEST = 256 << 20  # bytes of a tokenizer.json; those of 260,000 tokens have 33 MB
+# What loading one and a few words may take, of processor time and bytes. One of 260,000 tokens takes 2 s and 0.5 GB.
+SECONDS, MEMORY = 30, 4 << 30
+WAITED = 10  # times as long at most, where processors have other work
+TEXT = "Why is water 42 times as wet?\n\n  Ein Fluß\t日本の川 🙂 <s> don't\r\n"
+TOKENS_PER_CHARACTER = 100  # of TEXT, at most
+# A tokenizer that has nothing but a post-processor, with which the library reads one from JSON.
+_EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+
+
+class BrokenTokenizer(ValueError):
+    """A tokenizer.json cannot be used. The message says why, and does not name it."""
+
+
+def plain() -> Tokenizer:
+    """A byte-level BPE that has no words yet, of the form of every tokenizer that is trained here."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def load(path: Path) -> Tokenizer:
+    """The tokenizer of the tokenizer.json `path`. Raises BrokenTokenizer, and OSError."""
+    check(path)
+    try:
+        return Tokenizer.from_file(str(path))
+    except BaseException as error:
+        if not is_of_the_library(error):
+            raise
+        raise BrokenTokenizer(_reason(error)) from error
+
+
+def check(path: Path) -> None:
+    """Raise BrokenTokenizer if the tokenizer.json `path` cannot be loaded, or not encode a text; and OSError."""
+    stat = path.stat()
+    if stat.st_size > LARGEST:
+        raise BrokenTokenizer(f"it has {stat.st_size:,} bytes: at most {LARGEST:,} are read")
+    if obstacle := _obstacle(path.resolve(), stat.st_mtime_ns, stat.st_size, stat.st_ino):
+        raise BrokenTokenizer(obstacle)
+
+
+def is_of_the_library(error: BaseException) -> bool:
+    """Whether `error` is what the tokenizers library raises: exceptions without a class of their own, and panics, which
+    are no exceptions to Python."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@lru_cache(maxsize=64)
+def _obstacle(path: Path, *_state: int) -> str | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"it is no JSON: {_reason(error)}"
+    if not isinstance(content, dict):
+        return f"it holds a JSON {type(content).__name__}: it should hold an object"
+    if _form(content) == _form(json.loads(plain().to_str())):
+        return None  # only its words may be wrong, of which the library raises exceptions
+    tried = [sys.executable, "-P", __file__, str(path), str(SECONDS), str(MEMORY)]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        done = subprocess.run(tried, **pipes, timeout=WAITED * SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"a short text takes longer than {WAITED * SECONDS} s"
+    if done.returncode:
+        return done.stdout.decode(errors="replace").strip() or (
+            f"a short text takes more than {SECONDS} s or {MEMORY:,} bytes, or ends the process"
+        )
+    return None
+
+
+def _form(content: dict[str, Any]) -> dict[str, Any]:
+    """All but its words."""
+    model = content.get("model")
+    words = ("vocab", "merges")
+    form = {key: value for key, value in model.items() if key not in words} if isinstance(model, dict) else None
+    return content | {"added_tokens": [], "model": form}
+
+
+def _try(path: str) -> str | None:
+    """What is wrong with the tokenizer of this file, found by using it."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = tokenizer.encode(TEXT).ids
+        if len(ids) > TOKENS_PER_CHARACTER * len(TEXT):
+            return f"it makes {len(ids):,} tokens of {len(TEXT)} characters"
+        if len(text := tokenizer.decode(ids)) > TOKENS_PER_CHARACTER * len(TEXT):
+            return f"it makes {len(text):,} characters of {len(ids)} tokens"
+        settle(tokenizer)
+    except BaseException as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
+
+
+def settle(tokenizer: Tokenizer) -> list[str]:
+    """Make `tokenizer` one as above; what of it was changed and could be missed, in words."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    model, post, changed = tokenizer.model, tokenizer.post_processor, []
+    for setting in ("dropout", "alpha", "nbest_size"):  # of a BPE; of a Unigram
+        if value := getattr(model, setting, None):
+            setattr(model, setting, None)
+            changed.append(f"{setting} {value:g} is switched off, so that a text always has the same tokens")
+    if post is not None:
+        held = json.loads(post.__getstate__())
+        if (wanted := _open(held)) != held:
+            read = Tokenizer.from_str(json.dumps(_EMPTY | {"post_processor": wanted}))
+            tokenizer.post_processor = read.post_processor
+            changed.append("its post-processor ends every prompt with a special token, which is left out")
+    return changed
+
+
+def settle_file(path: Path) -> None:
+    """`settle` the tokenizer in the tokenizer.json `path`, as of a folder that an earlier version prepared."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    post = content.get("post_processor")
+    if content["model"].get("dropout") or (post is not None and _open(post) != post):
+        tokenizer = Tokenizer.from_file(str(path))
+        settle(tokenizer)
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def _open(post: dict[str, Any]) -> dict[str, Any]:
+    """The post-processor `post`, as tokenizer.json has it, without the special tokens that it puts behind a text."""
+    kind = post["type"]
+    if kind == "Sequence":
+        return post | {"processors": [_open(each) for each in post["processors"]]}
+    if kind in ("RobertaProcessing", "BertProcessing"):
+        post = _template(post)
+    return post | {form: _without_end(post[form]) for form in ("single", "pair") if form in post}
+
+
+def _template(post: dict[str, Any]) -> dict[str, Any]:
+    """What RoBERTa's and BERT's post-processors do to tokens, as a template."""
+    first, between = ({"SpecialToken": {"id": post[name][0], "type_id": 0}} for name in ("cls", "sep"))
+    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    middle = [between] * (2 if post["type"] == "RobertaProcessing" else 1)
+    tokens = {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in (post["cls"], post["sep"])}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, a, between],
+        "pair": [first, a, *middle, b, between],
+        "special_tokens": tokens,
+    }
+
+
+def _without_end(form: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    size = max((i + 1 for i, piece in enumerate(form) if "Sequence" in piece), default=len(form))
+    return form[:size]
+
+
+if __name__ == "__main__":
+    seconds, memory = map(int, sys.argv[2:])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if (wrong := _try(sys.argv[1])) is not None:
+        print(wrong)
+        sys.exit(1)
