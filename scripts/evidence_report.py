@@ -1,11 +1,14 @@
 """What the runs of scripts/evidence_runs.py came to: two pictures, a file of numbers, and Markdown for RESULTS.md.
 
     python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
+    python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
     python -m scripts.evidence_report --fit runs/NAME/metrics.jsonl ... --to 10e9
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the coefficient, and nonzeros and dead
 neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons beside the plain run of the same coefficient.
 OUTPUT.json: every number of the Markdown, which is printed.
+--widths: runs that differ in their neurons per layer. One picture, of cross entropy, nonzeros and dead neurons against
+the width, and a table, which is printed.
 
 What a loss of 1% costs is read between two coefficients of the sweep, by the coefficient's logarithm; a standard error
 of an accuracy is that of its rows, and says nothing of seeds, whose spread the second seeds show.
@@ -31,7 +34,7 @@ from matplotlib.figure import Figure
 
 from scripts.evidence_runs import load, spelled
 from sparsellm.evaluation.tasks import TASKS
-from sparsellm.figures import GREY, STYLE, chance_line, from_zero, percent, plain, saved
+from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
 from sparsellm.training.metrics import read
 
 Row = dict[str, Any]
@@ -63,6 +66,12 @@ class Run:
         self.neurons: int = config["model.intermediate_size"] * config["model.num_layers"]
         self.width: int = config["model.intermediate_size"]
         self.dead_after: int = config["sparsity.dead_after_tokens"]
+
+    @property
+    def kind(self) -> str:
+        if not self.relu:
+            return "SiLU"
+        return f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU"
 
     @property
     def ce(self) -> float:
@@ -293,10 +302,69 @@ def _remedy_label(run: Run) -> str:
     return REMEDIES[run.remedy] if run.remedy else "plain" + f", seed {run.seed}" * bool(run.seed)
 
 
+def by_kind(runs: list[Run]) -> dict[str, list[Run]]:
+    """SiLU first, then ReLU by coefficient; each from its narrowest run to its widest."""
+    found: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.relu, run.coefficient, run.width)):
+        found.setdefault(run.kind, []).append(run)
+    return found
+
+
+def draw_widths(runs: list[Run]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        loss, nonzeros, dead = figure.subplots(1, 3)
+        levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
+            (loss, lambda run: run.ce, "held-out cross entropy"),
+            (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
+            (dead, lambda run: run.dead(run.last), "dead neurons"),
+        ]
+        kinds = by_kind(runs)
+        for axes, value, label in levels:
+            for number, alike in enumerate(kinds.values()):
+                shown = [(run.width, y) for run in alike if (y := value(run)) is not None]
+                if shown:
+                    axes.plot(*zip(*shown, strict=True), "o-", color=f"C{number}" if alike[0].relu else GREY)
+            axes.set(xlabel="neurons per layer", ylabel=label, xscale="log")
+            widths = sorted({run.width for run in runs})
+            axes.set_xticks(widths, [f"{width:,}" for width in widths])
+            axes.set_xlim(widths[0] / 1.2, widths[-1] * 1.2)
+            axes.minorticks_off()
+        nonzeros.set_yscale("log", nonpositive="mask")
+        plain(nonzeros.yaxis)
+        percent(dead.yaxis)
+        from_zero(dead, least=0.01)
+        legend_below(figure, loss.get_lines(), kinds)
+        return figure
+
+
+def table_of_widths(runs: list[Run]) -> str:
+    """Differences are to the first run of `by_kind`: the narrowest SiLU model, where there is one."""
+    kinds = by_kind(runs)
+    first = next(iter(kinds.values()))[0]
+    lines = [
+        f"| kind | N | held-out cross entropy | less that of {first.kind} {first.width:,} | nonzeros per token |"
+        " zeros | dead neurons |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, alike in kinds.items():
+        for run in alike:
+            dead = run.dead(run.last)
+            cells = (
+                kind, f"{run.width:,}", f"{run.ce:.4f}", f"{run.ce - first.ce:+.4f}",
+                "" if run.nonzeros is None else f"{run.nonzeros:.1f}",
+                "" if run.nonzeros is None else f"{1 - run.nonzeros / run.width:.2%}",
+                "" if dead is None else f"{dead:.1%}",
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path, help="of scripts/evidence_runs.py")
     parser.add_argument("--output", type=Path, help="what the files' names begin with")
+    parser.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
     parser.add_argument("--fit", nargs="+", type=Path, default=[], metavar="METRICS", help="metrics.jsonl of runs")
     parser.add_argument("--to", type=float, default=10e9, help="tokens that --fit is followed to")
     args = parser.parse_args(arguments)
@@ -312,11 +380,18 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if args.results is None:
         return
-    if args.output is None:
-        parser.error("--output says where the files go")
-    sweep = Sweep([Run(line) for line in load(args.results).values()])
-    if not sweep.runs:
+    if args.output is None and args.widths is None:
+        parser.error("--output or --widths says where the files go")
+    runs = [Run(line) for line in load(args.results).values()]
+    if not runs:
         parser.error(f"{args.results} has no runs")
+    if args.widths is not None:
+        args.widths.parent.mkdir(parents=True, exist_ok=True)
+        args.widths.write_bytes(saved(draw_widths(runs)))
+        print(table_of_widths(runs))
+    if args.output is None:
+        return
+    sweep = Sweep(runs)
     found, pictures = numbers(sweep), {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

@@ -150,19 +150,19 @@ def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_p
 def result(name, ce, nonzeros, *overrides, dead=0.0, scores=None):
     """A line of results of 100M tokens, whose nonzeros fall as tokens^-0.5 to `nonzeros`."""
     config = from_overrides([*MINI, "model.num_layers=2", *overrides])
-    rows = []
+    rows, width = [], config.model.intermediate_size
     for step in range(1, 21):
         tokens = 5_000_000 * step
         rows.append({
             "step": step, "tokens": tokens, "val_ce": ce * (1 + 1 / tokens) if step % 5 == 0 else None,
             "nnz_mean": None if nonzeros is None else nonzeros * (tokens / 1e8) ** -0.5,
-            "dead_per_layer": None if nonzeros is None else [dead * 1408 * 2, 0], "tokens_per_s": 1e6 + step,
+            "dead_per_layer": None if nonzeros is None else [dead * width * 2, 0], "tokens_per_s": 1e6 + step,
             "evaluation": None,
         })  # fmt: skip
     rows[-1] |= {"val_ce": ce, "evaluation": scores}
     kept = {f"sparsity.{key}": getattr(config.sparsity, key) for key in ("l1_coefficient", "dead_after_tokens")}
     kept |= {"sparsity.activation": config.sparsity.activation.name, "training.seed": config.training.seed}
-    kept |= {"model.intermediate_size": 1408, "model.num_layers": 2}
+    kept |= {"model.intermediate_size": width, "model.num_layers": 2}
     return {"name": name, "config": kept, "rows": rows, "seconds": 9.0, "task_rows": dict.fromkeys(TASKS, 400)}
 
 
@@ -218,6 +218,29 @@ def test_the_coefficients_have_the_same_axis_in_every_panel_and_one_lies_in_its_
     figure = evidence_report.draw_sweep(evidence_report.Sweep([evidence_report.Run(line) for line in found]))
     axes = [axes.get_xlim() for axes in figure.axes if axes.get_xlabel().startswith("L1 coefficient")]
     assert axes == [(pytest.approx(2e-5 / 1.3), pytest.approx(2e-5 * 1.3))] * 4
+
+
+def test_runs_of_several_widths_are_compared_with_the_narrowest_dense_one(tmp_path, capsys):
+    wide = "model.intermediate_size=2816"
+    lines = [
+        result("l1_2816", 2.95, 32, "sparsity.l1_coefficient=8e-5", wide, dead=0.25), result("silu", 3.0, None, SILU),
+        result("silu_2816", 2.98, None, SILU, wide), result("l1", 3.02, 16, "sparsity.l1_coefficient=8e-5"),
+        result("relu", 2.99, 300, "sparsity=relu"),
+    ]  # fmt: skip
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evidence_report.main([str(results), "--widths", str(tmp_path / "new/widths.png")])
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["widths.png"]
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| SiLU | 1,408 | 3.0000 | +0.0000 |  |  |  |",
+        "| SiLU | 2,816 | 2.9800 | -0.0200 |  |  |  |",
+        "| ReLU | 1,408 | 2.9900 | -0.0100 | 300.0 | 78.69% | 0.0% |",
+        "| ReLU + L1, 8e-5 | 1,408 | 3.0200 | +0.0200 | 16.0 | 98.86% | 0.0% |",
+        "| ReLU + L1, 8e-5 | 2,816 | 2.9500 | -0.0500 | 32.0 | 98.86% | 25.0% |",
+    ]
+    figure = evidence_report.draw_widths([evidence_report.Run(line) for line in lines])
+    drawn = [[list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes]
+    assert drawn == [[[1408, 2816], [1408], [1408, 2816]], [[1408], [1408, 2816]], [[1408], [1408, 2816]]]
 
 
 def test_a_fit_of_rows_is_followed_further(tmp_path, capsys):
