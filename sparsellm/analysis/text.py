@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import Config
-from sparsellm.data import corpus
+from sparsellm.data import corpus, rows
 from sparsellm.evaluation.locate import Checkpoint
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
@@ -57,7 +57,7 @@ def documents(path: Path) -> Iterator[str]:
     """The texts of a file of rows, as preparation reads it, or the one of a file of any other name. Raises
     AnalysisError."""
     try:
-        if Path(path.name.removesuffix(".gz")).suffix.lower() not in corpus.READERS:
+        if rows.ending(path.name) not in rows.READERS:
             yield from filter(None, [path.read_text(encoding="utf-8-sig")])
             return
         for document in corpus.read([str(path)], COLUMN):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 import xxhash
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -48,6 +49,7 @@ AnyConfig = TypeVar(
 )
 Flat = dict[str, Any]  # group.key -> plain value
 
+LARGEST, DEEPEST = 1_000_000, 16  # characters of a config.yaml, and how deep its values are nested
 SEAL = "# checksum xxh3_64 "  # begins a config.yaml
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless it is typed, the warm-up takes at most one step of so many
@@ -207,6 +209,19 @@ def as_yaml(config: AnyConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
+def _bomb(text: str) -> str | None:
+    """What `save` never writes, and what takes any time or memory to read: aliases of aliases, brackets in brackets."""
+    depth = 0
+    for token in yaml.scan(text, yaml.SafeLoader):
+        if isinstance(token, yaml.AliasToken):
+            return "it has aliases (*NAME), which no saved configuration has"
+        kind = type(token).__name__
+        depth += kind.endswith("StartToken") - kind.endswith("EndToken")
+        if depth > DEEPEST:
+            return f"its values are nested more than {DEEPEST} deep"
+    return None
+
+
 def load(path: Path) -> Config:
     """The configuration that `save` wrote, as earlier versions did without a checksum. Raises ConfigError."""
 
@@ -224,8 +239,14 @@ def load(path: Path) -> Config:
     first, _, rest = text.partition("\n")
     if SEAL in text and f"{first}\n" != _seal(rest):
         refuse("its first line is the checksum of something else; remove that line if the change is meant")
+    if len(text) > LARGEST:
+        refuse(f"it has {len(text):,} characters, and a configuration at most {LARGEST:,}")
     try:
+        if (why := _bomb(text)) is not None:
+            refuse(why)
         values = OmegaConf.to_container(OmegaConf.create(text))
+    except ConfigError:
+        raise
     except Exception as error:  # of YAML, of OmegaConf, and what they raise at odd content without a name of its own
         refuse(f"it is no YAML: {' '.join(str(error).split())[:200]}")
     if not isinstance(values, dict) or not values:

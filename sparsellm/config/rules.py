@@ -8,6 +8,7 @@ memory of a run whose values hold.
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -64,7 +65,22 @@ def mistakes(config: Config, world_size: int) -> list[str]:
 
     Looks at values and at the number of GPUs; what `data.path` and `data.files` hold is checked by sparsellm.data.
     """
-    return value_mistakes(config, world_size) + _shape_mistakes(config.model)
+    return value_mistakes(config, world_size) + _shape_mistakes(config.model) + _compiler_mistakes(config.runtime)
+
+
+def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
+    """Whether layers are compiled on a CPU, for which torch calls a C++ compiler, and there is none."""
+    compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config.cpp.cxx
+    if not runtime.compile or shutil.which(compiler) is not None:
+        return []
+    import torch
+
+    if runtime.device != Device.cpu and torch.cuda.is_available():
+        return []
+    return [
+        f"runtime.compile is true on a CPU, which takes a C++ compiler, and there is no {compiler}: it should be"
+        " installed (g++), or named by CXX=PATH in the environment, or set runtime.compile=false"
+    ]
 
 
 def _shape_mistakes(model: ModelConfig) -> list[str]:

@@ -75,7 +75,7 @@ def rows(file: str, text_column: str) -> Iterator[Row]:
 
 def reader_of(files: Sequence[str]) -> str:
     """Which of READERS reads `files`. Raises DataError if none does, or if they are of several kinds."""
-    kinds = {_ending(file) for file in files}
+    kinds = {ending(file) for file in files}
     if unknown := kinds - READERS.keys():
         raise DataError(
             f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read: the ends of names must be one"
@@ -93,7 +93,7 @@ _REMEDY = (
 )
 
 
-def _ending(file: str) -> str:
+def ending(file: str) -> str:
     """The end of a name that decides how a file is read, without that of a compression where it may be compressed."""
     name, *ends = file.lower().rpartition("/")[2].rsplit(".", 2)
     if not ends:

@@ -4,12 +4,15 @@ Local rows are files DIR/TASK/SPLIT.jsonl or .parquet in the schema of the hub's
 read: zero-shot needs no other. Where that is `test` and there is none, `validation` is scored, and a note says so.
 """
 
+import atexit
 import difflib
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +95,7 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
     definition = Path(tasks.__file__).parent / TASKS[name].path
     source = None if data_dir is None else local_rows(name, data_dir)
     try:
-        with _quiet(source is not None), tempfile.TemporaryDirectory() as folder:
+        with _quiet(source is not None), _cached(source is not None), tempfile.TemporaryDirectory() as folder:
             if source is not None:
                 definition, stock = Path(folder, f"{name}.yaml"), definition
                 definition.write_text(json.dumps(on_local_rows(name, stock, source) | NO_EXAMPLES))  # JSON is YAML
@@ -157,6 +160,33 @@ def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
         "dataset_kwargs": {"data_files": {source.stem: str(source.resolve())}},
     }
     return {"include": str(stock), "task": name, "dataset_name": None, **data, **splits}
+
+
+@contextmanager
+def _cached(local: bool) -> Iterator[None]:
+    """The datasets library writes the rows of local files to its cache: where that cannot be, as in a home that cannot
+    be written, to a folder that ends with this process."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    try:
+        if local:
+            Path(before).expanduser().mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=Path(before).expanduser()):
+                pass
+    except OSError:
+        datasets.config.HF_DATASETS_CACHE = Path(_folder_of_this_process())
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
+
+
+@cache
+def _folder_of_this_process() -> str:
+    folder = tempfile.mkdtemp(prefix="sparsellm-rows-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager

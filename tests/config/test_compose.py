@@ -1,6 +1,6 @@
 """Every shipped choice composes and is accepted; what the schema does not have is refused by name."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import yaml
@@ -296,3 +296,18 @@ def test_baselines_and_ablations_compose():
 
 def test_the_names_that_other_frameworks_use_lead_to_keys():
     assert {key for meant in OTHER_NAMES.values() for key in meant} <= flat_types(Config).keys()
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n" for before, name in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    (BOMB, "it has aliases"), ("[" * 100_000, "nested more than 16 deep"), ("data: {a: " * 20, "nested more than"),
+    ("x" * 1_000_001, "it has 1,000,001 characters"),
+])  # fmt: skip
+def test_a_file_that_would_take_any_memory_or_time_is_refused(text, why, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"config.yaml is damaged .*{why}"):
+        load(tmp_path / "config.yaml")

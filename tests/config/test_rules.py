@@ -1,6 +1,7 @@
 """Every broken rule is named at once, with its remedy; what just keeps it is accepted."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from sparsellm.config import (
     state_bytes,
 )
 from sparsellm.ops import build
+
+ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,19 @@ def test_all_mistakes_are_listed_at_once():
     bad = ["training.batch_size=7", "model.intermediate_size=500", "run.name=X/Y", "logging.every=0"]
     assert len(mistakes(from_overrides(bad), 2)) == 4
     assert str(ConfigError(["a", "b"])).startswith("2 mistakes in the configuration:\n  - a\n  - b")
+
+
+def test_layers_are_compiled_on_a_cpu_only_with_a_compiler(monkeypatch):
+    asked = [*ON_CPU, "runtime.compile=true"]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (found,) = mistakes(from_overrides(asked), 1)
+    assert "there is no no-such-compiler: it should be installed (g++), or named by CXX=PATH" in found
+    assert mistakes(from_overrides([*ON_CPU, "runtime.compile=false"]), 1) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not [each for each in mistakes(from_overrides([*asked, "runtime.device=auto"]), 1) if "compiler" in each]
+    monkeypatch.undo()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "there is no g++" in mistakes(from_overrides(asked), 1)[0]
+    monkeypatch.setenv("CXX", sys.executable)
+    assert mistakes(from_overrides(asked), 1) == []
