@@ -1,7 +1,7 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
 # make test-fast  the tests that neither start processes nor compile kernels nor train for long: under three minutes
-# make attack  attacks for ATTACK_MINUTES=30: kills, damaged files, full disks, bad configurations, broken models
+# make attack  attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations, broken models
 # make check   ruff and mypy
 # make nvcc    installs pip's nvcc into .venv, unless there is an nvcc: without one the tests that compile are skipped
 # make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch

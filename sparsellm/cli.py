@@ -9,11 +9,14 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from types import FrameType
+from typing import NoReturn
 
 from sparsellm.garbage import without_garbage_collection
-from sparsellm.processes import end_with_torchrun
+from sparsellm.processes import end_with_torchrun, rank_mistake
+from sparsellm.streams import OutputLost, outlast
 
 COMMANDS = {
     "train": "pretrain a model, or resume a run",
@@ -28,6 +31,7 @@ COMMANDS = {
     "push": "upload a checkpoint's model to the Hugging Face hub",
 }
 HELP = ("-h", "--help")
+OF_RANKS = "train", "evaluate", "sweep"  # what ranks do together, or starts what they do
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -35,16 +39,15 @@ def main() -> None:
     """The program `sparsellm`."""
     command, *arguments = sys.argv[1:] or HELP
     if command == "--version":
-        print(f"sparsellm {metadata.version('sparsellm')}")
-        sys.exit(0)
+        _show(f"sparsellm {metadata.version('sparsellm')}")
     command = command.replace("-", "_") if not command.startswith("-") else command
     if command in HELP or command not in COMMANDS:
         width = max(map(len, COMMANDS))
         listed = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
         text = f"sparsellm COMMAND [key=value ...]\n\n{listed}\n\nsparsellm COMMAND --help lists a command's keys."
         if command in HELP:
-            print(text)
-            sys.exit(0)
+            _show(text)
+        outlast()
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f": did you mean {close[0]}?" if close else ""
         print(f"sparsellm: {command} is not a command{hint}\n{text}", file=sys.stderr)
@@ -59,19 +62,42 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
     if set(arguments) & set(HELP):
         from sparsellm.config import help
 
-        print(help.text(command, program))
-        sys.exit(0)
+        _show(help.text(command, program))
+    outlast(result=command == "generate" or "--cfg" in arguments or "sweep.mode=print" in arguments)
+    if command in OF_RANKS and (mistake := rank_mistake()) is not None:
+        print(f"sparsellm: {mistake}", file=sys.stderr)
+        sys.exit(2)
     if int(os.environ.get("RANK", "0")) == 0 and "--cfg" not in arguments:
         print(f"sparsellm {command}: starting", file=sys.stderr, flush=True)
     end_with_torchrun()
-    sys.exit(_interruptible(command, arguments, program))
+    sys.exit(_written(lambda: _interruptible(command, arguments, program)))
+
+
+def _show(text: str) -> NoReturn:
+    """Print `text`, which is all that is asked for, and exit."""
+
+    def show() -> int:
+        print(text)
+        return 0
+
+    outlast(result=True)
+    sys.exit(_written(show))
+
+
+def _written(work: Callable[[], int]) -> int:
+    """The exit code of `work`, once all that it printed is written; another code where its result cannot be."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except OutputLost as lost:
+        if not lost.unread:
+            print(f"sparsellm: {lost}", file=sys.stderr)
+        return lost.exit_code
 
 
 def _interruptible(command: str, arguments: list[str], program: str) -> int:
-    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself.
-
-    One sentence, too, and 1, where standard output is closed before all is written.
-    """
+    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself."""
 
     def say() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -108,13 +134,7 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         if heard:
             signal.signal(signal.SIGINT, interrupt)
             sys.unraisablehook = end_if_dropped
-        code = module.main(arguments, program)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever reads has seen enough, as in `| head`
-        print(f"sparsellm {command}: ended, for nobody reads its output any more", file=sys.stderr, flush=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python would complain as it ends
-        return 1
+        return module.main(arguments, program)
     except KeyboardInterrupt:
         say()
         return INTERRUPTED

@@ -13,8 +13,8 @@ thread while training goes on, so they have a CPU group of their own: collective
 So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
 more: whether a rank was asked to stop comes with the row of a logged step (training/metrics.py).
 
-A rank that ends ends all others, by their lifelines (lifeline.py), which they have from their first word to one another
-until they leave the group.
+A rank that ends ends all others, and so does one that hangs, by their lifelines (lifeline.py), which they have from
+their first word to one another until they leave the group.
 """
 
 import json
@@ -22,7 +22,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -33,10 +33,9 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.console import say, warn
-from sparsellm.lifeline import Lifeline, RanksMissing
+from sparsellm.lifeline import ARRIVAL, PATIENCE, Lifeline, RanksMissing
 
-# Preparing the embedded corpus, loading 25 GB from a slow disk: rank 0 may work this long while the others wait.
-TIMEOUT = timedelta(minutes=60)
+TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, and with a sentence
 
 
 T = TypeVar("T")
@@ -124,6 +123,23 @@ def leave(error: BaseException | None = None) -> None:
         _lifeline = None
 
 
+def begin_step(step: int) -> None:
+    """This rank has what it needs for `step`: the others hear who has not come as far."""
+    if _lifeline is not None:
+        _lifeline.reached(step)
+
+
+def hurry() -> None:
+    """This rank was asked to stop: wait no longer than it has time for a rank that hangs."""
+    if _lifeline is not None:
+        _lifeline.hurry()
+
+
+def _come_to_exchange() -> None:
+    if _lifeline is not None:
+        _lifeline.reached()
+
+
 _lifeline: Lifeline | None = None  # from the ranks' first word to one another until this one leaves
 _store: dist.Store | None = None  # through which they find one another; theirs alone
 
@@ -134,12 +150,16 @@ def _meet() -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     if _lifeline is None or _store is None:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        store.set_timeout(TIMEOUT)
         try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=ARRIVAL)))
+            store.set_timeout(TIMEOUT)
             _lifeline = Lifeline(store, os.environ["MASTER_ADDR"], rank, world_size)
         except RanksMissing as error:
             warn(str(error))
+            sys.exit(1)
+        except dist.DistError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            warn(f"rank {_rank()} cannot meet the others at {where}: {' '.join(str(error).split())}")
             sys.exit(1)
         _store = dist.PrefixStore(_lifeline.start, store)
     return _store
@@ -203,6 +223,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value`, which must pickle, by rank. Collective on `group`, by default on all ranks."""
     if dist.get_world_size(group) == 1:
         return [value]
+    if group is None:  # the thread that writes checkpoints has a group of its own, and an order of its own
+        _come_to_exchange()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -228,11 +250,13 @@ def on_main(ranks: Ranks, work: Callable[[], T]) -> T:
     answer: list[Any] = [None, None]  # the result, and the error
     try:
         if ranks.is_main:
-            answer[0] = work()
+            with nullcontext() if _lifeline is None else _lifeline.alone():
+                answer[0] = work()
     except BaseException as exception:
         answer[1] = f"{type(exception).__name__}: {exception}"
         raise
     finally:
+        _come_to_exchange()
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise MainRankFailed(f"rank 0 failed: {answer[1]}")

@@ -1,6 +1,7 @@
-"""How processes end together: on Linux a process may ask for a signal at the end of its parent, however that ended.
+"""How processes start and end together.
 
-The kernel sends the signal when the thread ends that started the process, perhaps once for each thread of the parent.
+On Linux a process may ask for a signal at the end of its parent, however that ended. The kernel sends the signal when
+the thread ends that started the process, perhaps once for each thread of the parent.
 """
 
 import ctypes
@@ -29,3 +30,21 @@ def end_with_torchrun() -> None:
     """Ask for PARENT_ENDED at the end of torchrun, if torchrun started this process: its other ranks do the same."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(PARENT_ENDED)
+
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, or by hand under srun
+
+
+def rank_mistake() -> str | None:
+    """What is wrong with the variables that tell this process its rank: some are left over, or not set."""
+    found = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+    if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
+        return None  # alone
+    remedy = f"`unset {' '.join(found)}` to start one process, or start the ranks with torchrun --nproc_per_node=N"
+    if missing := [name for name in RANK_VARIABLES if name not in found]:
+        there = ", ".join(f"{name}={found[name]}" for name in ("RANK", "WORLD_SIZE") if name in found)
+        return f"{there} is set in the environment without {', '.join(missing)}, so the ranks cannot meet: {remedy}"
+    rank, world_size = found["RANK"], found["WORLD_SIZE"]
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        return f"RANK={rank} is no rank of WORLD_SIZE={world_size}: {remedy}"
+    return None

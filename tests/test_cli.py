@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsellm import cli
+from sparsellm.processes import rank_mistake
 
 
 def test_commands_are_listed(monkeypatch, capsys):
@@ -183,19 +184,62 @@ def test_an_interrupt_of_which_a_library_makes_another_error_is_one_still(monkey
 
 
 @pytest.mark.parametrize("letters", [1, 100_000], ids=["as it ends", "before"])
-def test_output_that_nobody_reads_any_more_ends_a_command_with_a_sentence(letters):
+@pytest.mark.parametrize("command", ["push", "generate"])
+def test_output_that_nobody_reads_any_more_ends_only_a_command_that_gives_nothing_else(command, letters):
     """As of `| head`; a few letters are written only as the process ends."""
+    given = ["checkpoint=x", "repo=a/b"] if command == "push" else ["checkpoint=x"]
     code = (
         "import sys, types; from sparsellm import cli;"
-        f"sys.modules['sparsellm.commands.push'] = types.SimpleNamespace(main=lambda *_: print('x' * {letters}));"
-        "cli.run('push', ['checkpoint=x', 'repo=a/b'])"
+        f"main = lambda *_: print('x' * {letters}) or print('done', file=sys.stderr) or 0;"
+        f"sys.modules['sparsellm.commands.{command}'] = types.SimpleNamespace(main=main);"
+        f"cli.run('{command}', {given})"
     )
+    done = into_closed_pipe([sys.executable, "-c", code])
+    lines = done.stderr.splitlines()
+    if command == "push":
+        lost = "sparsellm: standard output cannot be written (Broken pipe): its lines are lost, and the command goes on"
+        assert done.returncode == 0
+        assert sorted(lines) == sorted(["done", lost, "sparsellm push: starting"])
+    else:
+        assert done.returncode == 128 + signal.SIGPIPE
+        assert [line for line in lines if line != "done"] == ["sparsellm generate: starting"]
+
+
+def into_closed_pipe(command: list[str]) -> subprocess.CompletedProcess[str]:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "sparsellm push: starting",
-        "sparsellm push: ended, for nobody reads its output any more",
-    ]
+    try:
+        return subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writing)
+
+
+def test_help_that_nobody_reads_ends_without_a_word():
+    done = into_closed_pipe([sys.executable, "-c", "from sparsellm import cli; cli.main()", "--help"])
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set in the environment without RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2 is set in the environment without MASTER_ADDR"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=2 is no rank of WORLD_SIZE=2: `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT` to start one process",
+        ),
+    ],
+)
+def test_variables_of_ranks_that_are_left_over_are_refused(variables, words, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        cli.run("train", ["experiment=smoke"])
+    assert words in capsys.readouterr().err
+
+
+def test_a_world_of_one_is_no_mistake(monkeypatch):
+    for variables in ({}, {"WORLD_SIZE": "1"}, dict.fromkeys(("RANK", "MASTER_ADDR", "MASTER_PORT"), "0")):
+        for name, value in (variables | {"WORLD_SIZE": "1"}).items():
+            monkeypatch.setenv(name, value)
+        assert rank_mistake() is None

@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
-    {"console", "locks"}, {"ops", "figures", "files", "garbage", "hub", "lifeline", "processes", "tokenizer_file"},
+    {"console", "locks", "streams"},
+    {"ops", "figures", "files", "garbage", "hub", "lifeline", "processes", "tokenizer_file"},
     {"config", "distributed", "run_layout", "calibration"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
     {"sweeps", "benchmarks"}, {"commands"}, {"cli"},
 ]  # fmt: skip

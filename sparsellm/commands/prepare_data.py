@@ -8,7 +8,9 @@ import signal
 import sys
 
 from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
+from sparsellm.console import warn
 from sparsellm.data import DataError, Manifest, mistakes, prepare
+from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import blocks
 from sparsellm.data.preparation import preparation_mistakes
 from sparsellm.data.request import Request
@@ -29,6 +31,9 @@ def main(config: Config) -> int:
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on from the tokens that are prepared", file=sys.stderr)
         return 128 + signal.SIGINT
+    except ProcessesFailed as error:
+        warn(str(error))
+        return 1
     except DataError as error:
         raise ConfigError([str(error)]) from error
     if found := mistakes(config):  # what training would refuse

@@ -104,7 +104,5 @@ def main(config: Config) -> int:
                     warn(str(error))
                 return 1
     except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
-        if isinstance(error, BrokenPipeError) and world_size_from_environment() == 1:
-            raise  # of standard output, as in `| head`: cli.py says so
         warn(_of_rank(error))
         return 1

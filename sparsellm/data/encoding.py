@@ -5,6 +5,7 @@ a chunk at a time: what Python does for each document is then done in parallel, 
 tokens are the same.
 """
 
+import multiprocessing
 import os
 import signal
 from collections import deque
@@ -19,13 +20,14 @@ import numpy as np
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
-from sparsellm.data.errors import DataError
+from sparsellm.data.errors import DataError, ProcessesFailed
 from sparsellm.data.tokenizer import Vocabulary
 from sparsellm.processes import end_with_parent
 
 PATIENCE = 16_000_000  # characters that are encoded without other processes: a few seconds' work
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # what the tokenizers library asks before it uses threads
 AHEAD = 2  # chunks that each process has at hand
+FEWER = "the same command goes on; started with fewer cores (taskset -c 0-3 ...) it needs less"
 
 
 class Encoded(NamedTuple):
@@ -67,7 +69,10 @@ def _by_processes(
     end: BaseException | None = None
     # A fork has none of the tokenizer's threads, so it must not ask for them. The library warns of forks, unless told.
     os.environ.setdefault(PARALLELISM, "true")
-    executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
+    try:
+        executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
+    except OSError as error:  # of a pipe or a semaphore
+        raise _not_started(error) from error
     try:
         for number in count(1):
             while end is None and len(pending) < AHEAD * cores:
@@ -76,20 +81,40 @@ def _by_processes(
                 except (StopIteration, DataError) as error:
                     end = error
                 else:
-                    pending.append((documents, executor.submit(_encode, _texts(documents))))
+                    pending.append((documents, _submit(executor, _texts(documents))))
             if not pending:
                 break
             documents, future = pending.popleft()
             yield Chunk(documents, future.result(), number % cores == 0 or not pending)
     except BrokenProcessPool as error:
-        raise DataError(
-            "a process that tokenizes has ended, as where memory is short: the same command goes on; started with fewer"
-            " cores (taskset -c 0-3 ...) it needs less"
-        ) from error
+        raise ProcessesFailed(f"a process that tokenizes has ended, as where memory is short: {FEWER}") from error
     finally:
         executor.shutdown(cancel_futures=True)
     if isinstance(end, DataError):
         raise end
+
+
+def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
+    """The first call starts the processes."""
+    before = set(multiprocessing.active_children())
+    try:
+        return executor.submit(_encode, texts)
+    except BrokenProcessPool:
+        raise
+    except (OSError, RuntimeError) as error:  # of a fork; of a thread
+        # Those that did start would wait for work without end, and this process for them.
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+            process.join()
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise _not_started(error) from error
+
+
+def _not_started(error: Exception) -> ProcessesFailed:
+    return ProcessesFailed(
+        f"the processes that tokenize cannot be started ({error}): {FEWER}, or raise the limits of this shell"
+        " (`ulimit -n` for open files, `ulimit -u` for processes)"
+    )
 
 
 def _texts(documents: list[Document]) -> list[str]:

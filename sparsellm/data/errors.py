@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Documents, a tokenizer, prepared tokens or a data position that cannot be used: what, why, and the remedy."""
+
+
+class ProcessesFailed(DataError):
+    """Nothing is wrong with the data: the processes that work on it cannot start, or ended."""

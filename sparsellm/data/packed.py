@@ -9,10 +9,13 @@ import atexit
 import mmap
 import multiprocessing
 import signal
+import sys
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +48,78 @@ def outlive_stop_signals(_worker: int) -> None:
 
     A worker still ends when the iterator over batches is closed, when the trainer exits (`started`), and at once when
     the trainer is killed: what a worker inherited from the trainer must not outlive the trainer."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 
 
 def started(loader: DataLoader) -> Iterator[Any]:
-    """The loader's iterator. Its processes end when this one exits, though an exception may have left it open.
+    """The loader's items. Its processes end when this one exits, though an exception may have left the loader open.
 
-    Left to themselves, torch and multiprocessing would send SIGTERM, which they ignore, and wait for them.
+    Left to themselves, torch and multiprocessing would send SIGTERM, which they ignore, and wait for them. Raises
+    DataError if a process cannot be started, or ends.
     """
-    iterator = iter(loader)
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)  # what was registered last, after torch's, is called first
-    return iterator
+    reports = signal.getsignal(signal.SIGCHLD)
+    try:
+        iterator = iter(loader)
+    except (OSError, RuntimeError) as error:  # of a fork, a pipe or a semaphore; of a thread
+        _end_workers()
+        say_dropped, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        error.__traceback__ = None  # with it goes the loader that is half built, whose finalizer fails
+        sys.unraisablehook = say_dropped
+        raise DataError(
+            f"a data worker cannot be started ({error}): lower runtime.data_workers ({loader.num_workers} now)"
+            " or raise the limits of this shell (`ulimit -n` for open files, `ulimit -u` for processes) or the job's"
+            " memory"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        # torch would report the end of a worker from a signal handler, in the middle of a step or a save.
+        signal.signal(signal.SIGCHLD, reports)
+    return _items(iterator, loader)
+
+
+def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
+    workers = multiprocessing.active_children()
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except DataError as error:  # of a worker: torch puts its traceback before what it says
+            name = f"{DataError.__module__}.{DataError.__name__}: "
+            raise DataError(str(error).rpartition(name)[2].strip()) from error
+        except (RuntimeError, OSError) as error:
+            if "Too many open files" in str(error):
+                raise DataError(
+                    f"batches no longer come from the data workers (too many open files): raise the limit"
+                    f" of open files (`ulimit -n`), or lower runtime.data_workers ({loader.num_workers} now); the same"
+                    " command goes on from what is saved"
+                ) from error
+            if ended := [worker for worker in workers if worker.exitcode is not None]:
+                raise DataError(_why_ended(ended[0], loader.num_workers)) from error
+            raise
+        yield item
+
+
+def _why_ended(worker: BaseProcess, workers: int) -> str:
+    which = f"a data worker (process {worker.pid})"
+    if worker.exitcode == -signal.SIGKILL:
+        how = "was killed, as the system does where memory is short (`dmesg` may say so)"
+    elif (code := worker.exitcode or 0) < 0:
+        how = f"died of {signal.Signals(-code).name}"
+    else:
+        how = f"ended with exit code {code}"
+    remedy = f"give the job more memory, or lower runtime.data_workers ({workers} now)"
+    return f"{which} {how}: {remedy}; the same command goes on from what is saved"
 
 
 def _end_workers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # by which torch would report each as an error of its own
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
+            process.join()
 
 
 class _Order:

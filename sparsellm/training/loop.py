@@ -16,13 +16,11 @@ the host, and once, early on, to say how long the run will take (`Progress.step`
 
 import json
 import math
-import os
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,14 +29,13 @@ from torch import Tensor
 
 from sparsellm.config import Config, Precision, l1_denominator, takes_kernels
 from sparsellm.console import say, warn
-from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error, on_main
+from sparsellm.data import Data, DataError
+from sparsellm.distributed import Ranks, begin_step, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.model import huggingface
 from sparsellm.model.accelerate import accelerate
 from sparsellm.ops import backend
-from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES, WAITING_ROW
 from sparsellm.training import card, initial, report, run_folder, sharding
 from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
@@ -67,7 +64,7 @@ from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
 from sparsellm.training.retention import Retention
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient
-from sparsellm.training.stop import StopSignals
+from sparsellm.training.stop import StopRequest
 from sparsellm.training.wandb_record import WandbRun
 
 SAMPLE_PROMPT = "The"
@@ -86,26 +83,6 @@ def not_finite(values: StepValues) -> tuple[str, str]:
     if values.l1 is not None and not math.isfinite(values.known["l1_coefficient"] * sum(values.l1)):
         return "the L1 loss", "lower sparsity.l1_coefficient"
     return "the gradient of a finite loss", "lower optimizer.learning_rate or sparsity.l1_coefficient"
-
-
-class StopRequest(StopSignals):
-    """The stop request of a run, which says what the run will do; a second SIGTERM or SIGINT kills as usual.
-
-    The end of torchrun is such a request too. The signal for that may come several times, and kills at none of them.
-    """
-
-    NUMBERS = (*StopSignals.NUMBERS, PARENT_ENDED)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        first = self.signal is None
-        super()._remember(number, frame)
-        if number == PARENT_ENDED:
-            if first:
-                os.write(2, b"\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n")
-            return
-        os.write(2, b"\nstopping at the next logged step, with a checkpoint; once more to stop without\n")
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
 
 
 class Trainer:
@@ -193,9 +170,16 @@ class Trainer:
             self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
+        first = self.step
         with StopRequest() as stop:
             try:
                 self._train(stop)
+            except DataError:
+                # The steps so far are whole. Other ranks, if any, are in the next step, and cannot save this one.
+                if self.ranks.world_size == 1 and self.step > first and not self.optimizer.skipped_in_row.item():
+                    self._read()
+                    self._save()
+                raise
             finally:
                 if self.ranks.is_main:
                     self.progress.close()
@@ -244,6 +228,7 @@ class Trainer:
         tokens, self.data_state = next(batches)
         clock.data_is_here()
         self.step += 1
+        begin_step(self.step)
         sums, norm = self.train_step(tokens)
         clock.stop()
         return sums, norm, clock

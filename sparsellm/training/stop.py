@@ -1,14 +1,30 @@
-"""Being asked to stop: SIGTERM and SIGINT, and for a subclass others."""
+"""Being asked to stop: SIGTERM, SIGINT and SIGHUP, and for a subclass others."""
 
+import os
 import signal
+import threading
+import time
 from types import FrameType
-from typing import Self
+from typing import ClassVar, Self
+
+from sparsellm import distributed
+from sparsellm.processes import PARENT_ENDED
+from sparsellm.streams import write_now
+
+# Seconds after a signal within which another one is no second request: torchrun and a scheduler may send one each.
+SECOND = 2
+STOPPING = "\nstopping at the next logged step, with a checkpoint; once more to stop without\n"
+TORCHRUN_ENDED = "\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n"
+HUNG_UP = "\nthe terminal is closed (SIGHUP): stopping at the next logged step, with a checkpoint\n"
 
 
 class StopSignals:
-    """While entered, remembers NUMBERS instead of dying of them; a subclass may do more by `_remember`."""
+    """While entered, remembers NUMBERS instead of dying of them; a subclass may do more by `_remember`.
 
-    NUMBERS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+    SIGHUP stays ignored where it was, as under nohup.
+    """
+
+    NUMBERS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -19,7 +35,9 @@ class StopSignals:
         return self.received[0] if self.received else None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._remember) for number in self.NUMBERS}
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in self.NUMBERS if not (number == signal.SIGHUP and nohup)]
+        self._before = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -28,3 +46,61 @@ class StopSignals:
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(number)
+
+
+class StopRequest(StopSignals):
+    """The stop request of a run, which says what the run will do; a second SIGTERM or SIGINT kills as usual.
+
+    The end of torchrun and of the terminal are such requests too. Their signals may come several times, a terminal's
+    from the system and from its shell, and kill at none of them.
+
+    Python runs no handler while the main thread waits inside of a collective, perhaps for a rank that hangs. So a
+    thread hears of every signal from Python's wakeup file: it says what the run will do, has the other ranks no longer
+    wait long for one that does not answer, and ends the process at a second request.
+    """
+
+    NUMBERS = (*StopSignals.NUMBERS, PARENT_ENDED)
+    REPEATED: ClassVar = {PARENT_ENDED: TORCHRUN_ENDED, signal.SIGHUP: HUNG_UP}
+
+    def __enter__(self) -> Self:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._listener = threading.Thread(target=self._listen, name="stop_request", daemon=True)
+        self._listener.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        signal.set_wakeup_fd(self._woken_before)
+        os.write(self._writing, b"\0")
+        self._listener.join()
+        os.close(self._writing)
+        os.close(self._reading)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        super()._remember(number, frame)
+        if number not in self.REPEATED:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, signal.SIG_DFL)
+
+    def _listen(self) -> None:
+        heard: dict[bool, float] = {}  # when a request came first: one by SIGTERM or SIGINT (True), or another
+        while (number := os.read(self._reading, 1)[0]) != 0:
+            kills = number not in self.REPEATED
+            if number not in self.NUMBERS:
+                continue
+            if kills and kills in heard and time.monotonic() - heard[True] >= SECOND:
+                os._exit(128 + number)
+            if kills not in heard and (kills or not heard):
+                write_now(STOPPING if kills else self.REPEATED[signal.Signals(number)])
+            heard.setdefault(kills, time.monotonic())
+            distributed.hurry()
+
+
+def _forget_wakeup_file() -> None:
+    """A forked process shares the pipe: what it is sent is no request to its parent."""
+    signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup_file)

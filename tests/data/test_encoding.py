@@ -12,6 +12,7 @@ import pytest
 
 from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, encoding, prepare
+from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import read
 
 NAMES = [f"{split}.{kind}" for split in ("train", "validation") for kind in ("tokens", "documents")]
@@ -93,6 +94,25 @@ def test_a_process_that_ends_is_said_and_the_same_command_goes_on(
     whole = make_config(parquet, path=str(tmp_path / "whole"))
     prepare(whole)
     assert content(config) == content(whole)
+
+
+@pytest.mark.usefixtures("three_processes")
+@pytest.mark.parametrize("failing", [1, 3])
+def test_processes_that_cannot_start_are_said_and_leave_none_behind(
+    make_config: Callable[..., Config], parquet: list[str], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    forks, fork = [], os.fork
+
+    def fails() -> int:
+        forks.append(None)
+        if len(forks) == failing:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fails)
+    with pytest.raises(ProcessesFailed, match=r"cannot be started .*Resource temporarily unavailable.* `ulimit -u`"):
+        prepare(make_config(parquet))
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("three_processes")

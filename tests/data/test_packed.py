@@ -1,7 +1,11 @@
 import multiprocessing
+import os
+import resource
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -11,11 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from sparsellm.config import Config
 from sparsellm.data import DataError, prepare
 from sparsellm.data import packed as packed_tokens
-from sparsellm.data.packed import PackedTokens, permutation, shuffle
+from sparsellm.data.packed import PackedTokens, permutation, shuffle, started
 
 
 @pytest.fixture
@@ -166,13 +171,13 @@ def test_a_process_that_fails_with_its_loaders_open_exits() -> None:
 
 
 KILLED = """
-import os, signal, time
+import multiprocessing, os, signal, time
 from torch.utils.data import DataLoader
 from sparsellm.data.packed import outlive_stop_signals, started
 
 kept = started(DataLoader(range(100), batch_size=None, num_workers=2, worker_init_fn=outlive_stop_signals))
 next(kept)
-print(*(worker.pid for worker in kept._workers), flush=True)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -185,3 +190,62 @@ def test_a_loaders_processes_end_at_once_with_a_trainer_that_is_killed() -> None
     killed.wait(30)
     time.sleep(1)  # left to themselves, workers look for their parent every 5 s
     assert [pid for pid in workers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+
+
+@pytest.mark.parametrize("failing", [1, 3], ids=["the first", "the third"])
+def test_workers_that_cannot_start_are_an_error_and_leave_none_behind(
+    packed: PackedTokens, failing: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forks, fork = [], os.fork
+
+    def fails() -> int:
+        forks.append(None)
+        if len(forks) == failing:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fails)
+    with pytest.raises(DataError, match=r"a data worker cannot be started .* lower runtime.data_workers \(4 now\)"):
+        next(replace(packed, workers=4).batches(None))
+    assert not multiprocessing.active_children()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_workers_without_a_file_left_to_open_are_an_error(packed: PackedTokens) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 4, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"data workers? .*[Tt]oo many open files.*`ulimit -n`"):
+            deque(replace(packed, workers=4).batches(None), maxlen=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert not [process for process in multiprocessing.active_children() if not process.exitcode]
+
+
+def test_a_worker_that_is_killed_is_an_error_only_where_its_batches_are_missing(packed: PackedTokens) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = replace(packed, workers=1).batches(None)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(30)
+    assert signal.getsignal(signal.SIGCHLD) == before  # torch's would raise here, in the middle of whatever goes on
+    killed = rf"a data worker \(process {worker.pid}\) was killed, .* lower runtime.data_workers"
+    with pytest.raises(DataError, match=killed):
+        deque(batches, maxlen=0)
+
+
+class Unreadable(torch.utils.data.Dataset):
+    def __getitem__(self, _: int) -> None:
+        raise DataError("part-3.jsonl: row 7 is no JSON: mend it")
+
+
+def test_what_a_worker_says_comes_without_its_traceback() -> None:
+    items = started(DataLoader(Unreadable(), batch_size=None, sampler=[0], num_workers=1))
+    with pytest.raises(DataError) as raised:
+        next(items)
+    assert str(raised.value) == "part-3.jsonl: row 7 is no JSON: mend it"

@@ -1,8 +1,8 @@
 """The trainer against the formulas of DESIGN §2, computed by transformers' stock model; its metrics; its resume."""
 
+import itertools
 import json
 import math
-import os
 import signal
 from dataclasses import replace
 from itertools import pairwise
@@ -14,13 +14,13 @@ from processes import torchrun
 from small_run import first_gradients, signal_after, small_config, small_trainer
 from transformers import AutoModelForCausalLM
 
+from sparsellm.data import DataError
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.processes import PARENT_ENDED
 from sparsellm.run_layout import STATE, VALUES
 from sparsellm.run_layout import checkpoint as checkpoint_folder
 from sparsellm.training import checkpoint, report
 from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.loop import StopRequest, Trainer, TrainingDiverged
+from sparsellm.training.loop import Trainer, TrainingDiverged
 from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, read
 from sparsellm.training.optimizer import learning_rate
 from sparsellm.training.run_folder import is_finished
@@ -340,12 +340,25 @@ def test_a_run_whose_rows_are_damaged_does_not_go_on_without_a_word(tmp_path):
         assert trainer.fit() == 0
 
 
-def test_the_end_of_torchrun_is_one_request_to_stop_however_often_it_is_said(capfd):
-    with StopRequest() as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), PARENT_ENDED)
-        assert stop.signal == PARENT_ENDED
-        assert capfd.readouterr().err.count("torchrun has ended: stopping at the next logged step") == 1
+def test_steps_before_data_that_does_not_come_are_saved(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        batches = trainer.data.batches
+
+        def ending(state):
+            yield from itertools.islice(batches(state), 5)
+            raise DataError("a data worker was killed")
+
+        trainer.data.batches = ending
+        with pytest.raises(DataError, match="was killed"):
+            trainer.fit()
+    with small_trainer(tmp_path / "run") as trainer:
+        trainer._resume()
+        assert trainer.step == 5
+    with small_trainer(tmp_path / "other") as trainer:  # nothing new to save
+        trainer.data.batches = lambda _: (_ for _ in ()).throw(DataError("other tokens"))
+        with pytest.raises(DataError, match="other tokens"):
+            trainer.fit()
+    assert not list((tmp_path / "other").glob("checkpoints/step_*"))
 
 
 def test_clipping_and_decay_are_torchs(tmp_path):
@@ -572,20 +585,6 @@ def test_ranks_without_a_validation_block_add_nothing(tmp_path):
         shares = [cross_entropy(model, blocks, 2, autocast, rank) for rank in ranks]
     assert shares[5:] == [0, 0, 0]
     assert sum(shares) == pytest.approx(whole)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_is_remembered_and_a_second_one_would_kill(number, capfd):
-    both = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(each) for each in both]
-    with StopRequest() as stop:
-        assert stop.signal is None
-        assert capfd.readouterr().err == ""
-        os.kill(os.getpid(), number)
-        assert stop.signal == number
-        assert "stopping at the next logged step" in capfd.readouterr().err
-        assert [signal.getsignal(each) for each in both] == [signal.SIG_DFL] * 2
-    assert [signal.getsignal(each) for each in both] == before
 
 
 def test_a_sample_that_fails_comes_after_the_summary_and_hides_nothing(tmp_path, monkeypatch, capsys):
