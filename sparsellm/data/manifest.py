@@ -72,8 +72,8 @@ class Manifest:
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
     # After the last document read. None where a manifest without a checksum of its own was the only one to tell.
     position: dict[str, int] | None = field(default_factory=lambda: {"file": 0, "document": 0})
-    # In progress.json: the counts before the first document of the file at `position`, whose documents can be cut off
-    # again. None where the file has no document yet, or has some in a finished folder.
+    # In progress.json: the counts and position before the first document of the file at `position`, whose documents can
+    # be cut off again. None where the file has no document yet, or has some in a finished folder.
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # whether the source has no more documents
     cut: bool = False  # whether the end of the stream is held out, because the documents are too few

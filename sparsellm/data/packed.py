@@ -149,7 +149,7 @@ class _Order:
         slot = epoch % 2
         if self.epochs[slot] != epoch:
             self.epochs[slot] = -1  # until it is whole: this process may be killed
-            self.orders[slot] = np.arange(self.size)
+            self.orders[slot] = np.arange(self.size, dtype=self.orders.dtype)
             shuffle(self.orders[slot], self.seed, epoch)
             self.epochs[slot] = epoch
         return self.orders[slot]

@@ -342,33 +342,33 @@ def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Ma
 
 def _before_the_file(folder: Path, manifest: Manifest) -> Manifest:
     """`manifest` before the first document of the file that is being read."""
-    begun, position = manifest.begun, manifest.position
+    begun = manifest.begun
     assert begun is not None
-    assert position is not None
     for split in SPLITS:
         with _Writer(folder, split, manifest):
             pass  # which holds what was written to its checksums: a part of it has none of its own
-    current = list(manifest.source_files)[position["file"]]
+    read = list(manifest.source_files)[: begun["position"]["file"] + (begun["position"]["document"] > 0)]
     manifest = replace(
         manifest,
         **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},
-        position={"file": position["file"], "document": 0},
         begun=None,
-        source_checksums={file: xxh3 for file, xxh3 in manifest.source_checksums.items() if file != current},
+        source_checksums={file: xxh3 for file, xxh3 in manifest.source_checksums.items() if file in read},
     )
     sizes = _sizes("train", manifest) | _sizes("validation", manifest)
     kept = {name: {"bytes": size, "xxh3": digest_of(folder / name, size).hexdigest()} for name, size in sizes.items()}
     return replace(manifest, files=manifest.files | kept)
 
 
-def _begin(manifest: Manifest) -> dict[str, Any]:
+def _so_far(manifest: Manifest) -> dict[str, Any]:
     """What `_before_the_file` goes back to."""
+    assert manifest.position is not None
     return {
         **{split: asdict(getattr(manifest, split)) for split in SPLITS},
         "empty_documents": manifest.empty_documents,
         "bad_records": manifest.bad_records,
         "empty_files": manifest.empty_files,
         "licences": dict(manifest.licences),
+        "position": dict(manifest.position),
     }
 
 
@@ -455,9 +455,9 @@ def _write_tokens(
         for chunk in stack.enter_context(closing(chunks)):
             encoded = zip(*chunk.encoded, strict=True)
             for document in chunk.documents:
-                manifest.empty_files += _files_between(manifest.position, document.file)
                 if document.file != manifest.position["file"] or manifest.position["document"] == 0:
-                    manifest.begun = _begin(manifest)
+                    manifest.begun = _so_far(manifest)
+                manifest.empty_files += _files_between(manifest.position, document.file)
                 manifest.position = document.position_after()
                 if not document.text:
                     if document.fault is None:

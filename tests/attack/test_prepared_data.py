@@ -1,11 +1,15 @@
-"""Damage to a folder of prepared tokens: every byte of its small files, and some of the large ones.
+"""Damage to a folder of prepared tokens, every byte of its small files, and some of the large ones; and text that
+changes after it was prepared.
 
 Every attack must end in one sentence (a DataError) that names the file. `failed` counts what was accepted, and what
 ended otherwise.
 """
 
 import json
+import os
+import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,3 +168,108 @@ def test_counts_that_are_not_those_of_the_files_are_refused_though_their_checksu
         with pytest.raises(DataError, match=r"manifest\.json"):
             verify(read(folder), folder)
     print(f"counts of a manifest: tried {len(wrong)}, held {len(wrong)}, failed 0")
+
+
+def test_no_changed_source_is_accepted(prepared: Config, tmp_path: Path) -> None:
+    """Of three files one or two at random: other bytes at any place, also of the same size and time, a file more or
+    less, another text in the place of the old one. What was only touched, copied or written once more is accepted."""
+    draw, failed, tried = random.Random(f"{SEED} sources"), [], 60
+    names = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    rows = (tmp_path / "x.jsonl").read_text().splitlines(keepends=True)
+    for i, name in enumerate(names):
+        name.write_text("".join(rows[i * 60 : (i + 1) * 60]))
+    whole, late = {name: name.read_bytes() for name in names}, tmp_path / "d.jsonl"
+    folder = tmp_path / "of-three"
+    files = [f"{tmp_path}/[abcd].jsonl"]
+    config = replace(prepared, data=replace(prepared.data, files=files, path=str(folder)))
+    before = prepare(config)
+
+    def flip(name: Path) -> None:
+        at = draw.randrange(len(whole[name]))
+        name.write_bytes(whole[name][:at] + bytes([whole[name][at] ^ 1 << draw.randrange(8)]) + whole[name][at + 1 :])
+
+    def flip_and_set_back_the_time(name: Path) -> None:
+        times = name.stat()
+        flip(name)
+        os.utime(name, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def replace_by_another(name: Path) -> None:
+        flip(late)
+        late.replace(name)
+
+    whole[late] = whole[names[0]]
+    changes = [
+        flip, flip_and_set_back_the_time, replace_by_another,
+        lambda name: name.write_bytes(whole[name][: draw.randrange(len(whole[name]))]),
+        lambda name: name.write_bytes(whole[name] + b"\n"),
+        lambda name: name.unlink(),
+        lambda name: late.write_bytes(whole[name]),
+    ]  # fmt: skip
+    harmless = [os.utime, lambda name: name.write_bytes(whole[name]), lambda _: None]
+    for _ in range(tried):
+        wrong, name = draw.random() < 0.8, draw.choice(names)
+        change = draw.choice(changes if wrong else harmless)
+        change(name)
+        for start in (checked(config), lambda: prepare(config)):
+            try:
+                start()
+            except DataError as error:
+                named = late if late.exists() else name
+                if not (wrong and str(named) in str(error) and "was prepared" in str(error)):
+                    failed.append(str(error))
+            else:
+                failed += ["accepted"] if wrong else []
+        name.write_bytes(whole[name])
+        late.unlink(missing_ok=True)
+    assert prepare(config) == before
+    print(f"a changed source: tried {tried}, held {tried - len(failed)}, failed {len(failed)}")
+    assert not failed, failed[:3]
+
+
+def test_a_preparation_whose_sources_change_gives_what_is_there_in_the_end_or_refuses(
+    prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at a random place, then a file changes or goes: its tokens are those of an undisturbed preparation of
+    what is there now, or, if it was read to its end, it is refused by name."""
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 1_500)
+    draw, failed, tried = random.Random(f"{SEED} stopped"), [], 12
+    flush = preparation._Writer.flush
+    rows = (tmp_path / "x.jsonl").read_text().splitlines(keepends=True)
+    for number in range(tried):
+        here = tmp_path / str(number)
+        here.mkdir()
+        names = [here / f"{name}.jsonl" for name in "abc"]
+        for i, name in enumerate(names):
+            name.write_text("".join(rows[i * 60 : (i + 1) * 60]))
+        data = replace(prepared.data, files=[f"{here}/*.jsonl"], path=str(here / "tokens"))
+        config, name = replace(prepared, data=data), draw.choice(names)
+        stop = draw.randint(2, 26)
+
+        def dying(writer: preparation._Writer) -> None:
+            nonlocal stop
+            stop -= 1
+            if stop == 0:
+                raise Stopped
+            flush(writer)
+
+        with monkeypatch.context() as patch, suppress(Stopped):
+            patch.setattr(preparation._Writer, "flush", dying)
+            prepare(config)
+        progress = read(here / "tokens", "progress.json")
+        if draw.random() < 0.5:
+            name.write_text("".join(rows[180:200]))
+        else:
+            name.unlink()
+        straight = replace(config, data=replace(data, path=str(here / "straight")))
+        try:
+            found = prepare(config)
+        except DataError as error:
+            was_read = progress is None or names.index(name) < progress.position["file"]
+            failed += [] if was_read and str(name) in str(error) else [str(error)]
+        else:
+            same = found == prepare(straight)
+            for each in found.files:
+                same = same and (here / "tokens" / each).read_bytes() == (here / "straight" / each).read_bytes()
+            failed += [] if same else [f"{number}: other tokens"]
+    print(f"a source that changes in between: tried {tried}, held {tried - len(failed)}, failed {len(failed)}")
+    assert not failed, failed[:3]
