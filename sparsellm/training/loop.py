@@ -46,7 +46,6 @@ from sparsellm.training.distillation import Teacher
 from sparsellm.training.gradual import GradualRelu
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
-    IN_EVERY_ROW,
     METRICS,
     HeldOut,
     MetricsError,
@@ -57,7 +56,6 @@ from sparsellm.training.metrics import (
     StepReport,
     StepSums,
     StepValues,
-    history,
     reduce_step,
 )
 from sparsellm.training.micro_batch import MicroBatch
@@ -146,6 +144,7 @@ class Trainer:
         self.tokens_per_step = config.training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
         self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
+        self.card_rows: list[dict[str, Any]] = []  # what the card of the checkpoint that is being written looks at
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         self.warned_of: str | None = None
@@ -392,6 +391,7 @@ class Trainer:
             "other_ends": self.other_ends,
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
         }
+        self.card_rows = self.metrics.telling if self.ranks.is_main else []
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
 
     def _resume(self) -> None:
@@ -429,8 +429,7 @@ class Trainer:
         """In the writing thread, while training goes on: the model, and its card of the rows up to its step."""
         self._export(weights, folder)
         step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
-        rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
-        told = card.text(self.config, step, rows, self.data.training_tokens)
+        told = card.text(self.config, step, self.card_rows, self.data.training_tokens)
         (folder / "README.md").write_text(told, encoding="utf-8")
 
     # What people see.
