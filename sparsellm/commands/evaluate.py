@@ -63,5 +63,5 @@ def record(found: dict[str, Any]) -> None:
             if wandb.place != "disabled":
                 upload = sync_command(run)
                 print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
-    except (run_folder.RunFolderError, ConfigError) as error:
+    except (run_folder.RunFolderError, ConfigError, OSError) as error:
         print(f"Weights & Biases is skipped: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Cross entropy on held-out blocks."""
+"""Cross entropy on held-out blocks, and the perplexity that it is."""
 
 import math
 
@@ -31,3 +31,11 @@ def cross_entropy(
         total += ce if len(counted) else 0
     dist.all_reduce(total)
     return total.item() / (blocks.shape[0] * (blocks.shape[1] - 1))
+
+
+def perplexity(loss: float) -> float | None:
+    """exp(`loss`); None where no float is so large, above 709."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return None
