@@ -37,7 +37,9 @@ def main(config: EvaluateConfig) -> int:
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (EvaluationError, KernelsUnavailable) as error:
+    except BrokenPipeError:
+        raise  # of standard output, as in `| head`: cli.py says so
+    except (EvaluationError, KernelsUnavailable, OSError) as error:  # OSError: of a full disk, mostly
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0

@@ -144,8 +144,10 @@ class Evaluation:
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
         results = self._on_main(lambda: self.request.results(identity, self.failed))
-        self._on_main(lambda: self._write(results))
+        unwritten = self._on_main(lambda: self._write(results))
         self._on_main(lambda: show(results))
+        if unwritten is not None:
+            raise EvaluationError(unwritten)
         if has_scores(results):
             self._on_main(lambda: record(results))
         return results
@@ -191,8 +193,9 @@ class Evaluation:
                 if part is None:
                     continue
                 before = ""
+            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")  # first, for the disk may be full
+            if not before:
                 self._on_main(partial(finished.add, name, task.identity, part, samples))
-            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
             if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
@@ -210,15 +213,19 @@ class Evaluation:
             finished.add(task.name, task.identity, part)
         return part
 
-    def _write(self, results: dict[str, Any]) -> None:
-        """Write the results; of other weights nothing stays."""
+    def _write(self, results: dict[str, Any]) -> str | None:
+        """Write the results: why they cannot be, or None; of other weights nothing stays."""
         path, weights = self.output / RESULTS, results["identity"]
-        if has_scores(results):
-            write_whole(path, as_json(results))
-        elif _identity_in(path) not in (None, weights):
-            path.unlink()
-        for folder in (self.output, self.output / TORCH):
-            discard_others(folder, weights)
+        try:
+            if has_scores(results):
+                write_whole(path, as_json(results))
+            elif _identity_in(path) not in (None, weights):
+                path.unlink()
+            for folder in (self.output, self.output / TORCH):
+                discard_others(folder, weights)
+        except OSError as error:
+            return f"{path} cannot be written: {error}; free some space, or choose another output_dir"
+        return None
 
     # The downstream tasks.
 

@@ -380,6 +380,7 @@ class Trainer:
         except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
             self._warn_of_failed_save(str(error))
         self._sync_rows()
+        gone = first_error(self._rows_are_gone() if self.ranks.is_main else None)
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -393,6 +394,18 @@ class Trainer:
         }
         self.card_rows = self.metrics.telling if self.ranks.is_main else []
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
+        if gone is not None:
+            raise MetricsError(gone)  # `fit` waits for the save
+
+    def _rows_are_gone(self) -> str | None:
+        """What ends a run whose folder was removed: its rows go nowhere."""
+        if not self.metrics.is_gone():
+            return None
+        return (
+            f"{self.config.run.name} ends at step {self.step:,}, for {self.folder / METRICS} was removed or replaced"
+            " while it trained, and its rows with it. The checkpoint of this step is saved: the same command goes on"
+            " from there with run.skip_damaged=true, without the rows"
+        )
 
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)

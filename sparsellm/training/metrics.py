@@ -458,6 +458,13 @@ class MetricsFile:
         self._flush()
         os.fsync(self._file.fileno())
 
+    def is_gone(self) -> bool:
+        """Whether the file was removed or replaced, so that what is written goes nowhere."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return True
+
     @property
     def waiting(self) -> int:
         """How many rows could not be written yet."""

@@ -188,7 +188,9 @@ class WandbRun:
 
     def _size(self) -> int:
         """Bytes of the record in the run's folder."""
-        return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
+        with suppress(OSError):  # the folder was removed
+            return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
+        return 0
 
     def _look_for_growth(self) -> None:
         """Say so if the record has not grown for long, though it was given rows."""
@@ -218,11 +220,10 @@ class WandbRun:
         record = f"the Weights & Biases record in {self.folder / FOLDER} lacks rows"
         kept = f"{self.folder / METRICS} has them all"
         if isinstance(why, str) or (isinstance(why, OSError) and not isinstance(why, ConnectionError)):
-            free = shutil.disk_usage(self.folder).free
-            say(
-                f"sparsellm: {record}, for it cannot be written ({why}; {spelled(free)} free there): {kept}. Free some"
-                " space"
-            )
+            free = "its folder is gone"
+            with suppress(OSError):
+                free = f"{spelled(shutil.disk_usage(self.folder).free)} free there"
+            say(f"sparsellm: {record}, for it cannot be written ({why}; {free}): {kept}. Free some space")
         else:
             say(f"sparsellm: {record}, for wandb failed ({_said(why)}): {kept}")
 
