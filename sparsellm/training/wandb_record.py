@@ -169,15 +169,15 @@ class WandbRun:
         """End the record. A server that does not take the rest within a few seconds is not waited for."""
         if self._run is None:
             return
-        size, file = self._size(), Path(self._run.settings.sync_file) if self._run.url else None
+        online, size = bool(self._run.url), self._size()
         failure = self._attempt(lambda: self._run.finish(exit_code=exit_code))
-        if failure is not None:
-            self._attempt(_end_service)  # otherwise it would fail again as the process ends
+        self._attempt(_end_service)  # which writes the rest now, and cannot fail again as the process ends
         # It has at least the end of the run to add, which wandb's own process may still be about to do.
         deadline = time.monotonic() + FINISHING
         waits = failure is None and any((self.folder / FOLDER).glob("*run-*"))
         while waits and self._size() <= size and time.monotonic() < deadline:
             time.sleep(0.1)
+        file = max((self.folder / FOLDER).glob("run-*/*.wandb"), default=None) if online else None
         if file is not None and (failure is not None or _gave_up(file)):
             warn(
                 f"Weights & Biases has not taken the whole record. To upload what {file} has:"
