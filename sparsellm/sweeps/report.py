@@ -1,5 +1,7 @@
 """What a sweep leaves: sweep.csv, sweep.md, sweep.png and sweep.pdf in its folder, always made anew from its runs."""
 
+from contextlib import suppress
+
 from sparsellm import locks
 from sparsellm.figures import drawn
 from sparsellm.files import write_whole
@@ -27,6 +29,8 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             for kind, content in files.items():
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
     except Exception as error:  # of a full disk, or of what an evaluation has left: the runs go on
+        with suppress(Exception):
+            markdown = markdown or table.as_markdown(sweep, table.rows(sweep))
         return markdown, (
             f"the table in {sweep.folder} cannot be written ({type(error).__name__}: {error}): the runs and their"
             " scores are in their own folders, and the same command writes the table"

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import socket
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -25,7 +26,7 @@ from wandb_server import dead_url
 
 from sparsellm import hub
 from sparsellm.commands import evaluate
-from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
+from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, WandbMode, from_overrides, load, save
 from sparsellm.distributed import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
 from sparsellm.model import accelerate
@@ -527,9 +528,8 @@ def test_real_rows_of_all_seven(bare):
 
 def test_scores_are_written_where_the_records_server_is_not_there(run, rows, monkeypatch, capsys):
     """With the real wandb, which ends its command after some 100 s and before the scores were written."""
-    edited = (run / "config.yaml").read_text().replace("wandb: disabled", "wandb: online")
-    assert "wandb: online" in edited
-    (run / "config.yaml").write_text(edited)
+    config = load(run / "config.yaml")
+    save(replace(config, logging=replace(config.logging, wandb=WandbMode.online)), run / "config.yaml")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     wandb.teardown()
