@@ -1,8 +1,8 @@
 """How every figure looks: one style, one way to write numbers, one colour scale for layers, files without dates."""
 
 import io
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import matplotlib
 import numpy as np
@@ -12,6 +12,10 @@ from matplotlib.axis import Axis
 from matplotlib.container import Container
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from sparsellm.console import warn
+
+T = TypeVar("T")
 
 STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "figure.titlesize": 10, "legend.fontsize": 8,
@@ -23,6 +27,17 @@ PANEL = (4.6, 3.1)  # inches, of a figure with one panel
 BLUE, ORANGE, GREY = "#3b6ea8", "#d9822b", "0.45"
 # Without dates and versions: the same numbers give the same bytes.
 METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
+
+
+def drawn(pictures: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Names and contents. A picture that cannot be drawn is named in a line and left out: its numbers are elsewhere."""
+    found = {}
+    for name, picture in pictures.items():
+        try:
+            found[name] = picture()
+        except Exception as error:  # of matplotlib, of numbers that it cannot draw
+            warn(f"{name} cannot be drawn ({type(error).__name__}: {error}); its numbers are in the other files")
+    return found
 
 
 def saved(figure: Figure, kind: str = "png") -> bytes:
@@ -43,6 +58,14 @@ def plain(axis: Axis) -> None:
         low, high = sorted(axis.get_view_interval())
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axis.set_minor_formatter(NullFormatter())
+
+
+def logarithmic_y(axes: Axes) -> None:
+    """A logarithmic y axis of what was drawn, with gaps at zeros; where all is zero, a linear one."""
+    if np.isfinite(axes.dataLim.minposy):
+        axes.set_yscale("log", nonpositive="mask")
+    else:
+        from_zero(axes, least=1)
 
 
 def percent(axis: Axis) -> None:

@@ -1,5 +1,7 @@
 """The study in pictures, as PNG in memory: the same numbers give the same bytes."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,15 +15,18 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sparsellm.analysis.activity import Activity
 from sparsellm.analysis.numbers import by_position, octaves
+from sparsellm.analysis.report import BY_LAYER, BY_POSITION, FREQUENCY, SPEEDUP, UNION
 from sparsellm.figures import (
     BLUE,
     GREY,
     ORANGE,
     PANEL,
     STYLE,
+    drawn,
     from_zero,
     layer_colors,
     legend_above,
+    logarithmic_y,
     percent,
     plain,
     saved,
@@ -29,7 +34,6 @@ from sparsellm.figures import (
 from sparsellm.ops.twell import TOKEN_TILE
 
 BINS_PER_OCTAVE = 4  # of positions
-SPEEDUP = "speedup.png"
 
 Row = dict[str, Any]
 
@@ -37,22 +41,23 @@ Row = dict[str, Any]
 def draw(title: str, activity: Activity, layers: list[Row], speeds: list[Row] | None) -> dict[str, bytes]:
     """File names and their contents; `title`: what was analyzed."""
     neurons = activity.fired.shape[1]
-    pictures = {
-        "nonzeros_by_layer.png": lambda axes: _by_layer(axes, layers, neurons),
-        "nonzeros_by_position.png": lambda axes: _by_position(axes, activity),
-        "firing_frequency.png": lambda axes: _frequency(axes, activity),
-        "union_by_layer.png": lambda axes: _union(axes, layers, neurons),
+    pictures: dict[str, Callable[[Axes], None]] = {
+        BY_LAYER: lambda axes: _by_layer(axes, layers, neurons),
+        BY_POSITION: lambda axes: _by_position(axes, activity),
+        FREQUENCY: lambda axes: _frequency(axes, activity),
+        UNION: lambda axes: _union(axes, layers, neurons),
     }
     if speeds:
         pictures[SPEEDUP] = lambda axes: _speedup(axes, speeds)
-    files = {}
-    for name, picture in pictures.items():
+
+    def panel(picture: Callable[[Axes], None]) -> bytes:
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=PANEL, layout="constrained")
             figure.suptitle(title)
             picture(figure.subplots())
-            files[name] = saved(figure)
-    return files
+            return saved(figure)
+
+    return drawn({name: partial(panel, picture) for name, picture in pictures.items()})
 
 
 def _by_layer(axes: Axes, layers: list[Row], neurons: int) -> None:
@@ -86,7 +91,7 @@ def _by_position(axes: Axes, activity: Activity) -> None:
     for layer, color in enumerate(layer_colors(axes, means.shape[1])):
         axes.plot(middles, [means[a:b, layer].mean() for a, b in bins], color=color)
     axes.set(xscale="log", xlabel="position in the sequence, from 1", ylabel=f"mean nonzeros per token, of {neurons:,}")
-    axes.set_yscale("log", nonpositive="mask")
+    logarithmic_y(axes)
     plain(axes.xaxis)
     plain(axes.yaxis)
 
@@ -96,8 +101,9 @@ def _frequency(axes: Axes, activity: Activity) -> None:
     for fired, color in zip(activity.fired, layer_colors(axes, len(activity.fired)), strict=True):
         alive = np.sort(fired[fired > 0])[::-1] / activity.tokens
         axes.plot(np.arange(1, len(alive) + 1), alive, color=color)
-    axes.set_xscale("log")
-    axes.set_yscale("log", nonpositive="mask")
+    if activity.fired.any():
+        axes.set_xscale("log")
+    logarithmic_y(axes)
     axes.set(xlabel=f"neuron of {activity.fired.shape[1]:,}, by rank", ylabel="share of tokens on which it fires")
     plain(axes.xaxis)
     percent(axes.yaxis)

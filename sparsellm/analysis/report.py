@@ -1,7 +1,7 @@
 """What an analysis leaves and shows.
 
 OUTPUT/
-  analysis.json           the numbers, written last
+  analysis.json           the numbers, written after the tables
   layers.csv              a row per layer
   positions.csv           a row per position: mean nonzeros of each layer
   tokens.csv              a row per token of the vocabulary that was read
@@ -17,40 +17,49 @@ from typing import Any
 
 from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
+from sparsellm.console import warn
 from sparsellm.files import write_whole
 from sparsellm.ops.twell import TOKEN_TILE
 
 ANALYSIS_JSON = "analysis.json"
+BY_LAYER, BY_POSITION, FREQUENCY = "nonzeros_by_layer.png", "nonzeros_by_position.png", "firing_frequency.png"
+UNION, SPEEDUP = "union_by_layer.png", "speedup.png"
+PICTURES = (BY_LAYER, BY_POSITION, FREQUENCY, UNION, SPEEDUP)
 LINES = 5  # tokens of each kind on screen
 
 Row = dict[str, Any]
 
 
 def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) -> None:
-    """Every file whole or not at all; what an earlier analysis left and this one has not is removed."""
-    speeds = results["speed"] and results["speed"]["layers"]
+    """Every file whole or not at all, the figures after the numbers; what an earlier analysis left is removed.
+
+    Raises OSError if the numbers cannot be written. A figure that cannot be is named in a line.
+    """
     means = numbers.by_position(activity)
     positions = [
         {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}
         for at, row in enumerate(means)
     ]
-    # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
-    from sparsellm.analysis import figures
-
-    pictures = figures.draw(title(results), activity, results["layers"], speeds)
     files = {
         "layers.csv": as_csv([flat(row) for row in results["layers"]]),
         "positions.csv": as_csv(positions),
         "tokens.csv": as_csv(types),
         "neurons.csv": as_csv(numbers.neurons(activity)),
-        **pictures,
         ANALYSIS_JSON: (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
     }
-    (folder / ANALYSIS_JSON).unlink(missing_ok=True)  # while the files are of two analyses, there is none
-    if not speeds:
-        (folder / figures.SPEEDUP).unlink(missing_ok=True)
+    for name in (ANALYSIS_JSON, *PICTURES):  # while the files are of two analyses, there is none
+        (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
+    speeds = results["speed"] and results["speed"]["layers"]
+    try:
+        # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
+        from sparsellm.analysis import figures
+
+        for name, content in figures.draw(title(results), activity, results["layers"], speeds).items():
+            write_whole(folder / name, content)
+    except (ImportError, OSError) as error:
+        warn(f"the figures in {folder} are not complete: {error}")
 
 
 def title(results: Row) -> str:

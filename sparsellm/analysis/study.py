@@ -88,7 +88,11 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
         },
         "speed_missing": obstacle,
     }  # fmt: skip
-    report.write_all(opened.output, results, counted, types)
+    try:
+        report.write_all(opened.output, results, counted, types)
+    except OSError as error:
+        print(report.table(results), flush=True)  # which took minutes
+        raise AnalysisError(f"{opened.output} cannot be written: {error}; choose another output_dir") from error
     return results, opened.output
 
 

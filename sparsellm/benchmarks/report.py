@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.analysis.report import aligned
+from sparsellm.console import warn
 from sparsellm.files import write_whole
 from sparsellm.run_layout import BENCHMARK_JSON
 
@@ -22,13 +23,22 @@ Table = list[list[str]]  # the header first
 
 
 def write_all(folder: Path, results: Row) -> None:
-    """Every file whole or not at all, benchmark.json last."""
-    # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
-    from sparsellm.benchmarks import figure
+    """Every file whole or not at all, the figure after the numbers.
 
-    write_whole(folder / BENCHMARK_MD, markdown(results).encode())
-    write_whole(folder / BENCHMARK_PNG, figure.draw(results))
+    Raises OSError if the numbers cannot be written. A figure that cannot be is named in a line.
+    """
     write_whole(folder / BENCHMARK_JSON, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+    write_whole(folder / BENCHMARK_MD, markdown(results).encode())
+    try:
+        (folder / BENCHMARK_PNG).unlink(missing_ok=True)  # of an earlier benchmark
+        # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
+        from sparsellm.benchmarks import figure
+        from sparsellm.figures import drawn
+
+        for name, content in drawn({BENCHMARK_PNG: lambda: figure.draw(results)}).items():
+            write_whole(folder / name, content)
+    except (ImportError, OSError) as error:
+        warn(f"{folder / BENCHMARK_PNG} cannot be written: {error}")
 
 
 def reference(checkpoint: Row) -> str:

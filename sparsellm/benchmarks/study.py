@@ -63,7 +63,11 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             "missing": missing,
             "checkpoints": measured,
         }
-    report.write_all(folder, results)
+    try:
+        report.write_all(folder, results)
+    except OSError as error:
+        print(report.text(results), flush=True)  # which took minutes
+        raise BenchmarkError(f"{folder} cannot be written: {error}; choose another output_dir") from error
     return results, folder
 
 

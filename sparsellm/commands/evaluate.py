@@ -37,7 +37,9 @@ def main(config: EvaluateConfig) -> int:
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
         return 128 + signal.SIGINT
-    except (EvaluationError, KernelsUnavailable) as error:
+    except BrokenPipeError:
+        raise  # of standard output, as in `| head`: cli.py says so
+    except (EvaluationError, KernelsUnavailable, OSError) as error:  # OSError: of a full disk, mostly
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0
@@ -63,5 +65,5 @@ def record(found: dict[str, Any]) -> None:
             if wandb.place != "disabled":
                 upload = sync_command(run)
                 print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
-    except (run_folder.RunFolderError, ConfigError) as error:
+    except (run_folder.RunFolderError, ConfigError, OSError) as error:
         print(f"Weights & Biases is skipped: {error}", file=sys.stderr)

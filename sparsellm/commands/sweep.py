@@ -45,7 +45,7 @@ def main(arguments: list[str], program: str) -> int:
 
 def run(sweep: Sweep) -> int:
     """Train and evaluate what is not done yet; write the table and the figure after each run."""
-    count, failures = len(sweep.points), []
+    count, failures, unwritten = len(sweep.points), [], None
     numbers = range(count) if sweep.options.point is None else [sweep.options.point]
     trained = sum(point.is_finished() for point in sweep.points)
     print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
@@ -54,17 +54,24 @@ def run(sweep: Sweep) -> int:
             point = sweep.points[number]
             title = f"[{number + 1}/{count}] {point.name}"
             print(f"\n{title}  {point.describe()}", flush=True)
-            if failure := do(sweep, point, launcher):
+            try:
+                failure = do(sweep, point, launcher)
+            except OSError as error:  # of its log, on a full disk
+                failure = f"{error}; see {sweep.log(point)}"
+            if failure:
                 failures.append(f"{title}: {failure}")
                 warn(failures[-1])
-            text = report.write_all(sweep)
+            text, found = report.write_all(sweep)
+            if found not in (None, unwritten):
+                warn(found)
+            unwritten = found
             if launcher.signal is not None:
                 print(f"{sweep.name}: stopped; the same command goes on", flush=True)
                 return 128 + launcher.signal
     print(f"\n{text}")
-    for failure in failures:
+    for failure in [*failures, *([] if unwritten is None else [unwritten])]:
         warn(failure)
-    return 1 if failures else 0
+    return 1 if failures or unwritten else 0
 
 
 def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:

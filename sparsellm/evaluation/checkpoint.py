@@ -26,7 +26,7 @@ from sparsellm.data import DataError
 from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.locate import locate, unreadable
-from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy
+from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy, perplexity
 from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
     RESULTS,
@@ -59,8 +59,8 @@ def evaluate_checkpoint(
     results.json has every score of these weights: those of this evaluation, and of earlier ones those of other tasks
     and of tasks that failed this time. Scores of other weights go. Without any score no file is written.
 
-    The main rank calls `record` with the contents before it writes them, so that what is written is recorded, and
-    `show` after that, before any rank returns: torchrun ends the others once one has failed.
+    The main rank calls `show` and then `record` with the contents once they are written, before any rank returns:
+    torchrun ends the others once one has failed.
 
     {"checkpoint", "identity" of its weights, "step", "tasks": {TASK: {"metric", "score", "stderr", "acc", "acc_stderr",
     "acc_norm", "acc_norm_stderr", "split", "rows", "note", "measured": {"dtype", "kernels", "device", "data", "limit",
@@ -144,8 +144,12 @@ class Evaluation:
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
         results = self._on_main(lambda: self.request.results(identity, self.failed))
-        self._on_main(lambda: self._finish(results, record))
+        unwritten = self._on_main(lambda: self._write(results))
         self._on_main(lambda: show(results))
+        if unwritten is not None:
+            raise EvaluationError(unwritten)
+        if has_scores(results):
+            self._on_main(lambda: record(results))
         return results
 
     def reaches_hub(self) -> bool:
@@ -189,13 +193,17 @@ class Evaluation:
                 if part is None:
                     continue
                 before = ""
+            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")  # first, for the disk may be full
+            if not before:
                 self._on_main(partial(finished.add, name, task.identity, part, samples))
-            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
         if held_out is not None:
             rows = rows_of(held_out)
             if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
                 part = self._validate(held_out, kernels)
-                self._on_main(lambda: finished.add(VALIDATION, rows, part))
+                if math.isfinite(part["loss"]):
+                    self._on_main(lambda: finished.add(VALIDATION, rows, part))
+                else:  # alike on all ranks
+                    self._fail(VALIDATION, f"the loss is {part['loss']}: these weights give logits that are not finite")
 
     def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
         """The task's finished part, if there is one; of the same rows in another folder, it is now of this one."""
@@ -205,16 +213,19 @@ class Evaluation:
             finished.add(task.name, task.identity, part)
         return part
 
-    def _finish(self, results: dict[str, Any], record: Callable[[dict[str, Any]], object]) -> None:
-        """Record and write the results; of other weights nothing stays."""
+    def _write(self, results: dict[str, Any]) -> str | None:
+        """Write the results: why they cannot be, or None; of other weights nothing stays."""
         path, weights = self.output / RESULTS, results["identity"]
-        if has_scores(results):
-            record(results)
-            write_whole(path, as_json(results))
-        elif _identity_in(path) not in (None, weights):
-            path.unlink()
-        for folder in (self.output, self.output / TORCH):
-            discard_others(folder, weights)
+        try:
+            if has_scores(results):
+                write_whole(path, as_json(results))
+            elif _identity_in(path) not in (None, weights):
+                path.unlink()
+            for folder in (self.output, self.output / TORCH):
+                discard_others(folder, weights)
+        except OSError as error:
+            return f"{path} cannot be written: {error}; free some space, or choose another output_dir"
+        return None
 
     # The downstream tasks.
 
@@ -334,7 +345,7 @@ class Evaluation:
         sequences = min(len(blocks), SEQUENCES if isinstance(given, str) else given)
         loss = cross_entropy(decoder, blocks, sequences, autocast, self.ranks)
         return {
-            "loss": loss, "perplexity": math.exp(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
+            "loss": loss, "perplexity": perplexity(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
             "precision": config.runtime.precision.name, "device": device.type,
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Cross entropy on held-out blocks."""
+"""Cross entropy on held-out blocks, and the perplexity that it is."""
 
 import math
 
@@ -33,3 +33,11 @@ def cross_entropy(
             total += model(block[:, :-1], block[: len(counted), 1:]).ce
     dist.all_reduce(total)
     return total.item() / (blocks.shape[0] * (blocks.shape[1] - 1))
+
+
+def perplexity(loss: float) -> float | None:
+    """exp(`loss`); None where no float is so large, above 709."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return None

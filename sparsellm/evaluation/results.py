@@ -152,7 +152,8 @@ def scores(results: dict[str, Any]) -> dict[str, float]:
     if results["mean"] is not None:
         found |= {f"{_record_name(next(iter(tasks.values())))}/{name}": results[name] for name in MEANS}
     if results[VALIDATION] is not None:
-        found |= {f"evaluation/validation_{key}": results[VALIDATION][key] for key in ("loss", "perplexity")}
+        each = {key: results[VALIDATION][key] for key in ("loss", "perplexity")}
+        found |= {f"evaluation/validation_{key}": value for key, value in each.items() if value is not None}
     return found
 
 
@@ -197,8 +198,10 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
     sides = [("", results)] if not compared else [(" (kernels)", results), (" (torch)", compared)]
     for side, found in sides:
         if (validation := found[VALIDATION]) is not None:
+            perplexity = validation["perplexity"]
             lines.append(
-                f"validation{side}  loss {validation['loss']:.4f}  perplexity {validation['perplexity']:.3f}"
+                f"validation{side}  loss {validation['loss']:.4f}"
+                f"  perplexity {'over 1e308' if perplexity is None else f'{perplexity:.3f}'}"
                 f"  over {validation['tokens']:,} held-out tokens, as the run validates"
                 f"{', by an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
             )

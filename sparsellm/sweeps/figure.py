@@ -11,7 +11,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from sparsellm.evaluation.tasks import TASKS
-from sparsellm.figures import METADATA, STYLE, broken, chance_line, from_zero, legend_below, percent, plain, saved
+from sparsellm.figures import (
+    METADATA,
+    STYLE,
+    broken,
+    chance_line,
+    from_zero,
+    legend_below,
+    logarithmic_y,
+    percent,
+    plain,
+    saved,
+)
 from sparsellm.sweeps.plan import COEFFICIENT, Point, Sweep
 from sparsellm.sweeps.table import COMPLETE, Row, distinct
 
@@ -132,7 +143,7 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
             color = f"C{of.index(True)}" if True in of else color
         axes.axhline(level, color=color, linestyle=(0, (4, 2)), linewidth=1.1, label=name)
     if panel.layers:
-        axes.set_yscale("log", nonpositive="mask")  # a gap where a layer has none
+        logarithmic_y(axes)
         plain(axes.yaxis)
     elif not panel.signed:
         from_zero(axes, least=0.01)

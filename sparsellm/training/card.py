@@ -1,9 +1,11 @@
 """The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
 
 Made of the configuration and of the rows of metrics.jsonl that the checkpoint counts on, so the same state gives the
-same text. Times and names of machines are left out, and of absolute paths the folders: the card may become public.
+same text. The card may become public: times and names of machines are left out, the folders of paths that lead out of
+the working directory, and passwords, queries and fragments of URLs. Names are escaped for Markdown and HTML.
 """
 
+import html
 import re
 import shlex
 from enum import Enum
@@ -27,7 +29,7 @@ from sparsellm.training.gradual import relu_share
 WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
 MAX_TOKENS = "data.max_tokens"
 LICENCE = "FILL IN"
-FOLDER = "FOLDER"  # in place of an absolute path's folders
+FOLDER = "FOLDER"  # in place of the folders of a path that leads out of the working directory
 
 _TEXT = """\
 ---
@@ -59,8 +61,8 @@ files.
 
 
 def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
-    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl; later ones are not looked at.
-    `prepared`: as `commands_of` takes it."""
+    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl, or the ones that MetricsFile.telling
+    has of them; later ones are not looked at. `prepared`: as `commands_of` takes it."""
     rows = [row for row in rows if row["step"] <= step]
     relu = config.sparsity.activation == Activation.relu
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
@@ -118,7 +120,7 @@ def commands_of(config: Config, prepared: int | None = None) -> list[str]:
         all_there_is = prepared is None or config.data.source == Source.stdlib_docs
         commands.insert(0, ("prepare_data", typed if all_there_is else typed | {MAX_TOKENS: prepared}))
     return [
-        " ".join(["sparsellm", name, *(shlex.quote(f"{key}={_spelled(value)}") for key, value in values.items())])
+        " ".join(["sparsellm", name, *(_argument(f"{key}={_spelled(value)}") for key, value in values.items())])
         for name, values in commands
     ]
 
@@ -131,22 +133,58 @@ def _spelled(value: Any) -> str:
         return f"{{{','.join(f'{key}:{_spelled(each)}' for key, each in value.items())}}}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str) and value.startswith(("/", "~")):
-        value = f"{FOLDER}/{Path(value).name}"
+    value = without_folders(value)
     return quoted(value.name if isinstance(value, Enum) else value) if isinstance(value, str | Enum) else str(value)
+
+
+def without_folders(value: Any) -> Any:
+    """`value`, and what is in a list or dictionary, without what belongs to this machine or its user: folders of paths
+    that lead out of the working directory; passwords, queries and fragments of URLs."""
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    if "://" in value and "::" in value:  # zip://*.jsonl::https://host/archive.zip
+        return "::".join(map(without_folders, value.split("::")))
+    if "://" in value and not value.startswith("file://"):
+        return re.sub(r"[?#].*", "", re.sub(r"://[^/?#]*@", "://", value), flags=re.DOTALL)
+    if value.startswith(("/", "~", "file://")) or ".." in Path(value).parts:
+        return f"{FOLDER}/{Path(value).name}"
+    return value
+
+
+def _argument(text: str) -> str:
+    """`text` for a shell, on one line: another would end the card's block of code."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(_ansi(character) for character in text) + "'"
+
+
+def _ansi(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
+def _escaped(name: str) -> str:
+    """`name` as a cell of a Markdown table shows it, to the letter and on one line."""
+    return re.sub(r"[\\`*|\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
 
 
 def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     model, data, training, sparsity = config.model, config.data, config.training, config.sparsity
     layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
     done = f"{step * training.tokens_per_step:,} of {training.steps * training.tokens_per_step:,}"
-    source = " ".join(part for part in (data.dataset, data.subset) if part)
+    source = " ".join(without_folders(part) for part in (data.dataset, data.subset) if part)
+    names = " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")
     found = [
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
         *_attention_facts(model),
         *_origin_facts(config, step),
-        ("data", " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")),
+        ("data", _escaped(names)),
         ("tokens", done),
     ]
     if sparsity.activation == Activation.relu:
@@ -162,7 +200,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
             break
     for row in reversed(rows):
         if scores := row.get("evaluation"):
-            each = ", ".join(f"{name} {score:.4f}" for name, score in scores.items() if score is not None)
+            each = ", ".join(f"{_escaped(name)} {score:.4f}" for name, score in scores.items() if score is not None)
             found.append((f"scores at step {row['step']:,}", each))
             break
     if last["nnz_per_layer"] is not None:
@@ -175,7 +213,7 @@ def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
     """The models that these weights come from, and how their gate became another one, or becomes one up to `step`."""
     found, sparsity = [], config.sparsity
     if config.init_from is not None:
-        found.append(("initial weights", f"{_spelled(config.init_from)}, whose licence counts too"))
+        found.append(("initial weights", f"{_escaped(_spelled(config.init_from))}, whose licence counts too"))
     if sparsity.relu_tokens:
         gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
         if (share := relu_share(step * config.training.tokens_per_step, sparsity)) < 1:
@@ -183,7 +221,7 @@ def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
             gate += " model, which is loaded with the final one"
         found.append(("gate", gate))
     if config.distill.teacher is not None:
-        found.append(("teacher", f"{_spelled(config.distill.teacher)}, weight {config.distill.weight:g}"))
+        found.append(("teacher", f"{_escaped(_spelled(config.distill.teacher))}, weight {config.distill.weight:g}"))
     return found
 
 

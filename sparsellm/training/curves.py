@@ -1,6 +1,7 @@
 """A run in pictures, from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -15,10 +16,12 @@ from sparsellm.figures import (
     ORANGE,
     PANEL,
     STYLE,
+    drawn,
     from_zero,
     layer_colors,
     legend_above,
     legend_below,
+    logarithmic_y,
     percent,
     plain,
     saved,
@@ -34,10 +37,11 @@ LOSS, NONZEROS, DEAD = "loss.png", "nonzeros.png", "dead_neurons.png"
 def draw(config: Config, rows: list[Row]) -> dict[str, bytes]:
     """File names and their contents; without a ReLU the losses alone."""
     pictures: dict[str, Callable[[Config, list[Row]], Figure]] = {LOSS: losses}
-    if any(row["nnz_per_layer"] is not None for row in rows):
-        pictures |= {NONZEROS: nonzeros, DEAD: dead_neurons}
+    for name, key, picture in ((NONZEROS, "nnz_per_layer", nonzeros), (DEAD, "dead_per_layer", dead_neurons)):
+        if any(row[key] is not None for row in rows):
+            pictures[name] = picture
     with matplotlib.rc_context(STYLE):
-        return {name: saved(picture(config, rows)) for name, picture in pictures.items()}
+        return drawn({name: partial(lambda each: saved(each(config, rows)), each) for name, each in pictures.items()})
 
 
 def losses(config: Config, rows: list[Row]) -> Figure:
@@ -83,7 +87,7 @@ def nonzeros(config: Config, rows: list[Row]) -> Figure:
     figure, axes = _panel(config, rows)
     _layers(axes, rows, "nnz_per_layer", 1)
     _curve(axes, rows, [row["nnz_mean"] for row in rows], color="black", linestyle=(0, (4, 2)), label="mean of layers")
-    axes.set_yscale("log", nonpositive="mask")  # a gap where a layer has none
+    logarithmic_y(axes)
     axes.set_ylabel(f"nonzeros per token, of {config.model.intermediate_size:,}")
     plain(axes.yaxis)
     legend_above(axes, *axes.get_legend_handles_labels())

@@ -43,7 +43,6 @@ from sparsellm.training.distillation import Teacher
 from sparsellm.training.gradual import GradualRelu
 from sparsellm.training.memory import DTYPES, ffn_saved_bytes
 from sparsellm.training.metrics import (
-    IN_EVERY_ROW,
     METRICS,
     HeldOut,
     MetricsError,
@@ -54,8 +53,8 @@ from sparsellm.training.metrics import (
     StepReport,
     StepSums,
     StepValues,
-    history,
     reduce_step,
+    telling,
 )
 from sparsellm.training.micro_batch import MicroBatch
 from sparsellm.training.optimizer import Optimizer, learning_rate
@@ -123,6 +122,7 @@ class Trainer:
         self.tokens_per_step = config.training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
         self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
+        self.card_rows: list[dict[str, Any]] = []  # what the card of the checkpoint that is being written looks at
         self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
         self.reported: StepReport | None = None
         # The row of a step that is still to be scored: on the main rank, and after a resume on all ranks.
@@ -405,6 +405,7 @@ class Trainer:
         except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
             self._warn_of_failed_save(str(error))
         self._sync_rows()
+        gone = first_error(self._rows_are_gone() if self.ranks.is_main else None)
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -417,7 +418,21 @@ class Trainer:
             "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
             WAITING_ROW: self.row,
         }
+        if self.ranks.is_main:
+            self.card_rows = telling([*self.metrics.telling, *([] if self.row is None else [self.row])])
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
+        if gone is not None:
+            raise MetricsError(gone)  # `fit` waits for the save
+
+    def _rows_are_gone(self) -> str | None:
+        """What ends a run whose folder was removed: its rows go nowhere."""
+        if not self.metrics.is_gone():
+            return None
+        return (
+            f"{self.config.run.name} ends at step {self.step:,}, for {self.folder / METRICS} was removed or replaced"
+            " while it trained, and its rows with it. The checkpoint of this step is saved: the same command goes on"
+            " from there with run.skip_damaged=true, without the rows"
+        )
 
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
@@ -452,17 +467,10 @@ class Trainer:
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """In the writing thread, while training goes on: the model, and its card of the rows up to its step.
-
-        Where the step is still to be scored, its row is the checkpoint's, whatever metrics.jsonl has meanwhile.
-        """
+        """In the writing thread, while training goes on: the model, and its card of the rows up to its step."""
         self._export(weights, folder)
-        values = json.loads((folder.parent / STATE / VALUES).read_text())
-        step, row = values["step"], values[WAITING_ROW]
-        rows = history(self.folder / METRICS, None, IN_EVERY_ROW, self.config.model.num_layers).rows
-        if row is not None:
-            rows = [*(each for each in rows if each["step"] < step), row]
-        told = card.text(self.config, step, rows, self.data.training_tokens)
+        step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
+        told = card.text(self.config, step, self.card_rows, self.data.training_tokens)
         (folder / "README.md").write_text(told, encoding="utf-8")
 
     # What people see.

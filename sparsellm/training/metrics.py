@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -394,6 +394,22 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
     return row
 
 
+def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of `rows`, in order, those that a model card looks at: the last one, the last validated, the last evaluated one.
+
+    Rows of earlier versions, which have not all keys, are left out.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if all(key in row for key in IN_EVERY_ROW):
+            last["row"] = row
+            if row["val_ce"] is not None:
+                last["val_ce"] = row
+            if row.get("evaluation"):
+                last["evaluation"] = row
+    return sorted({row["step"]: row for row in last.values()}.values(), key=lambda row: row["step"])
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
     found = history(path)
@@ -405,7 +421,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 class MetricsFile:
     """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run will write again is cut off.
 
-    What cannot be written, because the disk is full, is kept in memory and tried again with the next row.
+    What cannot be written, because the disk is full, is kept in memory and tried again with the next row. `telling`:
+    the few rows so far that a model card looks at, which may be read by another thread.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
@@ -437,17 +454,26 @@ class MetricsFile:
         write_whole(path, content)
         self._file = path.open("r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
+        self.telling = telling(kept)
         self._waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
         """Raises OSError if the file cannot be written: `sync`, or the next row, then writes this one before itself."""
         self._waiting.append(_line(row))
+        self.telling = telling([*self.telling, row])
         self._flush()
 
     def sync(self) -> None:
         """Bring the rows to disk: a checkpoint that is there has its rows there. Raises OSError."""
         self._flush()
         os.fsync(self._file.fileno())
+
+    def is_gone(self) -> bool:
+        """Whether the file was removed or replaced, so that what is written goes nowhere."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return True
 
     @property
     def waiting(self) -> int:

@@ -125,13 +125,13 @@ def finish(config: Config, folder: Path) -> str:
         damage = [f"  {found.report(folder / METRICS)}; this summary is {left}"]
     if not found.rows:
         return "\n".join([f"  {folder / METRICS} has no rows; checkpoint {checkpoint}", *damage])
-    from sparsellm.training import curves  # the main rank alone draws, at the end
-
     try:
+        from sparsellm.training import curves  # the main rank alone draws, at the end
+
         (folder / PLOTS).mkdir(exist_ok=True)
         for name, content in curves.draw(config, found.rows).items():
             (folder / PLOTS / name).write_bytes(content)
-    except OSError as error:
+    except (ImportError, OSError) as error:
         damage.append(f"  {folder / PLOTS} is not complete: {error}")
     return "\n".join([summary(config, found.rows, folder), *damage])
 

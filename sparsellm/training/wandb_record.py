@@ -10,6 +10,12 @@ of which `wandb sync` refuses the whole folder: the next start removes such file
 
 On a full disk wandb (0.31) drops rows without an error, those that come once there is room again, too. What shows is a
 file that grows no more: a line says so, once, and training goes on, for metrics.jsonl has every row.
+
+No failure of wandb ends a command or holds it up for more than some ten seconds. A start that fails online begins again
+offline. The server may fail later: wandb writes every row to a file in the run's folder first, and a line at the end
+names the command that uploads what the server has not taken.
+
+A record leaves out what a model card leaves out (training/card.py): command line, host, folders of absolute paths.
 """
 
 import logging
@@ -19,9 +25,10 @@ import secrets
 import shlex
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +37,37 @@ import xxhash
 from sparsellm.config import Config, WandbMode, to_dict
 from sparsellm.console import say, warn
 from sparsellm.files import write_whole
+from sparsellm.training.card import without_folders
 from sparsellm.training.checkpoint import spelled
 from sparsellm.training.metrics import METRICS
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # of a .wandb file, before its first record
 PATIENCE = 60  # seconds without growth of a record that was given rows
-FINISHING = 30  # seconds for which the end of a record is waited for
+FINISHING = 8  # seconds for which the end of a record is waited for
 TABLE = ("score", "stderr", "metric", "rows")  # of a task, beside its name
+
+# What wandb is told where its own variable, WANDB_INIT_TIMEOUT and so on, is not set.
+SETTINGS: dict[str, Any] = {
+    "init_timeout": 6,  # seconds for the server to answer, of 90 by default
+    "finish_timeout": FINISHING,  # seconds to upload what is left, by default without end
+    "finish_timeout_raises": True,
+    "x_disable_meta": True,  # command line, program, interpreter, folder
+    "host": "",
+    "disable_git": True,
+}
+MODES = {
+    "online": WandbMode.online, "run": WandbMode.online, "shared": WandbMode.online, "offline": WandbMode.offline,
+    "dryrun": WandbMode.offline, "disabled": WandbMode.disabled,
+}  # fmt: skip
+LEAST_FIRST = (WandbMode.disabled, WandbMode.offline, WandbMode.online)
+FATAL = b'"level":"ERROR+4"'  # in wandb's own log of a run: it has given up uploading rows
 
 
 class WandbRun:
-    """Online with a key, otherwise offline; `place` says which. Every method does nothing where logging is disabled.
+    """Online with a key, otherwise offline; `place` says which, and why. Without a record every method does nothing.
 
-    No method raises OSError: a record that cannot be written, as on a full disk, is named in a line on stderr, once.
+    No method raises an exception of wandb or OSError: what a record lacks is named in a line on stderr, once.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -52,37 +76,42 @@ class WandbRun:
         self._lacking = False  # whether it was said that rows are lacking
         self._bytes = 0  # of the record as last seen
         self._given: float | None = None  # when it was given the first row since
-        self.place = "disabled"
-        if config.logging.wandb != WandbMode.disabled:
-            self._attempt(lambda: self._start(config, folder))
-            if self._run is None:
-                self.place = "not recorded, for its folder cannot be written"
+        mode, why = chosen_mode(config.logging.wandb)
+        where = mode.name
+        if mode != WandbMode.disabled:
+            where = self._start(config, mode)
+        self.place = where + why
 
-    def _start(self, config: Config, folder: Path) -> None:
-        for part in offline_parts(folder):
-            if part.stat().st_size <= HEADER_BYTES:
-                shutil.rmtree(part.parent)
+    def _start(self, config: Config, mode: WandbMode) -> str:
+        """Begin the record: where it is, or why there is none.
+
+        One of wandb's own variables may be what fails, as WANDB_BASE_URL: the last attempt is without them.
+        """
         os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
-
-        mode: Any = config.logging.wandb.name
-        self.place = mode
-        if mode == "online" and not wandb.api.api_key:
-            mode = "offline"
-            self.place = "offline, for there is no key (set WANDB_API_KEY, or run `wandb login`)"
-        start = partial(
-            wandb.init, project=config.logging.wandb_project, group=config.logging.wandb_group, name=config.run.name,
-            id=record_id(folder), resume="allow", config=to_dict(config),
-            # The process of wandb that writes may be of a parent that works in another folder (WANDB_SERVICE).
-            dir=folder.absolute(),
-        )  # fmt: skip
-        try:
-            self._run = start(mode=mode)
-        except wandb.errors.Error as error:
-            self.place = f"offline, for {mode} failed: {error}"
-            self._run = start(mode="offline")
-        if self._run.url:
-            self.place = self._run.url
+        # wandb reports its own errors and timings to its server, for which the end of a process may wait for 20 s.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        _have_a_home()
+        attempts = [("offline", False), ("offline", True)]
+        if mode == WandbMode.online:
+            attempts.insert(0, ("online", False))
+        why = ""
+        for attempt, bare in attempts:
+            try:
+                with _environment(bare), _quiet_logging():
+                    if attempt == "online" and not _has_key():
+                        why = ", for there is no key (set WANDB_API_KEY, or run `wandb login`)"
+                        continue
+                    self._run = _init(config, self.folder, attempt)
+                return self._run.url or attempt + why
+            except Exception as error:
+                failed = (
+                    "online failed" if attempt == "online" else "it failed with wandb's variables in the environment"
+                )
+                why = why or f", for {failed}: {_said(error)}"
+                failure = error
+        if isinstance(failure, OSError):
+            self._say_lacking(failure)
+        return f"not recorded, for {_said(failure)}"
 
     def write(self, row: dict[str, Any]) -> None:
         if self._run is None:
@@ -106,9 +135,13 @@ class WandbRun:
         """Add pictures of the run after `step`, by the names of their files."""
         if self._run is None:
             return
-        import wandb
 
-        self._attempt(lambda: self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files}))
+        def add() -> None:
+            import wandb
+
+            self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files})
+
+        self._attempt(add)
 
     def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
         """Add what an evaluation of the checkpoint at `step` gave: as a row, in the summary of the run, and as a table.
@@ -117,9 +150,10 @@ class WandbRun:
         """
         if self._run is None:
             return
-        import wandb
 
         def add() -> None:
+            import wandb
+
             rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
             self._run.define_metric("evaluation/*", step_metric="evaluation/step")
             self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
@@ -132,20 +166,31 @@ class WandbRun:
         self._run.log(values, step=max(step, self._run.step))
 
     def close(self, exit_code: int) -> None:
+        """End the record. A server that does not take the rest within a few seconds is not waited for."""
         if self._run is None:
             return
-        size = self._size()
-        self._attempt(lambda: self._run.finish(exit_code=exit_code))
+        online, size = bool(self._run.url), self._size()
+        failure = self._attempt(lambda: self._run.finish(exit_code=exit_code))
+        self._attempt(_end_service)  # which writes the rest now, and cannot fail again as the process ends
         # It has at least the end of the run to add, which wandb's own process may still be about to do.
         deadline = time.monotonic() + FINISHING
-        while self._size() <= size and any((self.folder / FOLDER).glob("*run-*")) and time.monotonic() < deadline:
+        waits = failure is None and any((self.folder / FOLDER).glob("*run-*"))
+        while waits and self._size() <= size and time.monotonic() < deadline:
             time.sleep(0.1)
-        if size and self._size() <= size:
+        file = max((self.folder / FOLDER).glob("run-*/*.wandb"), default=None) if online else None
+        if file is not None and (failure is not None or _gave_up(file)):
+            warn(
+                f"Weights & Biases has not taken the whole record. To upload what {file} has:"
+                f" {_wandb_program()} sync --include-online {shlex.quote(str(file.parent))}"
+            )
+        elif isinstance(failure, TimeoutError) or (size and self._size() <= size):
             self._say_lacking("its file has not grown at its end")
 
     def _size(self) -> int:
         """Bytes of the record in the run's folder."""
-        return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
+        with suppress(OSError):  # the folder was removed
+            return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
+        return 0
 
     def _look_for_growth(self) -> None:
         """Say so if the record has not grown for long, though it was given rows."""
@@ -157,25 +202,133 @@ class WandbRun:
         elif now - self._given > PATIENCE:
             self._say_lacking(f"its file has not grown for {now - self._given:.0f} s")
 
-    def _attempt(self, work: Callable[[], object]) -> None:
-        """Do `work`, which may find the disk full."""
-        # wandb keeps a log in the run's folder, too; where that cannot be written, logging prints tracebacks.
-        before, logging.raiseExceptions = logging.raiseExceptions, False
+    def _attempt(self, work: Callable[[], object]) -> Exception | None:
+        """Do `work` of wandb's, and say once what fails."""
         try:
-            work()
-        except OSError as error:
-            self._say_lacking(str(error))
-        finally:
-            logging.raiseExceptions = before
+            with _quiet_logging():
+                work()
+        except Exception as error:
+            if not isinstance(error, TimeoutError):  # the server's, of which `close` speaks
+                self._say_lacking(error)
+            return error
+        return None
 
-    def _say_lacking(self, why: str) -> None:
-        if not self._lacking:
-            self._lacking = True
-            free = shutil.disk_usage(self.folder).free
-            say(
-                f"sparsellm: the Weights & Biases record in {self.folder / FOLDER} lacks rows, for it cannot be written"
-                f" ({why}; {spelled(free)} free there): {self.folder / METRICS} has them all. Free some space"
-            )
+    def _say_lacking(self, why: str | Exception) -> None:
+        if self._lacking:
+            return
+        self._lacking = True
+        record = f"the Weights & Biases record in {self.folder / FOLDER} lacks rows"
+        kept = f"{self.folder / METRICS} has them all"
+        if isinstance(why, str) or (isinstance(why, OSError) and not isinstance(why, ConnectionError)):
+            free = "its folder is gone"
+            with suppress(OSError):
+                free = f"{spelled(shutil.disk_usage(self.folder).free)} free there"
+            say(f"sparsellm: {record}, for it cannot be written ({why}; {free}): {kept}. Free some space")
+        else:
+            say(f"sparsellm: {record}, for wandb failed ({_said(why)}): {kept}")
+
+
+def chosen_mode(asked: WandbMode) -> tuple[WandbMode, str]:
+    """Where rows are recorded, and what is to be said of the choice.
+
+    The environment belongs to the machine, which may have no internet: of it and of the configuration the one that asks
+    for less wins.
+    """
+    variable, value = "WANDB_MODE", os.environ.get("WANDB_MODE", "")
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+        variable, value = "WANDB_DISABLED", os.environ["WANDB_DISABLED"]
+    if not value:
+        return asked, ""
+    found = WandbMode.disabled if variable == "WANDB_DISABLED" else MODES.get(value.lower())
+    if found is None:
+        return asked, f"; {variable}={value} is ignored: it should be online, offline or disabled"
+    if LEAST_FIRST.index(found) < LEAST_FIRST.index(asked):
+        return found, f", for {variable}={value} in the environment asks for less than logging.wandb={asked.name}"
+    if found != asked:
+        return asked, f", for logging.wandb={asked.name} asks for less than {variable}={value} in the environment"
+    return asked, ""
+
+
+def _has_key() -> bool:
+    import wandb
+
+    return bool(wandb.api.api_key)
+
+
+def _init(config: Config, folder: Path, mode: Any) -> Any:
+    """A run of wandb's, in the run's `folder`. What a start that fails leaves is removed."""
+    import wandb
+
+    for part in offline_parts(folder):
+        if part.stat().st_size <= HEADER_BYTES:
+            shutil.rmtree(part.parent)
+    record = record_id(folder)
+    before = set((folder / FOLDER).iterdir())
+    given = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
+    try:
+        return wandb.init(
+            project=config.logging.wandb_project, group=config.logging.wandb_group, name=config.run.name, id=record,
+            resume="allow", config=without_folders(to_dict(config)), mode=mode, settings=wandb.Settings(**given),
+            # The process of wandb that writes may be of a parent that works in another folder (WANDB_SERVICE).
+            dir=folder.absolute(),
+        )  # fmt: skip
+    except Exception:
+        with suppress(Exception):
+            _end_service()  # which holds the id, so that no other start could have it (wandb 0.31)
+        for left in set((folder / FOLDER).glob("*run-*")) - before:
+            shutil.rmtree(left, ignore_errors=True)
+        raise
+
+
+def _end_service() -> None:
+    import wandb
+
+    wandb.teardown()
+
+
+def _have_a_home() -> None:
+    """wandb looks for its settings in the home, which a user id without an entry in the passwd file may not have."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = tempfile.gettempdir()
+
+
+@contextmanager
+def _environment(bare: bool) -> Iterator[None]:
+    """Without WANDB_MODE, which `chosen_mode` has read; `bare`: without all of wandb's variables but those set here."""
+    kept = ("WANDB_SILENT", "WANDB_ERROR_REPORTING")
+    hidden = {k: v for k, v in os.environ.items() if k.startswith("WANDB_") and (bare or k == "WANDB_MODE")}
+    hidden = {k: v for k, v in hidden.items() if k not in kept}
+    for key in hidden:
+        del os.environ[key]
+    try:
+        yield
+    finally:
+        for key, value in hidden.items():
+            os.environ.setdefault(key, value)  # WANDB_SERVICE is that of the process which was begun meanwhile
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """wandb keeps a log in the run's folder, too; where that cannot be written, logging prints tracebacks."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = before
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def _gave_up(file: Path) -> bool:
+    """Whether wandb stopped uploading the rows of `file`, as where the server refuses them; `finish` is silent."""
+    try:
+        return FATAL in (file.parent / "logs" / "debug-internal.log").read_bytes()
+    except OSError:
+        return False
 
 
 def record_id(folder: Path) -> str:
@@ -213,5 +366,8 @@ def sync_command(folder: Path) -> str | None:
     """What uploads the offline parts of the record of the run in `folder`; None: none waits for that."""
     if all(part.with_name(part.name + ".synced").exists() for part in offline_parts(folder)):
         return None
-    program = "wandb" if shutil.which("wandb") else f"{shlex.quote(sys.executable)} -m wandb"
-    return f"{program} sync {shlex.quote(str(folder / FOLDER))}"
+    return f"{_wandb_program()} sync {shlex.quote(str(folder / FOLDER))}"
+
+
+def _wandb_program() -> str:
+    return "wandb" if shutil.which("wandb") else f"{shlex.quote(sys.executable)} -m wandb"

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 from analysis.test_activity import small_model
 from datasets import Dataset
 from evaluation.conftest import LAST
+from safetensors.torch import load_file, save_file
 
 from sparsellm import benchmarks
-from sparsellm.analysis import AnalysisError, analyze_checkpoint, report, study
+from sparsellm.analysis import AnalysisError, analyze_checkpoint, figures, report, study
 from sparsellm.analysis.text import documents
 from sparsellm.commands import analyze
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, ConfigError, Dtype, load
@@ -28,7 +30,11 @@ LENGTH = 32  # of the run's sequences
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "notes.md"
+    return text_file(tmp_path)
+
+
+def text_file(folder):
+    path = folder / "notes.md"
     path.write_text("why water stone bird <|endoftext|> fish tree " * 40)
     return path
 
@@ -78,6 +84,32 @@ def test_the_same_bytes_every_time_and_nothing_of_an_earlier_analysis(run):
     (folder / "speedup.png").write_bytes(b"of an analysis on a GPU")
     analyzed(checkpoint=run)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_model_in_which_nothing_fires_is_analyzed_and_drawn(run, capsys):
+    _, before = analyzed(checkpoint=run)
+    names = {path.name for path in before.iterdir()}
+    weights = next(run.glob("checkpoints/step_00000004/hf")) / "model.safetensors"
+    tensors = load_file(weights)
+    zeros = {name: tensor * (0 if "gate_proj" in name else 1) for name, tensor in tensors.items()}
+    bare = shutil.copytree(weights.parent, run.parent / "silent")
+    save_file(zeros, bare / "model.safetensors", metadata={"format": "pt"})
+    results, folder = analyzed(checkpoint=bare, text=text_file(run.parent))
+    assert all(row["zeros"] == 1 for row in results["layers"])
+    assert {path.name for path in folder.iterdir()} == names
+    assert "cannot be drawn" not in capsys.readouterr().err
+
+
+def test_a_figure_that_cannot_be_drawn_takes_no_number_away(run, monkeypatch, capsys):
+    def fails(*_):
+        raise ValueError("all values are <= 0")
+
+    monkeypatch.setattr(figures, "_frequency", fails)
+    _, folder = analyzed(checkpoint=run)
+    assert (folder / "analysis.json").exists()
+    assert (folder / "union_by_layer.png").exists()
+    assert not (folder / "firing_frequency.png").exists()
+    assert "firing_frequency.png cannot be drawn (ValueError: all values are <= 0)" in capsys.readouterr().err
 
 
 def test_batches_change_no_count(run):

@@ -1,10 +1,13 @@
 """`python -m sparsellm.evaluate` and `evaluate_checkpoint` on a tiny trained run, on the CPU and without a network."""
 
+import errno
 import json
 import math
+import os
 import random
 import shutil
 import socket
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,15 +16,17 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
+import wandb
 from evaluation.conftest import LAST
 from evaluation.small_rows import write_rows
 from lm_eval.tasks import TaskManager
 from processes import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wandb_server import dead_url
 
 from sparsellm import hub
 from sparsellm.commands import evaluate
-from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, from_overrides
+from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, WandbMode, from_overrides, load, save
 from sparsellm.distributed import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
 from sparsellm.model import accelerate
@@ -259,16 +264,17 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
     assert not complete()
 
 
-def test_it_is_not_complete_before_it_is_recorded_or_of_other_weights(bare, rows):
+def test_results_are_written_and_shown_before_they_are_recorded_and_not_complete_of_other_weights(bare, rows):
     config = EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"])
+    shown = []
 
-    def killed(_):
-        raise KeyboardInterrupt
+    def fails(_):
+        raise RuntimeError("no record")
 
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_checkpoint(config, killed)
-    assert (bare / "evaluation/tasks/piqa.json").exists()
     assert not checkpoint.is_complete(config)
+    with pytest.raises(RuntimeError, match="no record"):
+        evaluate_checkpoint(config, fails, shown.append)
+    assert [json.loads((bare / "evaluation/results.json").read_text())] == shown
     recorded = []
     found = evaluate_checkpoint(config, recorded.append)
     assert recorded == [found]
@@ -518,3 +524,51 @@ def test_scores_reach_the_run_record(monkeypatch):
 def test_real_rows_of_all_seven(bare):
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(SHARED), limit=3))
     assert [task["rows"] for task in found["tasks"].values()] == [3] * 7
+
+
+def test_scores_are_written_where_the_records_server_is_not_there(run, rows, monkeypatch, capsys):
+    """With the real wandb, which ends its command after some 100 s and before the scores were written."""
+    config = load(run / "config.yaml")
+    save(replace(config, logging=replace(config.logging, wandb=WandbMode.online)), run / "config.yaml")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    wandb.teardown()
+    settings = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": dead_url(), "WANDB_INIT_TIMEOUT": "2"}
+    for name, value in (settings | {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}).items():
+        monkeypatch.setenv(name, value)
+    arguments = [f"checkpoint={run}", f"data_dir={rows}", "tasks=[piqa]", "device=cpu"]
+    assert evaluate.main(arguments, "evaluate") == 0
+    shown = capsys.readouterr()
+    results_json = run / LAST / "evaluation/results.json"
+    assert json.loads(results_json.read_text())["tasks"].keys() == {"piqa"}
+    assert str(results_json) in shown.out
+    assert "Weights & Biases: offline, for online failed: CommError" in shown.err
+    assert f"sync {run}/wandb" in shown.err
+    (record,) = (run / "wandb").glob("*run-*/*.wandb")
+    assert b"evaluation/piqa" in record.read_bytes()
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(1000.0, "perplexity over 1e308"), (math.nan, "failed: the loss is nan")])
+def test_a_held_out_loss_without_a_perplexity_takes_no_score_away(run, rows, monkeypatch, capsys, loss, shown):
+    monkeypatch.setattr(checkpoint, "cross_entropy", lambda *_: loss)
+    code = evaluate.main([f"checkpoint={run}", f"data_dir={rows}", "tasks=[piqa]", "device=cpu"], "evaluate")
+    assert code == (0 if math.isfinite(loss) else 1)
+    assert shown in capsys.readouterr().out
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    written = json.loads((run / LAST / "evaluation/results.json").read_text(), parse_constant=refuse)
+    assert written["tasks"].keys() == {"piqa"}
+    assert "evaluation/validation_perplexity" not in results.scores(written)
+
+
+def test_a_full_disk_at_the_end_of_an_evaluation_is_a_sentence_below_the_scores(bare, rows, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "write_whole", full)
+    assert evaluate.main([f"checkpoint={bare}", f"data_dir={rows}", "tasks=[piqa]", "device=cpu"], "evaluate") == 1
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[1].startswith("piqa")
+    assert "results.json cannot be written: [Errno 28] No space left on device" in shown.err

@@ -1,12 +1,15 @@
 """The table and the figure, from the files that runs leave and from nothing else."""
 
 import csv
+import errno
 import io
 import json
+import os
 
 import pytest
 from matplotlib.figure import Figure
 
+from sparsellm.commands import sweep as command
 from sparsellm.sweeps import commands, figure, report, table
 from sparsellm.sweeps.plan import plan
 
@@ -246,3 +249,47 @@ def test_the_same_numbers_give_the_same_files(swept):
     assert first["sweep.png"].startswith(b"\x89PNG")
     assert b"![" in first["sweep.md"]
     assert files() == first
+
+
+def test_a_figure_or_a_table_that_fails_is_a_sentence(swept, monkeypatch, capsys):
+    sweep = swept("sparsity.l1_coefficient=0,1e-3")
+    for point in sweep.points:
+        leave(point, scores=scored(0.5, arc_easy=0.6))
+    shown, unwritten = report.write_all(sweep)  # its folder is not there
+    assert f"| {sweep.points[0].name} " in shown
+    assert unwritten is not None
+    assert f"the table in {sweep.folder} cannot be written (FileNotFoundError: " in unwritten
+    assert "the same command writes the table" in unwritten
+    sweep.folder.mkdir(parents=True)
+
+    def fails(*_):
+        raise ValueError("not to be drawn")
+
+    monkeypatch.setattr(report.figure, "draw", fails)
+    _, unwritten = report.write_all(sweep)
+    assert unwritten is None
+    assert {path.name for path in sweep.folder.iterdir()} == {"sweep.csv", "sweep.md", "lock"}
+    assert "sweep cannot be drawn (ValueError: not to be drawn)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["table", "log"])
+def test_a_sweep_goes_on_where_its_table_or_a_log_cannot_be_written_and_ends_with_1(swept, monkeypatch, capsys, where):
+    sweep, done = swept("sparsity.l1_coefficient=0,1e-3"), []
+    sweep.folder.mkdir(parents=True)
+
+    def do(_sweep, point, _launcher):
+        done.append(point)
+        if where == "log":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "do", do)
+    if where == "table":
+        monkeypatch.setattr(report, "write_whole", full)
+    assert command.run(sweep) == 1
+    assert done == sweep.points
+    shown = capsys.readouterr().err
+    assert "No space left on device" in shown.splitlines()[-1]
+    assert ("the same command writes the table" in shown) == (where == "table")

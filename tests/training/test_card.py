@@ -1,16 +1,18 @@
 """The model card of a checkpoint: what the run's rows say up to its step, and commands that give the same run."""
 
 import json
+import random
 import shlex
+import subprocess
 
 import pytest
 import yaml
 from small_run import small_config, small_trainer
 
-from sparsellm.config import definition, from_overrides
+from sparsellm.config import definition, from_overrides, quoted
 from sparsellm.evaluation.locate import locate
 from sparsellm.training import card, run_folder
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, MetricsFile, read
 
 
 def row(step, **values):
@@ -145,3 +147,59 @@ def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open(
     assert card.licensed(own, "other") == own
     with pytest.raises(ValueError, match="its head is not a model card's"):
         card.licence("---\n- a\n---\n")
+
+
+def test_names_of_a_card_are_one_cell_of_text_each():
+    hostile = "a|b\n\n<img src=x onerror=alert(1)> [c](http://d) `e` *f*"
+    text = card.text(small_config("data=files", f"data.name={quoted(hostile)}", f"init_from={quoted(hostile)}"), 6, [])
+    cell = r"a\|b &lt;img src=x onerror=alert(1)&gt; \[c\](http://d) \`e\` \*f\*"
+    assert f"| data | {cell} |" in text.splitlines()
+    assert f"| initial weights | '{cell}', whose licence counts too |" in text.splitlines()
+    for line in text.splitlines():
+        assert "<img" not in line or line.startswith("    ")  # a block of code shows it as it is
+
+
+def test_a_command_is_on_one_line_and_the_shell_reads_what_was_meant():
+    hostile = "a\nb\t'c\\ \u2028d"
+    for command in card.commands_of(from_overrides(["experiment=smoke", "data=files", f"data.name={quoted(hostile)}"])):
+        assert len(command.splitlines()) == 1
+        given = subprocess.run(
+            ["bash", "-c", command.replace("sparsellm", "printf '%s\\0'", 1)], capture_output=True, check=True,
+            env={"LC_ALL": "C.UTF-8"},
+        ).stdout.decode().split("\0")  # fmt: skip
+        assert from_overrides([each for each in given if "=" in each]).data.name == hostile
+
+
+@pytest.mark.parametrize(
+    ("value", "public"),
+    [
+        ("/home/me/x", "FOLDER/x"), ("~/x", "FOLDER/x"), ("../me/x", "FOLDER/x"), ("a/../../me/x", "FOLDER/x"),
+        ("file:///home/me/x", "FOLDER/x"), ("owner/name", "owner/name"), ("c/*.jsonl", "c/*.jsonl"),
+        ("https://me:p@ss@host/a/x.jsonl?token=1#2", "https://host/a/x.jsonl"),
+        ("hf://datasets/owner/name@main/x.parquet", "hf://datasets/owner/name@main/x.parquet"),
+        ("zip://*.jsonl::https://t@host/x.zip?token=1", "zip://*.jsonl::https://host/x.zip"),
+        ("zip://*.jsonl::/home/me/x.zip", "zip://*.jsonl::FOLDER/x.zip"),
+        ([{"data": "/home/me/web", "weight": 1}, None, 3], [{"data": "FOLDER/web", "weight": 1}, None, 3]),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_this_machine_or_its_user_is_left_out(value, public):
+    assert card.without_folders(value) == public
+    assert card.without_folders(public) == public
+
+
+def test_the_few_rows_that_a_run_keeps_for_its_cards_give_the_cards_of_all_rows(tmp_path):
+    draw, config = random.Random(1), small_config()
+    rows: list[dict] = []
+    file = MetricsFile(tmp_path / METRICS, last_step=0)
+    for step in range(1, 40):
+        validated, scored = draw.random() < 0.2, draw.random() < 0.2
+        values = dict.fromkeys(IN_EVERY_ROW) | {"tokens": step, "skipped_steps": 0}
+        values |= {"tokens_per_s": 1.0, "l1_coefficient": 0.0}
+        scores = {"mean": draw.random(), "piqa": None} if scored else None
+        rows.append(values | row(step, ce=draw.random(), val_ce=draw.random() * validated or None, evaluation=scores))
+        file.write(rows[-1])
+        if step == 20:  # a resume
+            file.close()
+            file = MetricsFile(tmp_path / METRICS, last_step=20)
+        assert len(file.telling) <= 3
+        assert card.text(config, step, file.telling) == card.text(config, step, rows)

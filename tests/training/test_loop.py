@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from itertools import pairwise
@@ -599,3 +600,25 @@ def test_a_sample_that_fails_comes_after_the_summary_and_hides_nothing(tmp_path,
     assert "nonzeros per token" in shown.out
     (said,) = (line for line in shown.err.splitlines() if "gives no sample" in line)
     assert said.endswith("step_00000012/hf gives no sample of its text: ValueError: no such architecture")
+
+
+def test_a_run_whose_folder_was_removed_saves_its_weights_and_ends_with_an_error(tmp_path):
+    folder = tmp_path / "run"
+    with small_trainer(folder, "run.checkpoint_every=4") as trainer:
+        advance = trainer.advance
+
+        def removing(batches):
+            if trainer.step == 6:
+                trainer.checkpoints.settle()
+                shutil.move(folder / "tokenizer", tmp_path)  # which a run has in data/
+                shutil.rmtree(folder)
+                folder.mkdir()
+                shutil.move(tmp_path / "tokenizer", folder)
+            return advance(batches)
+
+        trainer.advance = removing
+        with pytest.raises(MetricsError, match=r"ends at step 8, for .*metrics\.jsonl was removed or replaced while"):
+            trainer.fit()
+    with small_trainer(folder, "run.checkpoint_every=4", "run.skip_damaged=true") as trainer:
+        assert trainer.fit() == 0
+    assert next(row["step"] for row in read(folder / METRICS)) > 8

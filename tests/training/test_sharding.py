@@ -169,7 +169,8 @@ def save_and_resume(rank, world_size, folder):
         for shard in SHARDS:
             trainer = trainer_in(folder / f"{shard}-{world_size}", ranks, f"runtime.shard={shard}", "training.steps=2")
             trainer._resume()
-            trainer.metrics = SimpleNamespace(saved=lambda: SimpleNamespace(_asdict=lambda: None), sync=lambda: None)
+            saved = lambda: SimpleNamespace(_asdict=lambda: None)  # noqa: E731
+            trainer.metrics = SimpleNamespace(saved=saved, sync=lambda: None, telling=[])
             batches = trainer.data.batches(None)
             for _ in range(2):
                 trainer.advance(batches)
