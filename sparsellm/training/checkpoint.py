@@ -17,9 +17,8 @@ Leftovers of the first three kinds are cleared at construction and at each save,
 not share a folder. All ranks see it, on several nodes through a shared file system, with room for one checkpoint more
 than are kept.
 
-`state/` is for one's own runs only: DCP's `.metadata` is a pickle, and reading one runs what its author wrote. The
-checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
-`hf/` is the part to exchange.
+The checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved
+it. So nothing that `state/` holds is run (state_reader.py). `hf/` is the part to exchange.
 
 Which rank writes what is in snapshot.py. Tensors in shards (DTensors) are loaded into whatever shards, or whole
 tensors, the loading ranks have: DCP cuts and joins them.
@@ -53,6 +52,7 @@ from sparsellm.distributed import Ranks, explain_failure, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 from sparsellm.training.snapshot import MODEL_PREFIX, own_copies, to_host, write
+from sparsellm.training.state_reader import StateReader, StateRefused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
@@ -167,7 +167,7 @@ class Checkpoints:
             # The collective part comes first: a rank that failed before it would leave the others waiting inside.
             dcp.load(
                 {**tensors, **rank_tensors},
-                storage_reader=dcp.FileSystemReader(state),
+                storage_reader=StateReader(state),
                 process_group=self.ranks.checkpoint_group,
             )
             return json.loads((state / VALUES).read_text()), json.loads((state / rank_json(owner)).read_text())
@@ -314,7 +314,7 @@ class Checkpoints:
         error: str | None = None
         try:
             result = work()
-        except CheckpointError as exception:
+        except (CheckpointError, StateRefused) as exception:
             cause, error = exception, str(exception)
         except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
             reasons = {rank: reason for rank, (reason, _) in exception.failures.items()}
@@ -387,7 +387,7 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
     """
     saved = {
         name: (str(entry.properties.dtype), list(entry.size), entry)
-        for name, entry in dcp.FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        for name, entry in StateReader(state).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     shared = {name: entry[:2] for name, entry in saved.items() if not name.startswith(RANK_PREFIX)}
