@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
-    {"console", "locks"}, {"ops", "figures", "files", "garbage", "hub", "lifeline", "processes"},
+    {"console", "locks", "regular"}, {"ops", "figures", "files", "garbage", "hub", "lifeline", "processes"},
     {"config", "distributed", "run_layout", "calibration"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
     {"sweeps", "benchmarks"}, {"commands"}, {"cli"},
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from sparsellm import regular
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import CONFIGS, EXPERIMENT, Typed, parse
 from sparsellm.config.schema import (
@@ -47,6 +48,7 @@ AnyConfig = TypeVar(
 )
 Flat = dict[str, Any]  # group.key -> plain value
 
+LONGEST = 1 << 20  # bytes of a config.yaml
 SEAL = "# checksum xxh3_64 "  # begins a config.yaml
 COMPOSITION = "train"  # the file of configs/ that composes a Config
 WARMUP = "optimizer.warmup_steps"
@@ -216,7 +218,7 @@ def load(path: Path) -> Config:
         ) from None
 
     try:
-        text = path.read_bytes().decode()
+        text = regular.content(path, LONGEST).decode()
     except UnicodeDecodeError as error:
         refuse(f"byte {error.start + 1} is not UTF-8")
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from sparsellm import regular
 from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
 from sparsellm.files import read_json
@@ -121,7 +122,7 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
 def file_digest(path: Path) -> str:
     """xxh3_128 of a file's contents, in hex, as a run's checkpoints record it."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with regular.to_read(path) as file:
         while piece := file.read(1 << 24):
             digest.update(piece)
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """What a sweep leaves: sweep.csv, sweep.md, sweep.png and sweep.pdf in its folder, always made anew from its runs."""
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.files import write_whole
 from sparsellm.sweeps import figure, table
 from sparsellm.sweeps.plan import COEFFICIENT, Sweep
@@ -13,7 +13,7 @@ def write_all(sweep: Sweep) -> str:
 
     Tasks of a SLURM array do this side by side: one at a time, so that the last one has seen the results of all.
     """
-    with (sweep.folder / "lock").open("w") as file:
+    with regular.to_write(sweep.folder / "lock", "w") as file:
         locks.take(file)
         rows = table.rows(sweep)
         pictures = figure.draw(sweep, rows)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.config import (
     FLOAT32,
     MOMENTS,
@@ -129,7 +129,7 @@ def is_finished(config: Config) -> bool:
     if config.run.restart:
         return False
     try:
-        committed = json.loads((checkpoint(config.run.folder, config.training.steps) / COMMITTED).read_bytes())
+        committed = json.loads(regular.content(checkpoint(config.run.folder, config.training.steps) / COMMITTED))
         return committed["step"] == config.training.steps and isinstance(committed["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -279,7 +279,7 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")  # whoever is refused leaves it as it is
+        file: TextIO = regular.to_write(folder / LOCK, "a")  # whoever is refused leaves it as it is
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)

@@ -1,8 +1,8 @@
 """Reads a checkpoint's state/ through torch.distributed.checkpoint (DCP), and runs nothing that it holds.
 
-DCP keeps the tensors in files that torch reads with weights_only, and what they are in `.metadata`: a pickle, which could
-name any function of Python to be called. Here it names only the classes that describe tensors (NAMES), each of which does
-nothing but hold values. BytesStorageMetadata is not among them: DCP would unpickle the bytes that it stands for.
+DCP keeps the tensors in files that torch reads with weights_only, and describes them in `.metadata`: a pickle, which
+could name any function of Python to be called. Here it may name only the classes that describe tensors (NAMES), which
+hold values and do nothing else. BytesStorageMetadata is not among them: DCP would unpickle the bytes it stands for.
 """
 
 import pickle
@@ -58,6 +58,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _refuse(path: Path, why: str) -> NoReturn:
     raise StateRefused(
-        f"{path} {why}, as no checkpoint of sparsellm does: nothing in it was run. Find out who wrote it, and resume from"
-        " another checkpoint"
+        f"{path} {why}, as no checkpoint of sparsellm does: nothing in it was run. Find out who wrote it, and resume"
+        " from another checkpoint"
     )

@@ -65,9 +65,9 @@ PLANTED = {
     "posix.system": lambda file, marker: pickle.dumps(Calls(os.system, f"touch {marker}")),
     "builtins.exec": lambda file, marker: pickle.dumps({"a": Calls(exec, f"open({str(marker)!r}, 'w')")}),
     # Found from a module whose other names are known.
-    "torch.distributed.checkpoint.metadata.os.system": lambda file, marker: Named(
-        "torch.distributed.checkpoint.metadata", "os.system", f"touch {marker}"
-    ).spelled,
+    "torch.distributed.checkpoint.metadata.os.system": lambda file, marker: (
+        Named("torch.distributed.checkpoint.metadata", "os.system", f"touch {marker}").spelled
+    ),
     "torch.load": lambda file, marker: Named("torch", "load", str(marker)).spelled,
     # Bytes that DCP would unpickle.
     "BytesStorageMetadata": lambda file, marker: changed(file, bytes_entry),
