@@ -5,6 +5,7 @@ none hides another one. Where the grammar cannot read a text (`data.path=~/a=b`)
 """
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -25,6 +26,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout the configs stand beside the package; a wheel carries them inside it.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 EXPERIMENT = "experiment"
+# Keys that name a file or a folder, or may do so.
+PATHS = (
+    "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
+    "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
+    "text",
+)  # fmt: skip
+LONGEST_NAME = 255  # bytes of a file's name, in the file systems of Linux
 
 
 @dataclass
@@ -123,9 +131,35 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
         typed.mistakes.append(f"{name} is {raw}: it takes one value; a list of them is for the command `sweep`")
     else:
         try:
-            typed.keys[name] = convert(kinds[name], value, raw)
+            converted = convert(kinds[name], value, raw)
         except ValueError as error:
             typed.mistakes.append(f"{name} is {raw or 'empty'}: it must be {error}")
+            return
+        if name in PATHS and (found := [mistake for path in _strings(converted) for mistake in _path_mistakes(path)]):
+            typed.mistakes += [f"{name}={mistake}" for mistake in found]
+        else:
+            typed.keys[name] = converted
+
+
+def _strings(value: Any) -> list[str]:
+    """The texts in a plain value."""
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inside for text in _strings(each)]
+
+
+def _path_mistakes(path: str) -> list[str]:
+    """Why `path` can be none, wherever it leads: looking for it would raise."""
+    first, *_ = parts = path.split("/")
+    if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
+        return [f"{path} has the home folder of a user that there is not, {first[1:]}: write the path without {first}"]
+    if longest := max((part for part in parts if len(os.fsencode(part)) > LONGEST_NAME), key=len, default=""):
+        size = len(os.fsencode(longest))
+        return [
+            f"{path:.40}... has a name of {size} bytes, {longest:.20}...: a file's takes {LONGEST_NAME} at the most"
+        ]
+    return []
 
 
 def _value(text: str, raw: str) -> Any:

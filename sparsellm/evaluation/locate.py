@@ -130,6 +130,13 @@ def file_digest(path: Path) -> str:
 
 def locate(name: str) -> Checkpoint:
     """The model that `name` means; a run's folder means its last checkpoint. Raises CheckpointNotFound."""
+    try:
+        return _located(name)
+    except OSError as error:  # it lies in a folder of somebody else
+        raise CheckpointNotFound(f"checkpoint={name} cannot be read: {error.strerror}: {error.filename}") from error
+
+
+def _located(name: str) -> Checkpoint:
     path = Path(name).expanduser()
     if not path.exists():
         if _means_a_path(name):

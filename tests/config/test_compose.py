@@ -18,7 +18,9 @@ from sparsellm.config import (
     save,
     to_dict,
 )
-from sparsellm.config.values import flat
+from sparsellm.config.overrides import PATHS, sweep_request
+from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
+from sparsellm.config.values import flat, flat_types
 
 
 def choices(group):
@@ -270,3 +272,24 @@ def test_baselines_and_ablations_compose():
         assert mistakes(config, 8) == []
     dense = from_overrides(["experiment=1p5b", "sparsity=dense_silu"])
     assert (dense.sparsity.activation, dense.sparsity.l1_coefficient) == (Activation.silu, 0)
+
+
+@pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig])
+def test_a_path_that_can_be_none_is_refused_under_every_key(schema):
+    nobody, long = "~no-such-user/x", f"a/{'é' * 128}"
+    keys = [key for key in PATHS if key in flat_types(schema)]
+    assert keys
+    for key in keys:
+        for path, why in [(nobody, "a user that there is not, no-such-user"), (long, "a name of 256 bytes")]:
+            typed = f"[{{data: '{path}'}}]" if key == "data.mix" else f"'{path}'"
+            (mistake,) = composition([f"{key}={typed}"], schema).mistakes
+            assert mistake.startswith(f"{key}={path:.40}")
+            assert why in mistake
+
+
+def test_every_key_of_a_path_is_one_of_some_schema():
+    schemas = [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig]
+    known = set().union(*map(flat_types, schemas)) | {f"sweep.{key}" for key in flat_types(SweepConfig)}
+    assert known >= set(PATHS)
+    with pytest.raises(ConfigError, match="sweep.root=~no-such-user/x has the home folder of a user that there is not"):
+        sweep_request(["sweep.root=~no-such-user/x"])
