@@ -273,4 +273,7 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
 def quoted(value: str) -> str:
     """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
-    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
+    if re.fullmatch(r"[\w./-]+", value) and value.lower() != "null":
+        return value
+    # Before a quote a backslash stands for what follows it; everywhere else, for itself.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

@@ -18,7 +18,7 @@ from sparsellm.config import (
     save,
     to_dict,
 )
-from sparsellm.config.overrides import PATHS, sweep_request
+from sparsellm.config.overrides import PATHS, quoted, sweep_request
 from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
 from sparsellm.config.values import flat, flat_types
 
@@ -291,7 +291,12 @@ def test_every_key_of_a_path_is_one_of_some_schema():
     schemas = [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig]
     known = set().union(*map(flat_types, schemas)) | {f"sweep.{key}" for key in flat_types(SweepConfig)}
     assert known >= set(PATHS)
-    with pytest.raises(
-        ConfigError, match=r"sweep.root=~no-such-user/x has the home folder of a user"
-    ):
+    with pytest.raises(ConfigError, match=r"sweep.root=~no-such-user/x has the home folder of a user"):
         sweep_request(["sweep.root=~no-such-user/x"])
+
+
+@pytest.mark.parametrize(
+    "path", ["a b", "a'b", "a\\", "a\\'b", "\\\\'", "a\nb", 'a"b', "a[b]{c}", "a,b", "a$b=c", "null", "(a)#;", "é"]
+)
+def test_a_path_comes_back_from_the_command_that_spells_it(path):
+    assert from_overrides([f"output_dir={quoted(path)}"], EvaluateConfig).output_dir == path
