@@ -66,7 +66,7 @@ _LATER = {
         "import_mistakes",
         "push_mistakes",
     ),
-    "command": ("entry_point",),
+    "command": ("entry_point", "looked_at"),
     "compose": ("composition", "from_overrides", "load", "save", "typed_values"),
     "overrides": ("CONFIGS", "SweepRequest", "quoted", "sweep_request"),
     "rules": (
@@ -138,6 +138,7 @@ __all__ = [
     "l1_coefficient_as",
     "l1_denominator",
     "load",
+    "looked_at",
     "memory_mistakes",
     "mistakes",
     "parameters",

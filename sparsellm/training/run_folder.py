@@ -137,8 +137,11 @@ def is_finished(config: Config) -> bool:
 
 def view(config: Config) -> str:
     """What is in the folder of the run that `config` names, in words that nodes compare."""
-    if config.run.restart or not (config.run.folder / CONFIG).is_file():
-        return f"no run in {config.run.folder}"
+    try:
+        if config.run.restart or not (config.run.folder / CONFIG).is_file():
+            return f"no run in {config.run.folder}"
+    except OSError as error:  # of a folder of somebody else, which the check of the configuration names
+        return f"{config.run.folder} that cannot be read ({error.strerror})"
     return f"{'a finished' if is_finished(config) else 'an unfinished'} run in {config.run.folder}"
 
 

@@ -18,6 +18,7 @@ from sparsellm.config import (
     save,
     to_dict,
 )
+from sparsellm.config.command import refused
 from sparsellm.config.overrides import PATHS, quoted, sweep_request
 from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
 from sparsellm.config.values import flat, flat_types
@@ -300,3 +301,11 @@ def test_every_key_of_a_path_is_one_of_some_schema():
 )
 def test_a_path_comes_back_from_the_command_that_spells_it(path):
     assert from_overrides([f"output_dir={quoted(path)}"], EvaluateConfig).output_dir == path
+
+
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys):
+    """As in a folder of somebody else; here, for the whole path is longer than the system takes."""
+    assert refused("import_model", [f"output_dir={'a/' * 2100}", "checkpoint=x"])
+    said = capsys.readouterr().err
+    assert "a/a/ cannot be read (File name too long): ask its owner" in said
+    assert "Traceback" not in said
