@@ -11,6 +11,7 @@ A sealed file is a JSON object whose last key, "xxh3", is the checksum of all th
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
-from sparsellm import locks
+from sparsellm import locks, regular
 
 _SEAL = b',\n "xxh3": "'
 
@@ -37,7 +38,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     """The same for what is written piece by piece: an open file, which takes the place of `path` when the block ends.
 
     An exception in the block leaves what was there before. Of several processes that write one path, each waits until
-    the one before it is done.
+    the one before it is done. A link at `path` is replaced, not followed.
     """
     partial = path.with_name(f"{path.name}.partial")
     with _alone(partial) as file:
@@ -56,13 +57,17 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def _alone(partial: Path) -> Iterator[BinaryIO]:
     """`partial`, open for writing, empty, and locked until the block ends.
 
-    Whoever held the lock before has renamed or removed the file that was opened here: then another one is.
+    Whoever held the lock before has renamed or removed the file that was opened here: then another one is. What no
+    writer of ours has left there, a link or a FIFO, is removed: in a folder that others may write to, it may have been
+    planted, and lead to a file of this user.
     """
 
     def keeping(name: str, flags: int) -> int:  # what is in the file, which another process may be writing
-        return os.open(name, flags & ~os.O_TRUNC, 0o666)
+        return regular.itself(name, flags & ~os.O_TRUNC)
 
     while True:
+        if _is_planted(partial):
+            partial.unlink(missing_ok=True)
         with open(partial, "wb", opener=keeping) as file:
             locks.take(file)
             if _is_at(partial, file):
@@ -71,9 +76,17 @@ def _alone(partial: Path) -> Iterator[BinaryIO]:
                 return
 
 
+def _is_planted(partial: Path) -> bool:
+    try:
+        found = partial.lstat()
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISDIR(found.st_mode) and not (stat.S_ISREG(found.st_mode) and found.st_nlink == 1)
+
+
 def _is_at(path: Path, file: BinaryIO) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
@@ -88,9 +101,9 @@ def sync(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3 and so on that does not exist."""
+    """`path`, or the first of path-2, path-3 and so on that does not exist, not even as a link that leads nowhere."""
     candidate, number = path, 1
-    while candidate.exists():
+    while os.path.lexists(candidate):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
@@ -126,7 +139,7 @@ def _ending(body: bytes) -> bytes:
 
 def _content(path: Path, error: type[Exception], remedy: str) -> bytes:
     try:
-        return path.read_bytes()
+        return regular.content(path)
     except FileNotFoundError:
         raise error(f"{path} is missing: {remedy}") from None
     except OSError as problem:

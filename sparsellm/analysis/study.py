@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsellm import hub
+from sparsellm import hub, regular
 from sparsellm.analysis import activity, numbers, recordings, report, speed
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
@@ -156,7 +156,7 @@ def _writable(folder: Path, key: str) -> Path:
     """The folder that `key` names, made. Raises AnalysisError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
+        regular.to_write(folder / ".writable", "a").close()
         (folder / ".writable").unlink()
     except OSError as error:
         raise AnalysisError(f"{folder} cannot be written: {error}; choose another folder for {key}") from error

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.calibration.measure import METHOD
 from sparsellm.console import is_main_rank, warn
 from sparsellm.files import read_sealed, write_sealed
@@ -53,7 +53,7 @@ def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
     """
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:  # two layers may be measured at a time
+    with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at a time
         locks.take(lock)
         values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
         values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": tried}
@@ -73,7 +73,7 @@ def measuring() -> Iterator[bool]:
     path, deadline = file(), time.monotonic() + PATIENCE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".measuring").open("w")
+        lock = regular.to_write(path.with_suffix(".measuring"), "w")
     except OSError:
         yield True
         return

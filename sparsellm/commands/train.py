@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsellm import data, distributed
-from sparsellm.config import Config, RuntimeConfig, entry_point, memory_mistakes, mistakes
+from sparsellm.config import Config, RuntimeConfig, entry_point, looked_at, memory_mistakes, mistakes
 from sparsellm.console import is_main_rank, warn
 from sparsellm.distributed import (
     MainRankFailed,
@@ -69,7 +69,11 @@ def _of_rank(error: Exception) -> str:
     return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
 
 
-@entry_point(lambda config, typed: agreed(check(config, typed), run_folder.view(config)), values, Config, initial.adopt)
+def _agreed_mistakes(config: Config, typed: list[str]) -> list[str]:
+    return agreed(looked_at(lambda: check(config, typed)), run_folder.view(config))
+
+
+@entry_point(_agreed_mistakes, values, Config, initial.adopt)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         leave()

@@ -72,9 +72,11 @@ def entry_point(
                 typed = _without_cfg(arguments) if show else arguments
                 composed = composition(typed, schema)
                 if show or composed.mistakes:
-                    found = composed.mistakes + (adopt(composed.config, typed) or values(composed.config))
+                    found = composed.mistakes + looked_at(
+                        lambda: adopt(composed.config, typed) or values(composed.config)
+                    )
                 else:
-                    found = check(composed.config, typed)
+                    found = looked_at(lambda: check(composed.config, typed))
                 if found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
@@ -106,13 +108,23 @@ def refused(command: str, arguments: list[str]) -> bool:
             composed = composition(arguments, schema)
             # The model of init_from is not read yet: rules that look at its values would look at others.
             whole = getattr(composed.config, "init_from", None) is None
-            found = composed.mistakes + (rules(composed.config) if whole else [])
+            found = composed.mistakes + (looked_at(lambda: rules(composed.config)) if whole else [])
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
     except ConfigError as error:
         _warn(str(error))
         return True
     return False
+
+
+def looked_at(look: Callable[[], list[str]]) -> list[str]:
+    """The mistakes that `look()` finds; or that it may not look, as in a folder of somebody else."""
+    try:
+        return look()
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return [f"{error.filename} cannot be read ({error.strerror}): ask its owner for it, or give another path"]
 
 
 def _without_cfg(arguments: list[str]) -> list[str]:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 
 import xxhash
-import yaml  # type: ignore[import-untyped]
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from sparsellm import regular
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
 from sparsellm.config.overrides import Typed, parse
@@ -231,7 +232,7 @@ def load(path: Path) -> Config:
         ) from None
 
     try:
-        text = path.read_bytes().decode()
+        text = regular.content(path).decode()
     except UnicodeDecodeError as error:
         refuse(f"byte {error.start + 1} is not UTF-8")
     except OSError as error:

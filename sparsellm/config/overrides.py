@@ -5,6 +5,7 @@ none hides another one. Where the grammar cannot read a text (`data.path=~/a=b`)
 """
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -24,6 +25,13 @@ from sparsellm.config.values import build, flat_types, nested, unknown_key
 # A list that Hydra's grammar cannot read, because file names hold characters it has no place for: [~/a(1).txt, b].
 _LIST = re.compile(r"\[(.*)\]", re.DOTALL)
 _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
+# Keys that name a file or a folder, or may do so.
+PATHS = (
+    "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
+    "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
+    "text",
+)  # fmt: skip
+LONGEST_NAME = 255  # bytes of a file's name, in the file systems of Linux
 
 
 @dataclass
@@ -115,9 +123,35 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
         typed.mistakes.append(f"{name} is {raw}: it takes one value; a list of them is for the command `sweep`")
     else:
         try:
-            typed.keys[name] = convert(kinds[name], value, raw)
+            converted = convert(kinds[name], value, raw)
         except ValueError as error:
             typed.mistakes.append(f"{name} is {raw or 'empty'}: it must be {error}")
+            return
+        if name in PATHS and (found := [mistake for path in _strings(converted) for mistake in _path_mistakes(path)]):
+            typed.mistakes += [f"{name}={mistake}" for mistake in found]
+        else:
+            typed.keys[name] = converted
+
+
+def _strings(value: Any) -> list[str]:
+    """The texts in a plain value."""
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inside for text in _strings(each)]
+
+
+def _path_mistakes(path: str) -> list[str]:
+    """Why `path` can be none, wherever it leads: looking for it would raise."""
+    first, *_ = parts = path.split("/")
+    if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
+        return [f"{path} has the home folder of a user that there is not, {first[1:]}: write the path without {first}"]
+    if longest := max((part for part in parts if len(os.fsencode(part)) > LONGEST_NAME), key=len, default=""):
+        size = len(os.fsencode(longest))
+        return [
+            f"{path:.40}... has a name of {size} bytes, {longest:.20}...: a file's takes {LONGEST_NAME} at the most"
+        ]
+    return []
 
 
 def _value(text: str, raw: str) -> Any:
@@ -236,4 +270,7 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
 def quoted(value: str) -> str:
     """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
-    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "\\'") + "'"
+    if re.fullmatch(r"[\w./-]+", value) and value.lower() != "null":
+        return value
+    # Before a quote a backslash stands for what follows it; everywhere else, for itself.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

@@ -9,6 +9,7 @@ own samples each source makes epochs as if it were alone (packed.py); a small on
 import shlex
 from dataclasses import dataclass
 from functools import lru_cache
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def folders(config: Config) -> dict[str, Path]:
     """The sources by their names; a name that is no path is that of data/NAME."""
     given = [source["data"] for source in config.data.mix]
     return {
-        name: Path("data", name) if given == name else Path(given).expanduser()
+        name: Path("data", name) if given == name else Path(expanduser(given))  # noqa: PTH111 (Path's may raise)
         for name, given in zip(config.data.mix_names, given, strict=True)
     }
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.config import Config, Source
 from sparsellm.data import corpus, encoding, sources, tokenizer
 from sparsellm.data.checksums import VERIFIED, Verified, digest_of, stamp
@@ -520,7 +520,7 @@ def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
 
 def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
     """Let the file at `path` hold its first `kept` numbers, and after them `values`."""
-    with path.open("r+b") as file:
+    with regular.to_write(path, "r+b") as file:
         file.truncate(kept * values.itemsize)
         file.seek(0, os.SEEK_END)
         file.write(values.tobytes())
@@ -573,7 +573,7 @@ class _Writer:
         sizes = _sizes(split, manifest)
         for name, size in sizes.items():
             path = folder / name
-            path.touch()
+            regular.to_write(path, "ab").close()
             if path.stat().st_size < size:
                 raise DataError(
                     f"{path} has {path.stat().st_size:,} bytes and {folder}/progress.json says {size:,}:"
@@ -584,7 +584,7 @@ class _Writer:
             if size > 0 and self.recorded.get(name) != written:
                 raise DataError(corrupt(folder, name))
             os.truncate(path, size)
-        self.files = {name: (folder / name).open("ab") for name in sizes}
+        self.files = {name: regular.to_write(folder / name, "ab") for name in sizes}
 
     def __enter__(self) -> "_Writer":
         return self
@@ -644,7 +644,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """One process at a time prepares `folder`; the system releases the lock of a killed one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
+        file = regular.to_write(folder / "lock", "w")
     except OSError as error:
         raise DataError(f"data.path={folder} cannot be written: {error}; choose another data.path") from error
     with file:

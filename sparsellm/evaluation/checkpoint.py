@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsellm import hub
+from sparsellm import hub, regular
 from sparsellm.config import (
     ConfigError,
     EvaluateConfig,
@@ -92,7 +92,7 @@ def is_complete(config: EvaluateConfig) -> bool:
         return False
     request = Request(config, locate(config.checkpoint))
     try:
-        written = (request.output / RESULTS).read_text(encoding="utf-8")
+        written = regular.content(request.output / RESULTS)
         if not set(request.tasks) <= json.loads(written)["tasks"].keys():
             return False  # known without the rows
         with hub.offline(request.on_hub is None or not hub.answers(request.on_hub)):
@@ -368,6 +368,6 @@ class Evaluation:
 def _identity_in(path: Path) -> str | None:
     """Of which weights a results.json is; None without one, and of one that does not say so."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("identity")
+        return json.loads(regular.content(path)).get("identity")
     except (OSError, ValueError):
         return None

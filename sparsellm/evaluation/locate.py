@@ -5,13 +5,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from sparsellm import regular
 from sparsellm.config import RunConfig
 from sparsellm.data.tokenizer import is_missing
 from sparsellm.files import read_json
@@ -90,23 +91,31 @@ class Checkpoint:
         """
         if self.folder is None:
             return f"{self.model}@{pretrained.commit(self.model)}"
-        files = sorted(path for path in Path(self.model).iterdir() if path.is_file())
-        with ThreadPoolExecutor(DIGEST_THREADS) as pool:
-            digests = dict(zip([path.name for path in files], pool.map(file_digest, files), strict=True))
+        files = {path.name: path for path in sorted(Path(self.model).iterdir()) if path.is_file()}
         if self.has_checksums:
-            remedy = "give another one"
-            committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
-            try:
-                files = committed["files"].items()
-                wanted = {Path(n).name: e["xxh3_128"] for n, e in files if n.startswith(f"{HF}/")}
-            except (KeyError, TypeError, AttributeError) as error:
-                raise CheckpointNotFound(f"{self.folder / COMMITTED} is damaged: {remedy}") from error
-            if wrong := sorted(n for n in wanted.keys() | digests.keys() if wanted.get(n) != digests.get(n)):
-                raise CheckpointNotFound(
-                    f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} is not as"
-                    f" {COMMITTED} says; {remedy}"
-                )
+            # First what takes no time: a file may have grown by more than can be read.
+            self._require({name: path.stat().st_size for name, path in files.items()}, "bytes")
+        with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+            digests = dict(zip(files, pool.map(file_digest, files.values()), strict=True))
+        if self.has_checksums:
+            self._require(digests, "xxh3_128")
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+    def _require(self, found: Mapping[str, object], entry: str) -> None:
+        """Raises CheckpointNotFound if what is `found` of each file is not the `entry` that COMMITTED has of it."""
+        assert self.folder is not None
+        remedy = "give another one"
+        committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
+        try:
+            files = committed["files"].items()
+            wanted = {Path(n).name: e[entry] for n, e in files if n.startswith(f"{HF}/")}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointNotFound(f"{self.folder / COMMITTED} is damaged: {remedy}") from error
+        if wrong := sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n)):
+            raise CheckpointNotFound(
+                f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} is not as"
+                f" {COMMITTED} says; {remedy}"
+            )
 
 
 def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
@@ -123,7 +132,7 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
 def file_digest(path: Path) -> str:
     """xxh3_128 of a file's contents, in hex, as a run's checkpoints record it."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with regular.to_read(path) as file:
         while piece := file.read(1 << 24):
             digest.update(piece)
     return digest.hexdigest()
@@ -131,6 +140,13 @@ def file_digest(path: Path) -> str:
 
 def locate(name: str) -> Checkpoint:
     """The model that `name` means; a run's folder means its last checkpoint. Raises CheckpointNotFound."""
+    try:
+        return _located(name)
+    except OSError as error:  # it lies in a folder of somebody else
+        raise CheckpointNotFound(f"checkpoint={name} cannot be read: {error.strerror}: {error.filename}") from error
+
+
+def _located(name: str) -> Checkpoint:
     path = Path(name).expanduser()
     if not path.exists():
         if _means_a_path(name):

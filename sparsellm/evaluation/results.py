@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsellm import regular
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.files import whole
 
@@ -79,7 +80,7 @@ def discard_others(folder: Path, weights: str) -> None:
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what decided it, the part); empty ones where there is none that can be read."""
     try:
-        found = json.loads(_path(folder, name).read_text())
+        found = json.loads(regular.content(_path(folder, name)))
         return dict(found["decided_by"]), dict(found["finished"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}, {}

@@ -6,6 +6,7 @@ checkpoint becomes a stock model in memory (foreign.py). No other file calls tra
 """
 
 import json
+import stat
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsellm import tokenizer_file
+from sparsellm import regular, tokenizer_file
 from sparsellm.console import is_main_rank, warn
 from sparsellm.model import foreign
 
@@ -60,6 +61,7 @@ COMPANIONS = (
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 SHAPES = "not of the shape that config.json describes"
+TEXTS = (".json", ".txt", ".jinja", ".model")  # all but the weights: libraries read them whole
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
@@ -76,6 +78,7 @@ def read_config(path: str | Path) -> Any:
 
     local = Path(path).is_dir()
     if local:
+        _reading(path, "the folder", lambda: _require_files(Path(path)))
         for pattern, what in FOREIGN.items():
             for file in Path(path).glob(pattern):
                 raise BrokenModel(
@@ -131,11 +134,23 @@ def _wrong_numbers(given: dict[str, Any]) -> list[str]:
     return found
 
 
+def _require_files(folder: Path) -> None:
+    """Raises BrokenModel if libraries would wait for what is in `folder`: for a FIFO, or for text without an end."""
+    for file in folder.iterdir():
+        kind = file.stat().st_mode if file.exists() else stat.S_IFREG
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise BrokenModel(f"{file} is a FIFO, a socket or a device, and should be a file: {REMEDY}")
+        if file.suffix in TEXTS and file.is_file() and (size := file.stat().st_size) > regular.MOST:
+            raise BrokenModel(f"{file} has {size:,} bytes, and should have {regular.MOST:,} at the most: {REMEDY}")
+
+
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     """The tokenizer; all its ids are below `vocab_size`. Raises BrokenModel, and OSError if the hub cannot be read."""
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
+    if local:
+        _reading(path, "the folder", lambda: _require_files(Path(path)))
     what = (
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.console import is_main_rank, warn
 from sparsellm.ops import compiler
 from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable
@@ -210,7 +210,7 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[bool]:
     """Holds the lock of `folder`, so that one process at a time builds it. Yields whether this one had to wait."""
-    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+    with regular.to_write(folder.with_name(f"{folder.name}.lock"), "w") as file:
         waited = False
 
         def waiting() -> None:

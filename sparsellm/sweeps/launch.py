@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.processes import end_with_parent
 from sparsellm.training.stop import StopSignals
 
@@ -38,7 +38,7 @@ class Launcher(StopSignals):
     def claim(self, log: Path) -> Iterator[BinaryIO]:
         """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
+        with regular.to_write(log, "ab") as file:
             locks.take(
                 file,
                 lambda: print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True),

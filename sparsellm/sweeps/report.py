@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.figures import drawn
 from sparsellm.files import write_whole
 from sparsellm.sweeps import figure, table
@@ -18,7 +18,7 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
     """
     markdown = ""
     try:
-        with (sweep.folder / "lock").open("w") as file:
+        with regular.to_write(sweep.folder / "lock", "w") as file:
             locks.take(file)
             rows = table.rows(sweep)
             markdown = table.as_markdown(sweep, rows)

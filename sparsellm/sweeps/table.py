@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from sparsellm import regular
 from sparsellm.config import Activation, L1Normalization
 from sparsellm.console import warn
 from sparsellm.evaluation.locate import CheckpointNotFound, locate
@@ -144,7 +145,7 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     """The scores of the sweep's own tasks: another evaluation may have left more of them, or fewer."""
     try:
         path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
-        return only(json.loads(path.read_text()), sweep.tasks) if path.exists() else {}
+        return only(json.loads(regular.content(path)), sweep.tasks) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         warn(f"the scores of {point.checkpoint} are left out: {error}")
         return {}
@@ -154,7 +155,7 @@ def _costs(sweep: Sweep, point: Point) -> Row:
     """What a finished point's benchmark measured: on the kernels, if it ran on them, else in PyTorch."""
     side: Row = {}
     if point.is_finished() and (path := sweep.benchmark(point)).exists():
-        sides = json.loads(path.read_text())["checkpoints"][0]["sides"]
+        sides = json.loads(regular.content(path))["checkpoints"][0]["sides"]
         side = sides.get("kernels", sides["PyTorch"])
     found = {}
     for key in COSTS:

@@ -17,9 +17,8 @@ Leftovers of the first three kinds are cleared at construction and at each save,
 not share a folder. All ranks see it, on several nodes through a shared file system, with room for one checkpoint more
 than are kept.
 
-`state/` is for one's own runs only: DCP's `.metadata` is a pickle, and reading one runs what its author wrote. The
-checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved it.
-`hf/` is the part to exchange.
+The checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved
+it. So nothing that `state/` holds is run (state_reader.py). `hf/` is the part to exchange.
 
 Which rank writes what is in snapshot.py. Tensors in shards (DTensors) are loaded into whatever shards, or whole
 tensors, the loading ranks have: DCP cuts and joins them.
@@ -48,11 +47,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from sparsellm import regular
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, explain_failure, gather
 from sparsellm.files import sync, unused
 from sparsellm.run_layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
 from sparsellm.training.snapshot import MODEL_PREFIX, own_copies, to_host, write
+from sparsellm.training.state_reader import StateReader, StateRefused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
@@ -167,10 +168,10 @@ class Checkpoints:
             # The collective part comes first: a rank that failed before it would leave the others waiting inside.
             dcp.load(
                 {**tensors, **rank_tensors},
-                storage_reader=dcp.FileSystemReader(state),
+                storage_reader=StateReader(state),
                 process_group=self.ranks.checkpoint_group,
             )
-            return json.loads((state / VALUES).read_text()), json.loads((state / rank_json(owner)).read_text())
+            return json.loads(regular.content(state / VALUES)), json.loads(regular.content(state / rank_json(owner)))
 
         values, rank_values = self._together(task, read)
         return values, rank_values, {name.removeprefix(prefix): tensor for name, tensor in rank_tensors.items()}
@@ -228,10 +229,10 @@ class Checkpoints:
             self.export({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, hf)
             _seal(partial, step)
             replaced = final.with_name(final.name + ".replaced")
-            if final.exists():
+            if os.path.lexists(final):
                 _rename(final, replaced)
             _rename(partial, final)
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 _delete(replaced)
 
         def prune() -> None:
@@ -314,7 +315,7 @@ class Checkpoints:
         error: str | None = None
         try:
             result = work()
-        except CheckpointError as exception:
+        except (CheckpointError, StateRefused) as exception:
             cause, error = exception, str(exception)
         except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
             reasons = {rank: reason for rank, (reason, _) in exception.failures.items()}
@@ -354,20 +355,23 @@ def clear_leftovers(folder: Path) -> None:
     for path in leftovers(folder):
         name, suffix = path.name.rsplit(".", 1)
         final = folder / name
-        if suffix == "replaced" and not final.exists():
+        if suffix == "replaced" and not os.path.lexists(final):
             warn(f"{final}: its replacement was interrupted, the former one is back")
             _rename(path, final)
         elif suffix == "deleting":
             warn(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
-            shutil.rmtree(path)
+            _remove(path)
         else:
             warn(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
             _delete(path)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`; of those that are gone meanwhile, as another process may save here, none."""
+    """Bytes of all files in `folder`; of those that are gone meanwhile, as another process may save here, none. A link
+    has none."""
     size = 0
+    if folder.is_symlink():
+        return size
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
@@ -387,7 +391,7 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
     """
     saved = {
         name: (str(entry.properties.dtype), list(entry.size), entry)
-        for name, entry in dcp.FileSystemReader(state).read_metadata().state_dict_metadata.items()
+        for name, entry in StateReader(state).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     shared = {name: entry[:2] for name, entry in saved.items() if not name.startswith(RANK_PREFIX)}
@@ -431,7 +435,7 @@ def _seal(folder: Path, step: int) -> None:
 def _problems(folder: Path, step: int) -> list[str]:
     """How the files in `folder` differ from what COMMITTED says; empty when it is whole."""
     try:
-        commit = json.loads((folder / COMMITTED).read_text())
+        commit = json.loads(regular.content(folder / COMMITTED))
         committed_step = commit["step"]
         recorded = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
     except FileNotFoundError:
@@ -466,7 +470,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _checksum(path: Path) -> str:
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
-    with path.open("rb", buffering=0) as file:
+    with regular.to_read(path, buffering=0) as file:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
     return digest.hexdigest()
@@ -479,10 +483,18 @@ def _rename(source: Path, target: Path) -> None:
 
 def _delete(folder: Path) -> None:
     deleting = folder.with_name(folder.name.split(".")[0] + ".deleting")
-    if deleting.exists():
-        shutil.rmtree(deleting)
+    if os.path.lexists(deleting):
+        _remove(deleting)
     _rename(folder, deleting)
-    shutil.rmtree(deleting)
+    _remove(deleting)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that it holds; of what stands in its place, a link or a file, no more than that."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _failed(task: str, reasons: dict[int, BaseException]) -> str:

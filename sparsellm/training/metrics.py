@@ -8,6 +8,7 @@ rank to stop: all ranks read the same sum at the same step.
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from sparsellm import regular
 from sparsellm.config import Config, ModelConfig, embedding_weights, parameters
 from sparsellm.console import warn
 from sparsellm.files import unused, write_whole
@@ -345,7 +347,7 @@ def history(
     lists are. A missing file has no rows, and no problem unless some were saved.
     """
     try:
-        content = path.read_bytes()
+        content = regular.content(path, sys.maxsize)
     except FileNotFoundError:
         return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"], 0)
     except OSError as error:
@@ -452,7 +454,7 @@ class MetricsFile:
             cut = len(found.rows) - len(kept)
             warn(f"{path}: rows that the run writes again are cut off: {cut:,}")
         write_whole(path, content)
-        self._file = path.open("r+b", buffering=0)
+        self._file = regular.to_write(path, "r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
         self.telling = telling(kept)
         self._waiting: list[bytes] = []  # rows that could not be written yet
@@ -513,7 +515,7 @@ def _content(
     if last_step == 0:
         return b""
     if saved is not None:
-        content = path.read_bytes()[: saved.bytes] if path.exists() else b""
+        content = regular.content(path, sys.maxsize)[: saved.bytes] if path.exists() else b""
         return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None
     # A checkpoint of an earlier version. Damage after its step does not count: that part is cut off.
     until_damage = found.rows[: found.before_damage]

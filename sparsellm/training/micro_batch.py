@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparsellm import regular
 from sparsellm.config import FLOAT32, Config
 from sparsellm.console import warn
 from sparsellm.distributed import Ranks, gather, on_main
@@ -326,7 +327,7 @@ class MicroBatch:
             if not path.exists():
                 return None
             try:
-                record = json.loads(path.read_bytes())
+                record = json.loads(regular.content(path))
                 most, because = int(record["most"]), record["because"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise MicroBatchError(

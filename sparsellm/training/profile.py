@@ -75,6 +75,7 @@ class Profile:
         partial = path.with_name(f"partial-{path.name}")  # the end of the name says how it is written
         try:
             path.parent.mkdir(exist_ok=True)
+            partial.unlink(missing_ok=True)  # a link in its place would be written through
             trace.export_chrome_trace(str(partial))
             partial.replace(path)
         except OSError as error:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from sparsellm import regular
 from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient_as
 from sparsellm.distributed import Ranks
+from sparsellm.files import write_whole
 from sparsellm.model import pretrained
 from sparsellm.run_layout import STATE, VALUES
 from sparsellm.training import run_folder
@@ -130,7 +132,7 @@ def finish(config: Config, folder: Path) -> str:
 
         (folder / PLOTS).mkdir(exist_ok=True)
         for name, content in curves.draw(config, found.rows).items():
-            (folder / PLOTS / name).write_bytes(content)
+            write_whole(folder / PLOTS / name, content)
     except (ImportError, OSError) as error:
         damage.append(f"  {folder / PLOTS} is not complete: {error}")
     return "\n".join([summary(config, found.rows, folder), *damage])
@@ -139,7 +141,7 @@ def finish(config: Config, folder: Path) -> str:
 def saved_rows(checkpoint: Path) -> Saved | None:
     """How much of metrics.jsonl there was when `checkpoint` was saved; None: the checkpoint does not say."""
     try:
-        saved = Saved(**json.loads((checkpoint / STATE / VALUES).read_bytes())["metrics"])
+        saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, is of an earlier version, or is damaged
         return None
     return saved if isinstance(saved.bytes, int) else None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from sparsellm import locks
+from sparsellm import locks, regular
 from sparsellm.config import (
     FLOAT32,
     MOMENTS,
@@ -131,21 +131,24 @@ def is_finished(config: Config) -> bool:
         return False
     last = checkpoint(config.run.folder, config.training.steps)
     try:
-        committed = json.loads((last / COMMITTED).read_bytes())
+        committed = json.loads(regular.content(last / COMMITTED))
         if committed["step"] != config.training.steps or not isinstance(committed["files"], dict):
             return False
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     try:
-        return json.loads((last / STATE / VALUES).read_bytes()).get(WAITING_ROW) is None
+        return json.loads(regular.content(last / STATE / VALUES)).get(WAITING_ROW) is None
     except (OSError, ValueError, AttributeError, RecursionError):
         return True  # it is damaged, and would not be resumed either
 
 
 def view(config: Config) -> str:
     """What is in the folder of the run that `config` names, in words that nodes compare."""
-    if config.run.restart or not (config.run.folder / CONFIG).is_file():
-        return f"no run in {config.run.folder}"
+    try:
+        if config.run.restart or not (config.run.folder / CONFIG).is_file():
+            return f"no run in {config.run.folder}"
+    except OSError as error:  # of a folder of somebody else, which the check of the configuration names
+        return f"{config.run.folder} that cannot be read ({error.strerror})"
     return f"{'a finished' if is_finished(config) else 'an unfinished'} run in {config.run.folder}"
 
 
@@ -286,7 +289,7 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")  # whoever is refused leaves it as it is
+        file: TextIO = regular.to_write(folder / LOCK, "a")  # whoever is refused leaves it as it is
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)

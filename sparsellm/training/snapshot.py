@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from sparsellm.distributed import Ranks
+from sparsellm.training.state_reader import StateReader
 
 MODEL_PREFIX = "model."
 
@@ -54,7 +55,7 @@ def write(
     weights = {name: copy for name, copy in copies.items() if name.startswith(MODEL_PREFIX)}
     if joining := [name for name in shards if name.startswith(MODEL_PREFIX)]:
         weights = {name: torch.empty(shards[name].shape, dtype=shards[name].dtype) for name in joining if ranks.is_main}
-        dcp.load(weights, storage_reader=dcp.FileSystemReader(state), process_group=ranks.checkpoint_group)
+        dcp.load(weights, storage_reader=StateReader(state), process_group=ranks.checkpoint_group)
     return weights
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import xxhash
 
+from sparsellm import regular
 from sparsellm.config import Config, WandbMode, to_dict
 from sparsellm.console import say, warn
 from sparsellm.files import write_whole
@@ -334,7 +335,7 @@ def _gave_up(file: Path) -> bool:
 def record_id(folder: Path) -> str:
     """One for each run folder, through all its starts: names of runs may repeat on other machines."""
     path = folder / FOLDER / "id"
-    found, *check = path.read_bytes().decode(errors="replace").split() or [""] if path.exists() else [""]
+    found, *check = _content(path).split() or [""]
     if re.fullmatch("[0-9a-f]{16}", found) and check in ([], [_check(found)]):
         return found
     damaged = f"{path}, which names the run's record in Weights & Biases, is damaged: " if path.exists() else None
@@ -350,6 +351,13 @@ def record_id(folder: Path) -> str:
     path.parent.mkdir(exist_ok=True)
     write_whole(path, f"{found} {_check(found)}\n")
     return found
+
+
+def _content(path: Path) -> str:
+    try:
+        return regular.content(path).decode(errors="replace")
+    except OSError:  # there is none, or what is there is no file
+        return ""
 
 
 def _check(record: str) -> str:

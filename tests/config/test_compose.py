@@ -8,7 +8,6 @@ import yaml
 from sparsellm.config import (
     CONFIGS,
     Activation,
-    Config,
     ConfigError,
     EvaluateConfig,
     composition,
@@ -19,6 +18,9 @@ from sparsellm.config import (
     save,
     to_dict,
 )
+from sparsellm.config.command import refused
+from sparsellm.config.overrides import PATHS, quoted, sweep_request
+from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
 from sparsellm.config.values import OTHER_NAMES, flat, flat_types
 
 
@@ -311,3 +313,39 @@ def test_a_file_that_would_take_any_memory_or_time_is_refused(text, why, tmp_pat
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=f"config.yaml is damaged .*{why}"):
         load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig])
+def test_a_path_that_can_be_none_is_refused_under_every_key(schema):
+    nobody, long = "~no-such-user/x", f"a/{'é' * 128}"
+    keys = [key for key in PATHS if key in flat_types(schema)]
+    assert keys
+    for key in keys:
+        for path, why in [(nobody, "a user that there is not, no-such-user"), (long, "a name of 256 bytes")]:
+            typed = f"[{{data: '{path}'}}]" if key == "data.mix" else f"'{path}'"
+            (mistake,) = composition([f"{key}={typed}"], schema).mistakes
+            assert mistake.startswith(f"{key}={path:.40}")
+            assert why in mistake
+
+
+def test_every_key_of_a_path_is_one_of_some_schema():
+    schemas = [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig]
+    known = set().union(*map(flat_types, schemas)) | {f"sweep.{key}" for key in flat_types(SweepConfig)}
+    assert known >= set(PATHS)
+    with pytest.raises(ConfigError, match=r"sweep.root=~no-such-user/x has the home folder of a user"):
+        sweep_request(["sweep.root=~no-such-user/x"])
+
+
+@pytest.mark.parametrize(
+    "path", ["a b", "a'b", "a\\", "a\\'b", "\\\\'", "a\nb", 'a"b', "a[b]{c}", "a,b", "a$b=c", "null", "(a)#;", "é"]
+)
+def test_a_path_comes_back_from_the_command_that_spells_it(path):
+    assert from_overrides([f"output_dir={quoted(path)}"], EvaluateConfig).output_dir == path
+
+
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys):
+    """As in a folder of somebody else; here, for the whole path is longer than the system takes."""
+    assert refused("import_model", [f"output_dir={'a/' * 2100}", "checkpoint=x"])
+    said = capsys.readouterr().err
+    assert "a/a cannot be read (File name too long): ask its owner" in said
+    assert "Traceback" not in said

@@ -227,6 +227,25 @@ def test_opening_clears_what_a_kill_left_and_nothing_else(tmp_path, ranks, capsy
     assert "step_00000005.partial" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["partial", "replaced", "deleting"])
+def test_a_link_in_the_place_of_what_a_kill_leaves_is_removed_alone(tmp_path, ranks, kind):
+    other, folder = tmp_path / "other", tmp_path / "c"
+    (other / "precious").mkdir(parents=True)
+    save(open_(folder, ranks), 4)
+    for step, target in [(3, other), (4, other), (5, tmp_path / "nothing")]:
+        (folder / f"step_{step:08}.{kind}").symlink_to(target)
+
+    checkpoints = open_(folder, ranks)
+    # `replaced` is put back, and is a damaged checkpoint then.
+    back = ["step_00000003", "step_00000005"] if kind == "replaced" else []
+    assert names(folder) == sorted([*back, "step_00000004"])
+    for name in back:
+        (folder / name).unlink()
+    save(checkpoints, 4, version=8)
+    assert version_of(checkpoints, 4) == 8
+    assert names(other) == ["precious"]
+
+
 # ---- damage
 
 

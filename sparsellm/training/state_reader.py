@@ -1,0 +1,63 @@
+"""Reads a checkpoint's state/ through torch.distributed.checkpoint (DCP), and runs nothing that it holds.
+
+DCP keeps the tensors in files that torch reads with weights_only, and describes them in `.metadata`: a pickle, which
+could name any function of Python to be called. Here it may name only the classes that describe tensors (NAMES), which
+hold values and do nothing else. BytesStorageMetadata is not among them: DCP would unpickle the bytes it stands for.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+NAMES = {
+    *((_METADATA, name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}  # fmt: skip
+
+
+class StateRefused(ValueError):
+    """A state/ whose `.metadata` holds what no checkpoint of ours does."""
+
+
+class StateReader(FileSystemReader):
+    """DCP's reader of a folder, with `.metadata` read by an unpickler that knows NAMES alone."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises StateRefused."""
+        path = Path(self.path, ".metadata")
+        with path.open("rb") as file:
+            metadata = _Unpickler(file, path).load()
+        if not isinstance(metadata, Metadata):
+            _refuse(path, f"holds a {type(metadata).__name__} in place of Metadata")
+        for info in metadata.storage_data.values():
+            if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
+                _refuse(path, f"leads to {info.relative_path!r}, which is no file beside it")
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NAMES:
+            _refuse(self.path, f"names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise StateRefused(
+        f"{path} {why}, as no checkpoint of sparsellm does: nothing in it was run. Find out who wrote it, and resume"
+        " from another checkpoint"
+    )
