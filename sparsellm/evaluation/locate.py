@@ -95,6 +95,11 @@ class Checkpoint:
         if self.has_checksums:
             # First what takes no time: a file may have grown by more than can be read.
             self._require({name: path.stat().st_size for name, path in files.items()}, "bytes")
+        else:
+            try:
+                pretrained.require_files(Path(self.model))
+            except pretrained.BrokenModel as error:
+                raise CheckpointNotFound(str(error)) from error
         with ThreadPoolExecutor(DIGEST_THREADS) as pool:
             digests = dict(zip(files, pool.map(file_digest, files.values()), strict=True))
         if self.has_checksums:

@@ -61,7 +61,7 @@ COMPANIONS = (
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 SHAPES = "not of the shape that config.json describes"
-TEXTS = (".json", ".txt", ".jinja", ".model")  # all but the weights: libraries read them whole
+TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # all but the weights: libraries read them whole
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
@@ -78,7 +78,7 @@ def read_config(path: str | Path) -> Any:
 
     local = Path(path).is_dir()
     if local:
-        _reading(path, "the folder", lambda: _require_files(Path(path)))
+        _reading(path, "the folder", lambda: require_files(Path(path)))
         for pattern, what in FOREIGN.items():
             for file in Path(path).glob(pattern):
                 raise BrokenModel(
@@ -134,10 +134,12 @@ def _wrong_numbers(given: dict[str, Any]) -> list[str]:
     return found
 
 
-def _require_files(folder: Path) -> None:
+def require_files(folder: Path) -> None:
     """Raises BrokenModel if libraries would wait for what is in `folder`: for a FIFO, or for text without an end."""
     for file in folder.iterdir():
-        kind = file.stat().st_mode if file.exists() else stat.S_IFREG
+        if not file.exists():
+            raise BrokenModel(f"{file} is a link that leads nowhere: {REMEDY}")
+        kind = file.stat().st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
             raise BrokenModel(f"{file} is a FIFO, a socket or a device, and should be a file: {REMEDY}")
         if file.suffix in TEXTS and file.is_file() and (size := file.stat().st_size) > regular.MOST:
@@ -150,7 +152,7 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
 
     local = Path(path).is_dir()
     if local:
-        _reading(path, "the folder", lambda: _require_files(Path(path)))
+        _reading(path, "the folder", lambda: require_files(Path(path)))
     what = (
         "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
     )
