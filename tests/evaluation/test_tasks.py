@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import lm_eval.tasks
 import pytest
 from datasets import Dataset
@@ -43,6 +44,13 @@ def test_parquet(tmp_path):
     (tmp_path / "piqa").mkdir()
     Dataset.from_list(rows_of("piqa", 5, 0)).to_parquet(tmp_path / "piqa/validation.parquet")
     assert load("piqa", str(tmp_path)).task.eval_docs["goal"][4] == rows_of("piqa", 5, 0)[4]["goal"]
+
+
+def test_local_rows_need_no_cache_that_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/none/datasets"))  # not even root can
+    write_rows(tmp_path, "piqa", "validation", count=3)
+    assert len(load("piqa", str(tmp_path)).task.eval_docs) == 3
+    assert Path("/proc/none/datasets") == datasets.config.HF_DATASETS_CACHE
 
 
 def test_what_is_missing_is_named(tmp_path):
