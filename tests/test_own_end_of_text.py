@@ -73,7 +73,7 @@ def test_a_model_that_ends_with_its_own_token_is_prepared_trained_scored_and_gen
     assert (auto.eos_token, theirs.generation_config.eos_token_id) == ("</s>", 2)
     (tmp_path / "few.txt").write_text(documents[0])
     read_alone = text.of_file(tmp_path / "few.txt", auto, 1, 1_000)
-    assert read_alone.tolist() == tokenizer.encode(vocabulary, documents[:1])
+    assert read_alone.tolist() == [list(ids) for ids in tokenizer.encode(vocabulary, documents[:1])]
 
     # What was scored and validated in the run is scored and validated again from its checkpoint.
     run(evaluate, "checkpoint=runs/own", "tasks=[piqa]", f"data_dir={rows}", "output_dir=scores", "device=cpu")

@@ -201,8 +201,8 @@ def checksums(folder: Path, names: Iterable[str], verified: Verified | None = No
 
 def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -> dict[str, dict[str, Any]]:
     """The same of their first bytes, as many as `sizes` says."""
-    verified = Verified(folder, again=True) if verified is None else verified
-    unknown = sum(size for name, size in sizes.items() if not verified.is_known(name, folder / name))
+    known = {name for name in sizes if verified is not None and verified.is_known(name, folder / name)}
+    unknown = sum(size for name, size in sizes.items() if name not in known)
     # The bar appears only where reading takes long: 1 GB takes a second or two.
     with tqdm(total=unknown, desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
         return {
@@ -211,8 +211,8 @@ def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -
         }
 
 
-def _digest(name: str, path: Path, size: int, verified: Verified, bar: tqdm) -> str:
-    if size < path.stat().st_size:  # more was appended
+def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tqdm) -> str:
+    if verified is None or size < path.stat().st_size:  # more was appended
         return digest_of(path, size, bar).hexdigest()
     return verified.checksum(name, path, bar)
 

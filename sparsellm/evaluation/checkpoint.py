@@ -92,7 +92,7 @@ def is_complete(config: EvaluateConfig) -> bool:
         return False
     request = Request(config, locate(config.checkpoint))
     try:
-        written = regular.content(request.output / RESULTS)
+        written = regular.content(request.output / RESULTS).decode()
         if not set(request.tasks) <= json.loads(written)["tasks"].keys():
             return False  # known without the rows
         with hub.offline(request.on_hub is None or not hub.answers(request.on_hub)):

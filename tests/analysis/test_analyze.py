@@ -230,10 +230,10 @@ def test_a_damaged_checkpoint_is_refused(run):
     ("name", "content", "problem"),
     [
         ("empty.txt", b"", "holds no text"),
-        ("latin.txt", b"\xe9t\xe9", r"text=.*latin\.txt.* cannot be read"),
+        ("latin.txt", b"\xe9t\xe9", r"text=.*latin\.txt, line 1: the byte 0xe9 is not UTF-8"),
         ("latin.md", b"\xe9t\xe9", "cannot be read as text"),
         ("no.parquet", b"PAR?", "cannot be read as parquet"),
-        ("no.jsonl", b"why water", "cannot be read as json"),
+        ("no.jsonl", b"why water", "line 1: it is no JSON"),
     ],
 )
 def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
@@ -244,7 +244,7 @@ def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
 
 def test_a_parquet_file_without_text_is_refused(run, tmp_path):
     Dataset.from_dict({"content": ["why"], "id": [1]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(AnalysisError, match="has no column 'text': rename one of content, id"):
+    with pytest.raises(AnalysisError, match="has no column 'text': rename one of content"):
         analyzed(checkpoint=run, text=tmp_path / "other.parquet")
 
 

@@ -74,8 +74,8 @@ BROKEN = {  # what: (damage, what the refusal names)
     "a list as config.json": (content("config.json", b"[]"), "config.json"),
     "null as config.json": (content("config.json", b"null"), "config.json"),
     "an unknown model": (keys("config.json", model_type="none"), "config.json"),
-    "a billion layers": (keys("config.json", num_hidden_layers=10**9), "1,000,000,000 layers"),
-    "a vocabulary of a billion": (keys("config.json", vocab_size=10**9), "parameters"),
+    "a billion layers": (keys("config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
+    "a vocabulary of a billion": (keys("config.json", vocab_size=10**9), "vocab_size 1000000000"),
     "no heads": (keys("config.json", num_attention_heads=0), "config.json"),
     "a key of another name": (
         lambda folder: (folder / "config.json").write_text(
@@ -158,7 +158,9 @@ def header_length(path: Path) -> int:
 
 def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_named(whole, tmp_path):
     folder = damaged(whole, tmp_path / "step_00000001/hf", lambda _: None)
-    files = {f"hf/{path.name}": {"xxh3_128": file_digest(path)} for path in folder.iterdir()}
+    files = {
+        f"hf/{path.name}": {"bytes": path.stat().st_size, "xxh3_128": file_digest(path)} for path in folder.iterdir()
+    }
     (folder.parent / "COMMITTED").write_text(json.dumps({"files": files}))
     checkpoint = Checkpoint(str(folder), folder.parent, tmp_path, 1)
     checkpoint.identity()

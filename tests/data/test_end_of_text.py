@@ -248,7 +248,7 @@ def test_a_text_that_spells_out_its_end_does_not_end_there(texts, tmp_path):
 
     own = small_tokenizers.write(unigram(), tmp_path / "own", "</s>")
     loaded = tokenizer.load(str(own))
-    ids, plain = tokenizer.encode(loaded, ["ab </s>c</s>", "abc"])
+    ids, plain = map(list, tokenizer.encode(loaded, ["ab </s>c</s>", "abc"]))
     assert (ids.count(1), ids[-1]) == (1, 1)
     assert loaded.tokenizer.decode(ids[:-1], skip_special_tokens=False).replace(" ", "") == "▁ab▁</s>c</s>"
     assert plain == [*loaded.tokenizer.encode("abc").ids, 1]

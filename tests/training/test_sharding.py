@@ -170,7 +170,7 @@ def save_and_resume(rank, world_size, folder):
             trainer = trainer_in(folder / f"{shard}-{world_size}", ranks, f"runtime.shard={shard}", "training.steps=2")
             trainer._resume()
             saved = lambda: SimpleNamespace(_asdict=lambda: None)  # noqa: E731
-            trainer.metrics = SimpleNamespace(saved=saved, sync=lambda: None, telling=[])
+            trainer.metrics = SimpleNamespace(saved=saved, sync=lambda: None, telling=[], is_gone=lambda: False)
             batches = trainer.data.batches(None)
             for _ in range(2):
                 trainer.advance(batches)
