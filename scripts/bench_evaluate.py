@@ -32,10 +32,10 @@ from scripts import ffn_patterns as patterns
 from scripts.bench_model import MODEL, random_model
 from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.calibration import chosen_by
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.tasks import TASKS, load
-from sparsellm.hub import offline
-from sparsellm.model import pretrained
+from sparsellm.hf import pretrained
+from sparsellm.hf.hub import offline
 
 Answers = list[tuple[float, bool]]
 Score = Callable[[list[Any]], Answers]

@@ -24,7 +24,8 @@ from scripts import whole_tasks
 from sparsellm.config import from_overrides
 from sparsellm.data.tokenizer import end_of_text_id, load, vocabulary_size
 from sparsellm.evaluation.tasks import TASKS, on_local_rows
-from sparsellm.model import Decoder, huggingface
+from sparsellm.hf import conversion
+from sparsellm.model import Decoder
 
 
 def random_checkpoint(model: str, tokenizer: Path, folder: Path) -> Path:
@@ -34,7 +35,7 @@ def random_checkpoint(model: str, tokenizer: Path, folder: Path) -> Path:
     activation = from_overrides(["sparsity=relu"]).sparsity.activation
     torch.manual_seed(0)
     weights = Decoder(config, activation).state_dict()
-    huggingface.export(weights, config, activation, folder, tokenizer, end_of_text_id(vocabulary), torch.bfloat16)
+    conversion.export(weights, config, activation, folder, tokenizer, end_of_text_id(vocabulary), torch.bfloat16)
     return folder
 
 

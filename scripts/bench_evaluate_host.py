@@ -22,9 +22,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import whole_tasks
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import building, downstream, tasks
-from sparsellm.hub import offline
+from sparsellm.hf.hub import offline
 
 
 def made_up(context: list[int], continuation: list[int]) -> tuple[float, bool]:

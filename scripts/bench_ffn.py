@@ -35,7 +35,7 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts import ffn_training
 from scripts.ffn_dense import BASES, dense_gated, dense_nongated
-from sparsellm.model.engine_choice import NeuronMajor
+from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms

@@ -49,16 +49,17 @@ import sparsellm
 from scripts import ffn_patterns as patterns
 from scripts.bench_model import MODEL, random_model, sharing_copy
 from scripts.shaped_firing import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
-from sparsellm.benchmarks.timing import Stopwatch, rate, wait_for
+from sparsellm.benchmark.timing import Stopwatch, rate, wait_for
 from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation
-from sparsellm.evaluation.locate import locate
-from sparsellm.model import Decoder, huggingface
-from sparsellm.model.accelerate import SparseFeedForward
-from sparsellm.model.engine_choice import EngineChoice
-from sparsellm.model.generation import CACHE_MULTIPLE, Generator, Sampling
-from sparsellm.model.pretrained import read_model, read_tokenizer
+from sparsellm.hf import conversion
+from sparsellm.hf.pretrained import read_model, read_tokenizer
+from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.inference.engine_choice import EngineChoice
+from sparsellm.inference.generation import CACHE_MULTIPLE, Generator, Sampling
+from sparsellm.model import Decoder
 from sparsellm.ops import Engine
+from sparsellm.runs.locate import locate
 
 MODES = ("eager", "static", "batched", "ours")
 WARMUP = 2  # whole calls that are not timed
@@ -91,8 +92,8 @@ class Follow(LogitsProcessor):
 
 def as_generator(model: Any, kernels: str | None) -> Generator:
     """The same weights in a generator of our own."""
-    config = huggingface.config_of(model.config, model.config.name_or_path)
-    weights = {name.removeprefix(huggingface.PREFIX): tensor for name, tensor in model.state_dict().items()}
+    config = conversion.config_of(model.config, model.config.name_or_path)
+    weights = {name.removeprefix(conversion.PREFIX): tensor for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         decoder = Decoder(config, Activation[model.config.hidden_act])
     decoder.load_state_dict({name: weights[name].detach() for name in decoder.state_dict()}, assign=True)

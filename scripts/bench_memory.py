@@ -28,7 +28,7 @@ from scripts import ffn_patterns as patterns
 from sparsellm import data
 from sparsellm.commands.train import check, device_type
 from sparsellm.config import Config, ConfigError, from_overrides
-from sparsellm.distributed import Ranks, process_group
+from sparsellm.distributed.groups import Ranks, process_group
 from sparsellm.training.memory import GIB
 
 EXPERIMENTS = ("0p5b", "1b", "1p5b", "2b")

@@ -40,10 +40,10 @@ from scripts.shaped_firing import (
     shape_outputs,
     shape_to_rates,
 )
-from sparsellm.benchmarks.timing import alternate, wait_for
+from sparsellm.benchmark.timing import alternate, wait_for
 from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation, ModelConfig, from_overrides
-from sparsellm.model import huggingface
+from sparsellm.hf import conversion
 from sparsellm.ops import backend
 
 MODEL = ModelConfig()  # 1.5B
@@ -57,7 +57,7 @@ def random_model(model: ModelConfig, device: str, locality: float, seed: int) ->
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = huggingface.stock_config(model, Activation.relu, 0, torch.bfloat16)
+    config = conversion.stock_config(model, Activation.relu, 0, torch.bfloat16)
     config.use_cache = False
     with torch.device(device):
         made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).eval()

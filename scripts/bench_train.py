@@ -7,7 +7,7 @@ r"""Throughput, memory and energy of whole training steps, for any configuration
 
 Each variant is the trainer itself on its real data. Variants take turns, and each is built anew in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
-(sparsellm/training/metrics.py), the largest memory, what a GPU holds between steps (`states`: weights and moments) and
+(sparsellm/runs/metrics.py), the largest memory, what a GPU holds between steps (`states`: weights and moments) and
 its ratio to what it should be (12 bytes of a parameter, divided as runtime.shard says), the share of the step in which
 the host waited for data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token
 and layer, and each layer's engine after the last step. Ratios are to the first variant at the same micro-batch. On one
@@ -40,15 +40,15 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
 from sparsellm import data
-from sparsellm.benchmarks.timing import energy_mj
+from sparsellm.benchmark.timing import energy_mj
 from sparsellm.calibration import chosen_by
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
-from sparsellm.distributed import Ranks, process_group, world_size_from_environment
+from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
+from sparsellm.runs.metrics import PEAK_FLOPS, mfu
 from sparsellm.training import micro_batch, plans, sharding
 from sparsellm.training.loop import Trainer
 from sparsellm.training.memory import give_back
-from sparsellm.training.metrics import PEAK_FLOPS, mfu
 from sparsellm.training.micro_batch import AUTO, MicroBatchError
 
 RECORDED = "recorded"

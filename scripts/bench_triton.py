@@ -25,7 +25,7 @@ from torch import Tensor
 from scripts import ffn_patterns as patterns
 from scripts.ffn_dense import dense_gated
 from scripts.ffn_training import Step, forward_backward
-from sparsellm.model.engine_choice import EngineChoice, NeuronMajor
+from sparsellm.inference.engine_choice import EngineChoice, NeuronMajor
 from sparsellm.ops import Plan, backend, choose_engine, choose_training_engine, dispatch, feedforward
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.triton import engines, tuning

@@ -33,8 +33,8 @@ from matplotlib.figure import Figure
 from scripts.evidence_runs import thinned
 from sparsellm.config import load, to_dict
 from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
-from sparsellm.run_layout import CONFIG
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.runs.layout import CONFIG
+from sparsellm.runs.metrics import METRICS, read
 
 Rows = list[dict[str, Any]]
 PATHS = {"kernels": ORANGE, "PyTorch": BLUE}

@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from scripts.evidence_runs import load, spelled
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
-from sparsellm.training.metrics import read
+from sparsellm.runs.metrics import read
 
 Row = dict[str, Any]
 FITTED = 0.1, 0.5  # of the run's tokens

@@ -37,8 +37,8 @@ import torch
 
 from sparsellm.config import Config, ConfigError, definition, fingerprint, from_overrides
 from sparsellm.evaluation.tasks import TASKS, local_rows
-from sparsellm.processes import end_with_parent
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.system.processes import end_with_parent
 
 RECOMMENDED = 8e-5
 # Under `sum`, in the order in which they narrow the answer down: perhaps not all are trained. The eighth is 0.

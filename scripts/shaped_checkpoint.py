@@ -22,7 +22,7 @@ from scripts import ffn_patterns as patterns
 from scripts import shaped_firing
 from sparsellm.config import ConfigError, from_overrides
 from sparsellm.data import tokenizer as vocabularies
-from sparsellm.model import huggingface
+from sparsellm.hf import conversion
 
 END = vocabularies.END_OF_TEXT  # of id 0
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         vocabulary = vocabularies.Vocabulary(word_tokenizer(model.vocab_size), END)
         vocabularies.save(vocabulary, Path(folder))
         weights, activation = decoder.state_dict(), config.sparsity.activation
-        huggingface.export(weights, model, activation, args.out / "hf", Path(folder), 0, torch.bfloat16)
+        conversion.export(weights, model, activation, args.out / "hf", Path(folder), 0, torch.bfloat16)
     words = (" ".join(f"w{token}" for token in sequence) for sequence in text(args.sequences, seed=2).tolist())
     (args.out / "text.txt").write_text("\n".join(words))
     nonzeros, _ = shaped_firing.firing_statistics(decoder, sample)

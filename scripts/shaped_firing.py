@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from scripts import ffn_patterns as patterns
 from sparsellm.config import Config
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
 CALIBRATION = 16_384  # tokens of the calibrating forward pass: as many as were recorded

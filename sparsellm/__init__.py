@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     room = "generation" if name == "Generator" else "accelerate"
-    module = importlib.import_module(f"sparsellm.model.{room}")  # here, for `import sparsellm` should not load torch
+    module = importlib.import_module(f"sparsellm.inference.{room}")  # here: `import sparsellm` loads no torch
     return getattr(module, name)

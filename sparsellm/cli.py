@@ -14,9 +14,9 @@ from importlib import metadata
 from types import FrameType
 from typing import NoReturn
 
-from sparsellm.garbage import without_garbage_collection
-from sparsellm.processes import end_with_torchrun, rank_mistake
-from sparsellm.streams import OutputLost, outlast
+from sparsellm.system.garbage_collection import without_garbage_collection
+from sparsellm.system.processes import end_with_torchrun, rank_mistake
+from sparsellm.system.streams import OutputLost, outlast
 
 COMMANDS = {
     "train": "pretrain a model, or resume a run",

@@ -13,7 +13,7 @@ from matplotlib.container import Container
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from sparsellm.console import warn
+from sparsellm.system.console import warn
 
 T = TypeVar("T")
 

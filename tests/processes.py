@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from sparsellm import cli
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *(f"sparsellm.commands.{name}" for name in ("train", "prepare_data", "evaluate", "sweep", "analyze")),
         # What commands import late.
-        "sparsellm.evaluation.downstream", "sparsellm.training.curves", "transformers.models.llama.modeling_llama",
+        "sparsellm.evaluation.downstream", "sparsellm.runs.curves", "transformers.models.llama.modeling_llama",
         "transformers.convert_slow_tokenizer", "matplotlib.backends.backend_agg", "lm_eval.tasks",
         "torch.distributed.run", "safetensors.torch", "pytest",
     ]

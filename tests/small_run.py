@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsellm.commands.train import device_type
 from sparsellm.config import Config, from_overrides
-from sparsellm.distributed import process_group
-from sparsellm.model.accelerate import accelerate
+from sparsellm.distributed.groups import process_group
+from sparsellm.inference.accelerate import accelerate
 from sparsellm.ops import build
 from sparsellm.training.loop import Trainer
 from sparsellm.training.plans import Plans

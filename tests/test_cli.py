@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsellm import cli
-from sparsellm.processes import rank_mistake
+from sparsellm.system.processes import rank_mistake
 
 
 def test_commands_are_listed(monkeypatch, capsys):

@@ -9,10 +9,10 @@ from evaluation.conftest import LAST, rows, tiny
 from sparsellm import data
 from sparsellm.commands import analyze, benchmark, evaluate, generate, import_model
 from sparsellm.config import from_overrides, parameters
-from sparsellm.distributed import process_group
-from sparsellm.model import huggingface
+from sparsellm.distributed.groups import process_group
+from sparsellm.hf import conversion
+from sparsellm.runs.folder import open_folder
 from sparsellm.training.loop import Trainer
-from sparsellm.training.run_folder import open_folder
 
 __all__ = ["rows", "tiny"]
 SHAPE = [
@@ -38,7 +38,7 @@ def test_every_command_takes_the_run(run, rows, tmp_path, capsys):
     card = (hf / "README.md").read_text()
     assert "`Qwen3ForCausalLM`" in card
     assert "| attention and head | 1 heads of keys and values; heads of width 24;" in card
-    config, _, weights = huggingface.load(hf)
+    config, _, weights = conversion.load(hf)
     assert config.rope_parameters == model.rope_parameters
     assert sum(weight.numel() for weight in weights.values()) == parameters(config)
 

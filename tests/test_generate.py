@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from sparsellm.commands import generate, import_model
 from sparsellm.commands.generate import main
 from sparsellm.config import GenerateConfig, from_overrides
-from sparsellm.model.generation import Generator, Sampling
+from sparsellm.inference.generation import Generator, Sampling
 
 PROGRAM = "sparsellm generate"
 SETTINGS = ["device=cpu", "tokens=20", "kernels=torch"]

@@ -9,10 +9,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparsellm"
 # A room imports only from rooms of an earlier floor, or from itself.
 FLOORS = [
-    {"console", "locks", "regular", "streams"},
-    {"ops", "figures", "files", "garbage", "hub", "lifeline", "processes", "tokenizer_file"},
-    {"config", "distributed", "run_layout", "calibration"}, {"data", "model"}, {"evaluation"}, {"training", "analysis"},
-    {"sweeps", "benchmarks"}, {"commands"}, {"cli"},
+    {"system"}, {"ops", "figures"}, {"config", "distributed", "calibration"}, {"model"}, {"hf"}, {"runs", "inference"},
+    {"data"}, {"evaluation"}, {"training", "analysis"}, {"sweep", "benchmark"}, {"commands"}, {"cli"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
@@ -58,7 +56,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" or p.
 def test_a_file_imports_only_from_lower_floors(path):
     own = room(path)
     for other in imported_rooms(path) - {own}:
-        assert floor(other) < floor(own), f"{path.name} ({own}) imports {other}"
+        assert floor(other) < floor(own) or path.name == "__main__.py", f"{path.name} ({own}) imports {other}"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "config").glob("*.py")), ids=lambda p: p.name)
@@ -88,7 +86,7 @@ def top_level_imports(path: Path) -> set[str]:
 
 
 def test_nothing_untrusted_is_executed():
-    reader = PACKAGE / "training" / "state_reader.py"
+    reader = PACKAGE / "runs" / "state_reader.py"
     for path in FILES:
         text = path.read_text()
         assert not {"pickle", "dill"} & top_level_imports(path) or path == reader, path
@@ -98,7 +96,7 @@ def test_nothing_untrusted_is_executed():
 
 def test_the_one_pickle_that_is_read_is_read_with_a_list_of_names():
     """state_reader.py takes of `pickle` the class that it restricts, and nothing else."""
-    tree = ast.parse((PACKAGE / "training" / "state_reader.py").read_text())
+    tree = ast.parse((PACKAGE / "runs" / "state_reader.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [ast.unparse(node) for node in imports if "pickle" in ast.unparse(node)] == ["import pickle"]
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "pickle"]
@@ -111,8 +109,8 @@ def test_the_one_pickle_that_is_read_is_read_with_a_list_of_names():
 
 # They write by name into folders that they have just made, in which nobody can have planted a link.
 INTO_NEW_FOLDERS = {
-    "ops/build.py", "ops/compiler.py", "evaluation/tasks.py", "training/loop.py", "training/checkpoint.py",
-    "commands/push.py", "tokenizer_file.py",
+    "ops/build.py", "ops/compiler.py", "evaluation/tasks.py", "training/loop.py", "runs/checkpoint.py",
+    "commands/push.py", "hf/tokenizer_file.py",
 }  # fmt: skip
 
 
@@ -128,4 +126,4 @@ def test_files_are_written_by_regular_or_into_new_folders():
             by_mode = name == "open" and any(set(text) & set("wax+") for text in texts if len(text) <= 3)
             if by_mode or name in ("write_text", "write_bytes", "touch"):
                 writing.add(path.relative_to(PACKAGE).as_posix())
-    assert writing == INTO_NEW_FOLDERS | {"files.py"}
+    assert writing == INTO_NEW_FOLDERS | {"system/files.py"}

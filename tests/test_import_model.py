@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from attack.small_export import VOCABULARY, cut, damaged, tensors
-from model.small_models import logits, make
-from model.test_foreign import IDS, SIZE, as_stock, respelled, write
+from hf.test_published import IDS, SIZE, as_stock, respelled, write
+from inference.small_models import logits, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm import accelerate
 from sparsellm.commands import generate
 from sparsellm.commands.import_model import main
-from sparsellm.model import pretrained
+from sparsellm.hf import pretrained
 
 PROGRAM = "sparsellm import_model"
 

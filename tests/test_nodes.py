@@ -18,8 +18,9 @@ from test_train import TIMING
 
 from sparsellm import data
 from sparsellm.config import from_overrides
-from sparsellm.training import loop, run_folder
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.training import loop
 
 pytestmark = pytest.mark.slow
 MARK = "happened"  # a file of the folder in which something is to happen once

@@ -11,7 +11,7 @@ import small_tokenizers
 import torch
 from evaluation.conftest import rows
 from evaluation.small_rows import sentence
-from model.small_families import stock_model
+from hf.small_families import stock_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm

@@ -18,10 +18,9 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.hf_api import BlobLfsInfo, HfApi, RepoSibling
 from small_run import small_trainer
 
-from sparsellm import hub
 from sparsellm.commands.push import main
-from sparsellm.evaluation.locate import locate
-from sparsellm.training import card
+from sparsellm.hf import card, hub
+from sparsellm.runs.locate import locate
 
 PROGRAM = "sparsellm push"
 REPO, LICENCE = "repo=somebody/tiny", "license=apache-2.0"

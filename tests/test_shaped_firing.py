@@ -11,8 +11,9 @@ from scripts import bench_train, shaped_checkpoint, shaped_firing
 from scripts import ffn_patterns as patterns
 from sparsellm import data
 from sparsellm.analysis import text
-from sparsellm.distributed import process_group
-from sparsellm.model import Decoder, huggingface, pretrained
+from sparsellm.distributed.groups import process_group
+from sparsellm.hf import conversion, pretrained
+from sparsellm.model import Decoder
 from sparsellm.training import micro_batch, plans
 
 SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=256", "model.context_length=128"]
@@ -211,7 +212,7 @@ def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
         str(tmp_path / "out"), "model=tiny", "model.num_layers=2", "--mean", "12", "--locality", "0.5",
         "--sequences", "4", "--length", "64",
     ])  # fmt: skip
-    config, activation, weights = huggingface.load(tmp_path / "out/hf")
+    config, activation, weights = conversion.load(tmp_path / "out/hf")
     tokenizer = pretrained.read_tokenizer(tmp_path / "out/hf", config.vocab_size)
     tokens = text.of_file(tmp_path / "out/text.txt", tokenizer, sequences=9, length=64)
     words = (tmp_path / "out/text.txt").read_text().split()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from processes import family, kill
 
-from sparsellm.training.metrics import METRICS, read
+from sparsellm.runs.metrics import METRICS, read
 
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 # The smoke experiment, smaller; every run of this module shares one prepared corpus.

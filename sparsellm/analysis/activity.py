@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsellm.model.acceptance import feedforward_blocks
+from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
@@ -42,7 +42,7 @@ def count(
     """What fires while `model` reads `blocks` (int64 [S, T]), `batch_size` sequences per forward pass.
 
     Waits for the device once per forward pass, after which advance(its sequences) is called. Raises ValueError for a
-    model whose blocks are not as sparsellm.model.acceptance describes them.
+    model whose blocks are not as sparsellm.inference.matching describes them.
     """
     layers: list[Any] = [*feedforward_blocks(model)]
     device, neurons = model.device, layers[0].up_proj.out_features

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsellm.files import whole
-from sparsellm.model.acceptance import feedforward_blocks
+from sparsellm.inference.matching import feedforward_blocks
+from sparsellm.system.files import whole
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel

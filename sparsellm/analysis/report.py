@@ -17,9 +17,9 @@ from typing import Any
 
 from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
-from sparsellm.console import warn
-from sparsellm.files import write_whole
 from sparsellm.ops.twell import TOKEN_TILE
+from sparsellm.system.console import warn
+from sparsellm.system.files import write_whole
 
 ANALYSIS_JSON = "analysis.json"
 BY_LAYER, BY_POSITION, FREQUENCY = "nonzeros_by_layer.png", "nonzeros_by_position.png", "firing_frequency.png"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.model.acceptance import PROJECTIONS, feedforward_blocks
-from sparsellm.model.engine_choice import NeuronMajor
+from sparsellm.inference.engine_choice import NeuronMajor
+from sparsellm.inference.matching import PROJECTIONS, feedforward_blocks
 from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.dispatch import room_for
 from sparsellm.ops.feedforward import forward

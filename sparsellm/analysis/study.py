@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsellm import hub, regular
 from sparsellm.analysis import activity, numbers, recordings, report, speed
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
-from sparsellm.console import progress
-from sparsellm.distributed import device_type
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
-from sparsellm.model import huggingface, pretrained
-from sparsellm.model.acceptance import feedforward_blocks
+from sparsellm.distributed.groups import device_type
+from sparsellm.hf import conversion, hub, pretrained
+from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops import backend
-from sparsellm.run_layout import ANALYSIS, CONFIG
+from sparsellm.runs.layout import ANALYSIS, CONFIG
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
+from sparsellm.system import regular
+from sparsellm.system.console import progress
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -115,10 +115,10 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
     try:
         described = pretrained.read_config(checkpoint.model)
         activation = getattr(described, "hidden_act", None)
-        if described.model_type not in huggingface.CLASSES or activation != "relu":
+        if described.model_type not in conversion.CLASSES or activation != "relu":
             raise AnalysisError(
                 f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
-                f" {' or '.join(huggingface.CLASSES)} with relu, whose zeros are exact"
+                f" {' or '.join(conversion.CLASSES)} with relu, whose zeros are exact"
             )
         if checkpoint.unchecked:
             print(checkpoint.unchecked, file=sys.stderr, flush=True)

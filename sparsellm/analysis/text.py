@@ -13,7 +13,7 @@ from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
 from sparsellm.config import Config
 from sparsellm.data import corpus, rows
-from sparsellm.evaluation.locate import Checkpoint
+from sparsellm.runs.locate import Checkpoint
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ import torch
 
 from sparsellm.calibration import measure, store
 from sparsellm.calibration.layer import SETS, Layer
-from sparsellm.console import progress, warn
 from sparsellm.ops import backend
+from sparsellm.system.console import progress, warn
 
 SPARE = 1 << 30  # bytes of the GPU that are left alone: torch's allocator is not alone in taking memory
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from sparsellm import locks, regular
 from sparsellm.calibration.measure import METHOD
-from sparsellm.console import is_main_rank, warn
-from sparsellm.files import read_sealed, write_sealed
 from sparsellm.ops import backend, build, compiler
 from sparsellm.ops.costs import Costs
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import Shape, Tuning
+from sparsellm.system import locks, regular
+from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.files import read_sealed, write_sealed
 
 SHIPPED = "H200"  # in the name of the GPU that the package's constants were measured on,
 SHIPPED_LAYER = (2048, 5632)  # K and N of the layer, on the CUDA kernels

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, mistakes, recordings, report
 from sparsellm.config import AnalyzeConfig, analyze_mistakes, entry_point
-from sparsellm.console import warn
+from sparsellm.system.console import warn
 
 
 @entry_point(lambda config, _typed: mistakes(config), analyze_mistakes, AnalyzeConfig)

@@ -6,9 +6,9 @@ a GPU, or on a CPU without kernels and energy. Exit codes: 0 complete, 1 if a ch
 refused configuration.
 """
 
-from sparsellm.benchmarks import BenchmarkError, benchmark, mistakes, report
+from sparsellm.benchmark import BenchmarkError, benchmark, mistakes, report
 from sparsellm.config import BenchmarkConfig, benchmark_mistakes, entry_point
-from sparsellm.console import warn
+from sparsellm.system.console import warn
 
 
 @entry_point(lambda config, _typed: mistakes(config), benchmark_mistakes, BenchmarkConfig)

@@ -14,9 +14,9 @@ import torch
 from sparsellm.calibration import block_sizes, measure, report, store
 from sparsellm.calibration.layer import Layer
 from sparsellm.config import CalibrateConfig, ConfigError, calibrate_mistakes, entry_point, from_overrides
-from sparsellm.console import progress, warn
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, backend
 from sparsellm.ops.triton import tuning
+from sparsellm.system.console import progress, warn
 
 
 @entry_point(lambda config, _typed: calibrate_mistakes(config), calibrate_mistakes, CalibrateConfig)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
-from sparsellm.console import warn
-from sparsellm.distributed import MainRankFailed, agreed
+from sparsellm.distributed.groups import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
-from sparsellm.evaluation.locate import locate
 from sparsellm.evaluation.request import mistakes
-from sparsellm.garbage import without_garbage_collection
 from sparsellm.ops.build import KernelsUnavailable
-from sparsellm.run_layout import CONFIG
-from sparsellm.training import run_folder
-from sparsellm.training.wandb_record import WandbRun, sync_command
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs.layout import CONFIG
+from sparsellm.runs.locate import locate
+from sparsellm.runs.wandb_record import WandbRun, sync_command
+from sparsellm.system.console import warn
+from sparsellm.system.garbage_collection import without_garbage_collection
 
 
 @entry_point(lambda config, _typed: agreed(mistakes(config)), evaluate_mistakes, EvaluateConfig)

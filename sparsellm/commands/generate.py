@@ -10,16 +10,16 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from sparsellm import hub
 from sparsellm.config import Dtype, GenerateConfig, Kernels, entry_point, generate_mistakes
-from sparsellm.console import warn
-from sparsellm.distributed import device_type
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
+from sparsellm.distributed.groups import device_type
+from sparsellm.hf import hub
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
+from sparsellm.system.console import warn
 
 if TYPE_CHECKING:  # these take seconds to import, that a refused command need not wait
     import torch
 
-    from sparsellm.model.generation import Generator, Sampling
+    from sparsellm.inference.generation import Generator, Sampling
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of which some tokens are still to come
 
@@ -30,8 +30,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of w
 def main(config: GenerateConfig) -> int:
     import torch
 
-    from sparsellm.model.generation import Sampling
-    from sparsellm.model.pretrained import BrokenModel
+    from sparsellm.hf.pretrained import BrokenModel
+    from sparsellm.inference.generation import Sampling
     from sparsellm.ops.build import KernelsUnavailable
 
     assert config.checkpoint is not None
@@ -74,7 +74,7 @@ def _lines() -> list[str]:
 
 
 def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":
-    from sparsellm.model.generation import Generator
+    from sparsellm.inference.generation import Generator
 
     with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
         checkpoint.identity()

@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sparsellm import hub
 from sparsellm.config import Dtype, ImportConfig, entry_point, import_mistakes
-from sparsellm.console import warn
-from sparsellm.evaluation.locate import CheckpointNotFound, locate, not_found, unreadable
+from sparsellm.hf import hub
+from sparsellm.runs.locate import CheckpointNotFound, locate, not_found, unreadable
+from sparsellm.system.console import warn
 
 
 def _mistakes(config: ImportConfig, _typed: list[str]) -> list[str]:
@@ -31,7 +31,7 @@ def _mistakes(config: ImportConfig, _typed: list[str]) -> list[str]:
 def main(config: ImportConfig) -> int:
     import torch
 
-    from sparsellm.model import pretrained
+    from sparsellm.hf import pretrained
 
     assert config.checkpoint is not None
     assert config.output_dir is not None
@@ -64,7 +64,7 @@ def _partial(output: Path) -> Path:
 def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
     """The stock model, and the tokenizer of the folder `source`, in `output`, whole or not at all. Raises OSError, and
     BrokenModel if another class than `tokenizer`'s would be chosen for the same files beside a stock config.json."""
-    from sparsellm.model import pretrained
+    from sparsellm.hf import pretrained
 
     partial = _partial(output)
     partial.mkdir(parents=True)

@@ -8,22 +8,22 @@ import signal
 import sys
 
 from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
-from sparsellm.console import warn
 from sparsellm.data import DataError, Manifest, mistakes, prepare
 from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import blocks
 from sparsellm.data.preparation import preparation_mistakes
 from sparsellm.data.request import Request
-from sparsellm.training import initial
+from sparsellm.system.console import warn
+from sparsellm.training import warm_start
 
 
 def check(config: Config, typed: list[str]) -> list[str]:
     """What keeps `config`, which is given the model of init_from, from being prepared."""
-    found = initial.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
-    return found or initial.tokenizer_mistakes(config)
+    found = warm_start.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
+    return found or warm_start.tokenizer_mistakes(config)
 
 
-@entry_point(check, prepare_mistakes, Config, initial.adopt)
+@entry_point(check, prepare_mistakes, Config, warm_start.adopt)
 def main(config: Config) -> int:
     print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
     try:

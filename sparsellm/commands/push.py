@@ -12,13 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparsellm import hub
 from sparsellm.config import PushConfig, entry_point, push_mistakes
-from sparsellm.console import warn
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, locate, not_found
-from sparsellm.model import pretrained
-from sparsellm.run_layout import HF
-from sparsellm.training import card
+from sparsellm.hf import card, hub, pretrained
+from sparsellm.runs.layout import HF
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found
+from sparsellm.system.console import warn
 
 CARD = "README.md"
 CARD_LINES = 14  # of the model card, that are shown

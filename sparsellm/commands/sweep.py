@@ -13,12 +13,12 @@ configuration.
 """
 
 from sparsellm.config import ConfigError, SweepMode
-from sparsellm.console import warn
-from sparsellm.files import write_whole
-from sparsellm.sweeps import commands, report
-from sparsellm.sweeps.launch import Launcher
-from sparsellm.sweeps.plan import Point, Sweep, plan
-from sparsellm.training import run_folder
+from sparsellm.runs import folder as run_folder
+from sparsellm.sweep import commands, report
+from sparsellm.sweep.launch import Launcher
+from sparsellm.sweep.plan import Point, Sweep, plan
+from sparsellm.system.console import warn
+from sparsellm.system.files import write_whole
 
 
 def main(arguments: list[str], program: str) -> int:

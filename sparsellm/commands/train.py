@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from sparsellm import data, distributed
+from sparsellm import data
 from sparsellm.config import Config, RuntimeConfig, entry_point, looked_at, memory_mistakes, mistakes
-from sparsellm.console import is_main_rank, warn
-from sparsellm.distributed import (
+from sparsellm.distributed import groups
+from sparsellm.distributed.groups import (
     MainRankFailed,
     NotShared,
     agreed,
@@ -23,13 +23,16 @@ from sparsellm.distributed import (
 )
 from sparsellm.evaluation import live
 from sparsellm.ops.build import KernelsUnavailable
-from sparsellm.training import distillation, initial, report, run_folder
-from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.metrics import MetricsError
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs import report
+from sparsellm.runs.checkpoint import CheckpointError
+from sparsellm.runs.metrics import MetricsError
+from sparsellm.system.console import is_main_rank, warn
+from sparsellm.training import distillation, warm_start
 
 
 def device_type(runtime: RuntimeConfig) -> str:
-    return distributed.device_type(runtime.device.name)
+    return groups.device_type(runtime.device.name)
 
 
 def set_determinism(deterministic: bool) -> None:
@@ -51,7 +54,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
     `typed`: the overrides that `config` was composed from.
     """
-    if found := initial.adopt(config, typed):
+    if found := warm_start.adopt(config, typed):
         return found
     found, finished = values(config), run_folder.is_finished(config)
     if not (found or finished):
@@ -61,7 +64,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     if finished:
         return found
     found += data.mistakes(config, typed) + live.mistakes(config)
-    return found + distillation.mistakes(config) + initial.weight_mistakes(config)
+    return found + distillation.mistakes(config) + warm_start.weight_mistakes(config)
 
 
 def _of_rank(error: Exception) -> str:
@@ -73,7 +76,7 @@ def _agreed_mistakes(config: Config, typed: list[str]) -> list[str]:
     return agreed(looked_at(lambda: check(config, typed)), run_folder.view(config))
 
 
-@entry_point(_agreed_mistakes, values, Config, initial.adopt)
+@entry_point(_agreed_mistakes, values, Config, warm_start.adopt)
 def main(config: Config) -> int:
     if run_folder.is_finished(config):
         leave()
@@ -92,7 +95,7 @@ def main(config: Config) -> int:
             try:
                 evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
                 opened = data.open_data(config, ranks)
-                initial.require_one_tokenizer(config, opened, ranks)
+                warm_start.require_one_tokenizer(config, opened, ranks)
                 with run_folder.open_folder(config, ranks) as (config, folder):
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:

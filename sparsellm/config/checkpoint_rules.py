@@ -75,7 +75,7 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
 
 
 def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
-    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmarks looks at what it names."""
+    """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmark looks at what it names."""
     found = _checkpoint_mistakes(config.checkpoint)
     if config.baseline and len(config.baseline) != len(config.checkpoint):
         found.append(

@@ -33,7 +33,7 @@ from sparsellm.config.schema import (
     ImportConfig,
     PushConfig,
 )
-from sparsellm.console import is_main_rank, warn
+from sparsellm.system.console import is_main_rank, warn
 
 # Of each command but `sweep`: its schema, and the rules for values that need no torch.
 RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {

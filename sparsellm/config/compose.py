@@ -19,7 +19,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from sparsellm import regular
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
 from sparsellm.config.overrides import Typed, parse
@@ -35,7 +34,8 @@ from sparsellm.config.schema import (
     Source,
 )
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
-from sparsellm.files import write_whole
+from sparsellm.system import regular
+from sparsellm.system.files import write_whole
 
 AnyConfig = TypeVar(
     "AnyConfig",

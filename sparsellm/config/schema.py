@@ -557,3 +557,8 @@ def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
     """The coefficient that gives the same loss under `normalization` (DESIGN §2)."""
     own = l1_denominator(config.sparsity.l1_normalization, config.model)
     return config.sparsity.l1_coefficient * (l1_denominator(normalization, config.model) / own)
+
+
+def relu_share(tokens: int, config: SparsityConfig) -> float:
+    """a of the step that ends at `tokens` (those of the global batches so far, its own included)."""
+    return 1.0 if tokens >= config.relu_tokens else tokens / config.relu_tokens

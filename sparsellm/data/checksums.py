@@ -18,7 +18,7 @@ from typing import NamedTuple
 import xxhash
 from tqdm import tqdm
 
-from sparsellm.files import read_sealed, write_sealed
+from sparsellm.system.files import read_sealed, write_sealed
 
 VERIFIED = "verified.json"
 THREADS, PIECE = 8, 1 << 24  # a network file system gives several readers more than one of them

@@ -30,10 +30,10 @@ from huggingface_hub import DatasetCard
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from tqdm import tqdm
 
-from sparsellm import hub
 from sparsellm.config import DataConfig, Source
 from sparsellm.data.errors import DataError
 from sparsellm.data.rows import reader_of, rows
+from sparsellm.hf import hub
 
 Position = dict[str, int]
 Files = dict[str, int | None]  # path or address -> bytes; None for the hub, where the address already names the content

@@ -22,7 +22,7 @@ from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError, ProcessesFailed
 from sparsellm.data.tokenizer import Vocabulary
-from sparsellm.processes import end_with_parent
+from sparsellm.system.processes import end_with_parent
 
 PATIENCE = 16_000_000  # characters that are encoded without other processes: a few seconds' work
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # what the tokenizers library asks before it uses threads

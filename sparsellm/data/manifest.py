@@ -33,7 +33,7 @@ from tqdm import tqdm
 from sparsellm.data import tokenizer
 from sparsellm.data.checksums import Verified, digest_of
 from sparsellm.data.errors import DataError
-from sparsellm.files import read_json, read_sealed, write_sealed
+from sparsellm.system.files import read_json, read_sealed, write_sealed
 
 VERSION = 2  # of the layout above
 UNSEALED = 1  # the version whose JSON files had no checksum of their own

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from sparsellm.config import Config, Source
-from sparsellm.console import warn
 from sparsellm.data import corpus, manifest, mix, sources, tokenizer
 from sparsellm.data.checksums import Verified
 from sparsellm.data.errors import DataError
@@ -16,9 +15,10 @@ from sparsellm.data.packed import Batch, PackedTokens
 from sparsellm.data.preparation import prepare
 from sparsellm.data.request import Request
 from sparsellm.data.stream import TokenStream
-from sparsellm.distributed import Ranks, on_main, require_shared, world_size_from_environment
-from sparsellm.files import read_json
-from sparsellm.run_layout import CONFIG, STATE, rank_json
+from sparsellm.distributed.groups import Ranks, on_main, require_shared, world_size_from_environment
+from sparsellm.runs.layout import CONFIG, STATE, rank_json
+from sparsellm.system.console import warn
+from sparsellm.system.files import read_json
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks
-from sparsellm.processes import end_with_parent
+from sparsellm.system.processes import end_with_parent
 
 Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position after them
 

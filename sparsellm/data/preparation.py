@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sparsellm import locks, regular
 from sparsellm.config import Config, Source
 from sparsellm.data import corpus, encoding, sources, tokenizer
 from sparsellm.data.checksums import VERIFIED, Verified, digest_of, stamp
@@ -61,7 +60,8 @@ from sparsellm.data.manifest import (
 )
 from sparsellm.data.request import Request
 from sparsellm.data.tokenizer import Vocabulary
-from sparsellm.files import sync
+from sparsellm.system import locks, regular
+from sparsellm.system.files import sync
 
 # Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
 # because one text of ten million characters would take twice the memory.

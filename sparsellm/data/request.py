@@ -14,6 +14,7 @@ from sparsellm.config import Config, DataConfig, Source, composition
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks, longest_sequence
+from sparsellm.hf import hub
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Request:
         found = corpus.local_files(data.files)[1] if data.source == Source.files else []
         if data.tokenizer is None:
             return found + self.vocabulary_mistakes(data.tokenizer_vocab_size)
-        if tokenizer.is_missing(data.tokenizer):
+        if hub.is_missing(data.tokenizer):
             found.append(f"{self.tokenizer_key}={data.tokenizer} does not exist: give a folder with tokenizer.json")
         elif Path(data.tokenizer).expanduser().exists():
             try:

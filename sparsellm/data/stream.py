@@ -28,10 +28,10 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from sparsellm.console import warn
 from sparsellm.data import corpus, sources, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, started
+from sparsellm.system.console import warn
 
 GROUP_BLOCKS = 1024
 _REMEDY = (

@@ -17,11 +17,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 
-from sparsellm import hub, tokenizer_file
 from sparsellm.data import pieces
 from sparsellm.data.errors import DataError
-from sparsellm.files import read_json, write_whole
-from sparsellm.run_layout import CHECKPOINTS, HF
+from sparsellm.hf import hub, tokenizer_file
+from sparsellm.runs.layout import CHECKPOINTS, HF
+from sparsellm.system.files import read_json, write_whole
 
 KEY = "data.tokenizer"
 END_OF_TEXT = "<|endoftext|>"  # follows every document, where a tokenizer has it
@@ -153,12 +153,6 @@ def _on_the_hub(name: str, given: str, file: str) -> Path:
             f"{given}: its {file}, which names the tokens that begin and end a text, is not among the hub's copies"
             f" on this machine: connect it once, or give a folder with {_FILE} and {_CONFIG}"
         ) from error
-
-
-def is_missing(name: str) -> bool:
-    """Whether `name` can only be a local path (the hub's names are OWNER/NAME), and nothing is there."""
-    looks_local = name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
-    return looks_local and not Path(name).expanduser().exists()
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:

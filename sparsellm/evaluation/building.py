@@ -15,7 +15,7 @@ from typing import Any
 import lm_eval.api.task
 import lm_eval.utils
 
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
 from sparsellm.evaluation.tasks import LoadedTask, each_row
 
 # lm-eval compiles a template for each text that it makes of a row, which takes most of the time of building. A compiled

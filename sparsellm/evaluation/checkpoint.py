@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsellm import hub, regular
 from sparsellm.config import (
     ConfigError,
     EvaluateConfig,
@@ -23,9 +22,8 @@ from sparsellm.config import (
     takes_kernels,
 )
 from sparsellm.data import DataError
-from sparsellm.distributed import Ranks, device_type, first_error, on_main, process_group
+from sparsellm.distributed.groups import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import locate, unreadable
 from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy, perplexity
 from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
@@ -37,10 +35,13 @@ from sparsellm.evaluation.results import (
     has_scores,
     kept,
 )
-from sparsellm.files import write_whole
-from sparsellm.model import Decoder, huggingface, pretrained
-from sparsellm.model.accelerate import SparseFeedForward, accelerate, restore
+from sparsellm.hf import conversion, hub, pretrained
+from sparsellm.inference.accelerate import SparseFeedForward, accelerate, restore
+from sparsellm.model import Decoder
 from sparsellm.ops import backend
+from sparsellm.runs.locate import locate, unreadable
+from sparsellm.system import regular
+from sparsellm.system.files import write_whole
 
 T = TypeVar("T")
 
@@ -330,7 +331,7 @@ class Evaluation:
         """As the run validates: float32 weights, and its own precision and micro-batch."""
         config, device = self.request.run_config(), self.ranks.device
         try:
-            model_config, activation, weights = huggingface.load(self.checkpoint.model)
+            model_config, activation, weights = conversion.load(self.checkpoint.model)
         except (OSError, ValueError) as error:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error
         with torch.device("meta"):

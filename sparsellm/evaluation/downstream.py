@@ -24,10 +24,10 @@ from lm_eval.models.huggingface import HFLM
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsellm.console import progress
-from sparsellm.distributed import Ranks, gather
+from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.evaluation.building import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
+from sparsellm.system.console import progress
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
 # CPU. Those that predict a continuation exist twice more, the second time as logarithms of probabilities.

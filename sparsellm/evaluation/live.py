@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sparsellm import hub
 from sparsellm.config import Config, ConfigError, Precision, takes_kernels
-from sparsellm.console import warn
 from sparsellm.data import Data
-from sparsellm.distributed import Ranks, first_error, on_main, whole
+from sparsellm.distributed.groups import Ranks, first_error, on_main, whole
 from sparsellm.evaluation import tasks
-from sparsellm.model import Decoder, huggingface, pretrained
+from sparsellm.hf import conversion, hub, pretrained
+from sparsellm.model import Decoder
+from sparsellm.system.console import warn
 
 T = TypeVar("T")
 
@@ -144,11 +144,11 @@ class LiveEvaluation:
     def _lm(self, weights: dict[str, Tensor], data: Data) -> Any:
         """A SharedLM of the decoder's `weights`, its feedforward blocks on the kernels that validation takes."""
         from sparsellm.evaluation.downstream import SharedLM
-        from sparsellm.model.accelerate import accelerate  # takes a second, that a refused run need not wait
+        from sparsellm.inference.accelerate import accelerate
 
         self._give_back()
         config, runtime = self.config, self.config.runtime
-        model = huggingface.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
+        model = conversion.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
         if takes_kernels(config, runtime.kernels, self.ranks.device.type):
             accelerate(model, runtime.kernels.name, calibrate=False)  # the run has decided by what it chooses
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)

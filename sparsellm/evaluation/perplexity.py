@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
 SEQUENCES = 16  # per forward pass, where the run itself chose how many fit

@@ -11,11 +11,11 @@ import torch
 
 from sparsellm import data
 from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
-from sparsellm.distributed import device_type
+from sparsellm.distributed.groups import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.locate import Checkpoint, not_found
 from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, kept, means
-from sparsellm.run_layout import CONFIG, EVALUATION
+from sparsellm.runs.layout import CONFIG, EVALUATION
+from sparsellm.runs.locate import Checkpoint, not_found
 
 TORCH = "torch"  # the folder of the side in PyTorch, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")

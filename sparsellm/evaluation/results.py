@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsellm import regular
 from sparsellm.evaluation.tasks import TASKS
-from sparsellm.files import whole
+from sparsellm.system import regular
+from sparsellm.system.files import whole
 
 RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparsellm.distributed import Ranks, first_error
+from sparsellm.distributed.groups import Ranks, first_error
 from sparsellm.evaluation import rows
-from sparsellm.evaluation.locate import file_digest
+from sparsellm.runs.locate import file_digest
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from pathlib import Path
 
 import torch
 
-from sparsellm import locks, regular
-from sparsellm.console import is_main_rank, warn
 from sparsellm.ops import compiler
 from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable
 from sparsellm.ops.resources import resources, table
+from sparsellm.system import locks, regular
+from sparsellm.system.console import is_main_rank, warn
 
 LOG = "build.log"
 NAMED = "SPARSELLM_KERNELS"

@@ -11,11 +11,12 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.config import Activation, Config, ConfigError, ModelConfig
-from sparsellm.distributed import Ranks, on_main
-from sparsellm.model import Decoder, huggingface
+from sparsellm.distributed.groups import Ranks, on_main
+from sparsellm.hf import conversion
+from sparsellm.model import Decoder
 from sparsellm.model.cross_entropy import Lesson
-from sparsellm.training.initial import send, source
-from sparsellm.training.memory import DTYPES
+from sparsellm.model.dtypes import DTYPES
+from sparsellm.training.warm_start import send, source
 
 KEY = "distill.teacher"
 
@@ -27,7 +28,7 @@ def mistakes(config: Config) -> list[str]:
         return []
     try:
         with source(KEY, name) as checkpoint:
-            teacher, _ = huggingface.architecture(checkpoint.model)
+            teacher, _ = conversion.architecture(checkpoint.model)
     except ConfigError as error:
         return error.mistakes
     found = []
@@ -60,7 +61,7 @@ class Teacher:
             name = str(config.distill.teacher)
             with source(KEY, name) as checkpoint:
                 checkpoint.identity()  # a checkpoint of ours is held to its checksums
-                model, activation, found = huggingface.load(checkpoint.model)
+                model, activation, found = conversion.load(checkpoint.model)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
                     f"{KEY}={name} is not the model any more that has taught run {config.run.name} so far: bring that"

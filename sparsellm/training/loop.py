@@ -28,21 +28,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm.config import Config, Precision, l1_denominator, takes_kernels
-from sparsellm.console import say, warn
 from sparsellm.data import Data, DataError
-from sparsellm.distributed import Ranks, begin_step, first_error, on_main
+from sparsellm.distributed.groups import Ranks, begin_step, first_error, on_main
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.model import huggingface
-from sparsellm.model.accelerate import accelerate
+from sparsellm.hf import card, conversion
+from sparsellm.inference.accelerate import accelerate
+from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
-from sparsellm.run_layout import STATE, VALUES, WAITING_ROW
-from sparsellm.training import card, initial, report, run_folder, sharding
-from sparsellm.training.checkpoint import CheckpointError, Checkpoints, spelled
-from sparsellm.training.distillation import Teacher
-from sparsellm.training.gradual import GradualRelu
-from sparsellm.training.memory import DTYPES, ffn_saved_bytes
-from sparsellm.training.metrics import (
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs import report
+from sparsellm.runs.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.runs.layout import STATE, VALUES, WAITING_ROW
+from sparsellm.runs.metrics import (
     METRICS,
     HeldOut,
     MetricsError,
@@ -56,15 +54,20 @@ from sparsellm.training.metrics import (
     reduce_step,
     telling,
 )
+from sparsellm.runs.retention import Retention
+from sparsellm.runs.wandb_record import WandbRun
+from sparsellm.system.console import say, warn
+from sparsellm.training import sharding, warm_start
+from sparsellm.training.distillation import Teacher
+from sparsellm.training.memory import ffn_saved_bytes
 from sparsellm.training.micro_batch import MicroBatch
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
 from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
-from sparsellm.training.retention import Retention
+from sparsellm.training.relu_annealing import GradualRelu
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient
 from sparsellm.training.stop import StopRequest
-from sparsellm.training.wandb_record import WandbRun
 
 SAMPLE_PROMPT = "The"
 
@@ -438,7 +441,7 @@ class Trainer:
         step = self.checkpoints.find(self.config.run.skip_damaged)
         if step is None:
             if self.config.init_from is not None:
-                self.other_ends = initial.write_weights(self.decoder, self.config, self.data, self.ranks)
+                self.other_ends = warm_start.write_weights(self.decoder, self.config, self.data, self.ranks)
             if self.plans is not None:
                 self.plans.begin()
             return
@@ -460,7 +463,7 @@ class Trainer:
             print(f"{self.config.run.name}: resuming after step {self.step:,}", flush=True)
 
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
-        huggingface.export(
+        conversion.export(
             weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
             self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype], self.data.begin_of_text_id,
             self.other_ends,

@@ -31,15 +31,14 @@ from sparsellm.config import (
     Activation,
     Config,
     ModelConfig,
-    Precision,
     attention_weights,
     parameters,
 )
 from sparsellm.model.cross_entropy import CHUNK
+from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
-DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}
 # A deterministic run measures nothing: so much of the GPU is left to the context, NCCL and the kernels' code.
 UNMEASURED = 3 * GIB
 

@@ -34,14 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm import regular
 from sparsellm.config import FLOAT32, Config
-from sparsellm.console import warn
-from sparsellm.distributed import Ranks, gather, on_main
-from sparsellm.files import write_whole
+from sparsellm.distributed.groups import Ranks, gather, on_main
 from sparsellm.ops import Engine, Plan
+from sparsellm.runs.metrics import StepSums
+from sparsellm.system import regular
+from sparsellm.system.console import warn
+from sparsellm.system.files import write_whole
 from sparsellm.training.memory import GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
-from sparsellm.training.metrics import StepSums
 from sparsellm.training.plans import Plans
 
 AUTO = "auto"

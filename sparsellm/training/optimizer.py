@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.config import OptimizerConfig, Schedule, decay_start
-from sparsellm.distributed import whole
+from sparsellm.distributed.groups import whole
 from sparsellm.training.sharding import shard_of
 
 

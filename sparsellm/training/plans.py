@@ -26,13 +26,13 @@ from torch import Tensor
 
 from sparsellm import calibration
 from sparsellm.config import Config
-from sparsellm.console import is_main_rank, warn
-from sparsellm.distributed import Ranks, on_main
+from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan, backend, choose_training_engine
 from sparsellm.ops.costs import Costs
 from sparsellm.ops.dispatch import TILE_MAX_NONZEROS, room_for
-from sparsellm.training.metrics import StepSums, to_host
+from sparsellm.runs.metrics import StepSums, to_host
+from sparsellm.system.console import is_main_rank, warn
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
@@ -71,7 +71,7 @@ class Plans:
             block: Any = layer.mlp
             block.training_plan = tensor
         self.counts: Counts | None = None  # not decided yet
-        self.idle = False  # whether the layers are PyTorch's for the time being (training/gradual.py)
+        self.idle = False  # whether the layers are PyTorch's for the time being (training/relu_annealing.py)
 
     @property
     def plans(self) -> list[Plan | None]:

@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
-from sparsellm.console import say, warn
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
+from sparsellm.system.console import say, warn
 
 PROFILE = "profile"  # in the run's folder
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparsellm.console import say
-from sparsellm.training.metrics import StepClock
+from sparsellm.runs.metrics import StepClock
+from sparsellm.system.console import say
 
 FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile
 BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard, embedding_weights, parameters, ranks_that_share
-from sparsellm.distributed import Ranks, gather
+from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.model import Decoder
 from sparsellm.model.decoder import initialize
 from sparsellm.training import communication

@@ -7,9 +7,9 @@ import time
 from types import FrameType
 from typing import ClassVar, Self
 
-from sparsellm import distributed
-from sparsellm.processes import PARENT_ENDED
-from sparsellm.streams import write_now
+from sparsellm.distributed import groups
+from sparsellm.system.processes import PARENT_ENDED
+from sparsellm.system.streams import write_now
 
 # Seconds after a signal within which another one is no second request: torchrun and a scheduler may send one each.
 SECOND = 2
@@ -95,7 +95,7 @@ class StopRequest(StopSignals):
             if kills not in heard and (kills or not heard):
                 write_now(STOPPING if kills else self.REPEATED[signal.Signals(number)])
             heard.setdefault(kills, time.monotonic())
-            distributed.hurry()
+            groups.hurry()
 
 
 def _forget_wakeup_file() -> None:

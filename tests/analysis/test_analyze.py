@@ -14,14 +14,14 @@ from datasets import Dataset
 from evaluation.conftest import LAST
 from safetensors.torch import load_file, save_file
 
-from sparsellm import benchmarks
+from sparsellm import benchmark
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, figures, report, study
 from sparsellm.analysis.text import documents
 from sparsellm.commands import analyze
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, ConfigError, Dtype, load
 from sparsellm.data import open_validation, tokenizer
-from sparsellm.distributed import process_group
-from sparsellm.training.checkpoint import Checkpoints
+from sparsellm.distributed.groups import process_group
+from sparsellm.runs.checkpoint import Checkpoints
 
 FIGURES = ["firing_frequency.png", "nonzeros_by_layer.png", "nonzeros_by_position.png", "union_by_layer.png"]
 FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
@@ -163,7 +163,7 @@ def test_the_texts_of_a_file_are_read_whatever_its_kind(suffix, tmp_path):
 def test_rows_of_other_kinds_are_refused_before_any_work(suffix, run, tmp_path):
     (tmp_path / f"rows{suffix}").write_text("text\nwhy\n")
     for config in (AnalyzeConfig, BenchmarkConfig):
-        (found,) = {AnalyzeConfig: study, BenchmarkConfig: benchmarks.study}[config].mistakes(
+        (found,) = {AnalyzeConfig: study, BenchmarkConfig: benchmark.study}[config].mistakes(
             config(
                 checkpoint=[str(run)] if config is BenchmarkConfig else str(run), text=str(tmp_path / f"rows{suffix}")
             )

@@ -19,8 +19,8 @@ from processes import PATIENCE, SERVER, dying, family, kill, started
 from test_train import TIMING
 
 from sparsellm.data import corpus
-from sparsellm.run_layout import VALUES, WAITING_ROW
-from sparsellm.training.metrics import METRICS
+from sparsellm.runs.layout import VALUES, WAITING_ROW
+from sparsellm.runs.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a checksum of what does

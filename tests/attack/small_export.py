@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.data import tokenizer
-from sparsellm.model import Decoder, huggingface
+from sparsellm.hf import conversion
+from sparsellm.model import Decoder
 
 VOCABULARY = 280
 CONFIG = ModelConfig(
@@ -25,7 +26,7 @@ def write_export(folder: Path) -> Path:
     words = tokenizer.train(["why water stone bird fish tree"] * 20, VOCABULARY)
     tokenizer.save(words, folder / "tokenizer")
     weights = Decoder(CONFIG, Activation.relu).state_dict()
-    huggingface.export(weights, CONFIG, Activation.relu, folder / "hf", folder / "tokenizer", 0)
+    conversion.export(weights, CONFIG, Activation.relu, folder / "hf", folder / "tokenizer", 0)
     return folder / "hf"
 
 

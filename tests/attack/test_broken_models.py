@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from sparsellm.commands import analyze, evaluate
-from sparsellm.evaluation.locate import Checkpoint, CheckpointNotFound, file_digest
-from sparsellm.model import huggingface, pretrained
-from sparsellm.model.pretrained import BrokenModel
+from sparsellm.hf import conversion, pretrained
+from sparsellm.hf.pretrained import BrokenModel
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, file_digest
 
 PACKAGE = Path(pretrained.__file__).parents[1]
 NORM, GATE, EMBEDDING = "model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"
@@ -117,7 +117,7 @@ def test_a_whole_model_is_read_as_it_was_written_in_one_file_or_in_two(whole, tm
         state = read(folder).state_dict()
         assert state.keys() == written.keys() | {"lm_head.weight"}
         assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
-        assert len(huggingface.load(folder)[2]) == len(written)
+        assert len(conversion.load(folder)[2]) == len(written)
 
 
 @pytest.mark.parametrize("what", BROKEN)

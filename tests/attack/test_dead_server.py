@@ -10,8 +10,8 @@ import wandb_server
 from attack.seed import SEED, one
 from small_run import small_config
 
-from sparsellm.training import wandb_record
-from sparsellm.training.wandb_record import WandbRun
+from sparsellm.runs import wandb_record
+from sparsellm.runs.wandb_record import WandbRun
 
 ROUNDS = 2
 

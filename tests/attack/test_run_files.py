@@ -20,11 +20,12 @@ from attack.seed import SEED, one
 from small_run import small_config, small_trainer
 
 from sparsellm.config import definition, load, save
-from sparsellm.run_layout import COMMITTED, STATE, VALUES
-from sparsellm.training import report, run_folder
-from sparsellm.training.checkpoint import CheckpointError
-from sparsellm.training.metrics import IN_EVERY_ROW, METRICS, MetricsError, MetricsFile, Saved, history, read
-from sparsellm.training.wandb_record import WandbRun, record_id
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs import report
+from sparsellm.runs.checkpoint import CheckpointError
+from sparsellm.runs.layout import COMMITTED, STATE, VALUES
+from sparsellm.runs.metrics import IN_EVERY_ROW, METRICS, MetricsError, MetricsFile, Saved, history, read
+from sparsellm.runs.wandb_record import WandbRun, record_id
 
 STEPS = 12
 INTERRUPTS = 5  # instants of a start

@@ -20,7 +20,7 @@ from attack.kills import TORCHRUN, left, said
 from attack.seed import SEED, one
 from processes import PATIENCE, SERVER, family, kill, started
 
-from sparsellm import lifeline
+from sparsellm.distributed import lifeline
 
 pytestmark = pytest.mark.slow
 TRIALS = 1  # of each kind, for each seed

@@ -11,10 +11,11 @@ import pytest
 import torch
 from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
 
-from sparsellm import calibration, locks
+from sparsellm import calibration
 from sparsellm.calibration import first_use, measure, store
 from sparsellm.calibration.layer import Layer
 from sparsellm.ops import backend
+from sparsellm.system import locks
 
 LAYER = (K, 2 * N)  # not the one that the package's constants are of
 

@@ -13,7 +13,7 @@ import pytest
 from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, mistakes, open_data, open_validation, preparation, prepare, tokenizer
 from sparsellm.data.manifest import read
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
 LENGTH = 32  # of make_config

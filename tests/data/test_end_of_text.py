@@ -15,13 +15,13 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from sparsellm import hub
 from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, mistakes, mix, open_data, prepare, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.data.open import open_validation
-from sparsellm.distributed import process_group
-from sparsellm.files import read_sealed, write_sealed
+from sparsellm.distributed.groups import process_group
+from sparsellm.hf import hub
+from sparsellm.system.files import read_sealed, write_sealed
 
 ADDED = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
 SPELLED = "the <s> gate</s> opens <|begin_of_text|> <|end_of_text|>\n\n  日本"

@@ -15,7 +15,7 @@ from sparsellm.data import DataError, mix, open_data, open_validation, prepare, 
 from sparsellm.data import mistakes as data_mistakes
 from sparsellm.data.mix import MixedTokens
 from sparsellm.data.packed import PackedTokens
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 
 
 @pytest.fixture

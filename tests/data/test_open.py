@@ -10,7 +10,7 @@ from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, LoggingConfig, ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.data import DataError, mistakes, open_data, open_validation, prepare, tokenizer
 from sparsellm.data.manifest import read
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
 
@@ -88,7 +88,7 @@ import torch
 from sparsellm import config as configuration
 from sparsellm.data import open_data
 from sparsellm.data.manifest import read
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 with process_group("cpu") as ranks:
     data = open_data(configuration.load(Path(sys.argv[1])), ranks)
     batch, state = next(data.batches(None))

@@ -13,7 +13,7 @@ from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, mistakes, open_data, preparation, prepare
 from sparsellm.data.checksums import VERIFIED
 from sparsellm.data.manifest import read, verify
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
 

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig
 
 from sparsellm.data import DataError, pieces, tokenizer
+from sparsellm.hf import hub
 
 SAMPLE = "Hello  12345 wörld\n\n\tdef f(x):  return x"
 
@@ -69,6 +70,6 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 1}))
     with pytest.raises(DataError, match=f"data.tokenizer={tmp_path} cannot be loaded"):
         tokenizer.load(str(tmp_path))
-    assert tokenizer.is_missing(str(tmp_path / "nowhere"))
-    assert not tokenizer.is_missing(str(tmp_path))
-    assert not tokenizer.is_missing("owner/name")
+    assert hub.is_missing(str(tmp_path / "nowhere"))
+    assert not hub.is_missing(str(tmp_path))
+    assert not hub.is_missing("owner/name")

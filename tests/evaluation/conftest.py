@@ -11,9 +11,9 @@ from evaluation.small_rows import sentence, write_rows
 from sparsellm import data
 from sparsellm.config import from_overrides
 from sparsellm.data import tokenizer
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
+from sparsellm.runs.folder import open_folder
 from sparsellm.training.loop import Trainer
-from sparsellm.training.run_folder import open_folder
 
 VOCABULARY = 400
 LAST = "checkpoints/step_00000004"  # of the trained run

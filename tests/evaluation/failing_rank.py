@@ -13,8 +13,9 @@ import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
-from sparsellm import data, distributed
+from sparsellm import data
 from sparsellm.config import from_overrides
+from sparsellm.distributed import groups
 from sparsellm.evaluation import live
 from sparsellm.evaluation.downstream import AUTO_LOGITS, SharedLM
 from sparsellm.model import Decoder
@@ -42,8 +43,8 @@ def failing_once(method, place):
 
 def main(folder: Path, overrides: list[str]) -> None:
     config, found = from_overrides(overrides), {}
-    distributed.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other fail
-    with distributed.process_group("cpu") as ranks:
+    groups.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other fail
+    with groups.process_group("cpu") as ranks:
         AUTO_LOGITS["cpu"] = config.model.vocab_size * 512 * (1 + ranks.rank)  # as with less memory on one of two GPUs
         evaluation, opened = live.load(config, ranks), data.open_data(config, ranks)
         torch.manual_seed(0)

@@ -10,9 +10,9 @@ from evaluation.test_downstream import both
 from evaluation.test_evaluate import SHARED
 from tokenizers.processors import TemplateProcessing
 
-from sparsellm import hub
 from sparsellm.evaluation import building, tasks
 from sparsellm.evaluation.building import Builder, Share
+from sparsellm.hf import hub
 
 NAMES = ["arc_easy", "hellaswag", "winogrande"]  # one context for all choices, rows changed by code, a context for each
 ALONE = SimpleNamespace(rank=0, world_size=1)

@@ -8,7 +8,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import downstream
 from sparsellm.evaluation.downstream import SharedLM
 

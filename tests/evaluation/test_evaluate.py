@@ -24,15 +24,15 @@ from processes import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb_server import dead_url
 
-from sparsellm import hub
 from sparsellm.commands import evaluate
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, WandbMode, from_overrides, load, save
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
-from sparsellm.model import accelerate
-from sparsellm.training.checkpoint import Checkpoints
-from sparsellm.training.metrics import METRICS, read
-from sparsellm.training.wandb_record import WandbRun
+from sparsellm.hf import hub
+from sparsellm.inference import accelerate
+from sparsellm.runs.checkpoint import Checkpoints
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.runs.wandb_record import WandbRun
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "eval"
 

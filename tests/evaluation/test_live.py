@@ -19,14 +19,15 @@ from tqdm import tqdm
 from sparsellm import data
 from sparsellm.commands import train
 from sparsellm.config import EvaluateConfig, from_overrides
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import downstream, evaluate_checkpoint, live
-from sparsellm.model import Decoder, huggingface
-from sparsellm.model.accelerate import accelerate
+from sparsellm.hf import conversion
+from sparsellm.inference.accelerate import accelerate
+from sparsellm.model import Decoder
+from sparsellm.runs.folder import open_folder
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.training.loop import Trainer
-from sparsellm.training.metrics import METRICS, read
-from sparsellm.training.run_folder import open_folder
-from sparsellm.training.wandb_record import WandbRun
 
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 NAMES = ["hellaswag", "piqa", "arc_challenge"]
@@ -92,12 +93,12 @@ def test_the_view_is_the_exported_model(asked, trained):
         decoder = Decoder(config.model, config.sparsity.activation)
         tokenizer = trained / "checkpoints/step_00000004/hf"
         about = (config.model, config.sparsity.activation)
-        view = huggingface.view(decoder.state_dict(), *about, 0)
+        view = conversion.view(decoder.state_dict(), *about, 0)
         with torch.no_grad():
             decoder.layers[0].mlp.up_proj.weight.mul_(-2)
             decoder.embed_tokens.weight.mul_(2)
         folder = trained.parent / f"exported-{gated}"
-        huggingface.export(decoder.state_dict(), *about, folder, tokenizer, 0)
+        conversion.export(decoder.state_dict(), *about, folder, tokenizer, 0)
         loaded = type(view).from_pretrained(folder)
         assert view.lm_head.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
         assert sorted(view.state_dict()) == sorted(loaded.state_dict())
@@ -178,7 +179,7 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     for row in read(folder / METRICS)[-2:]:
         assert (row["evaluation"]["piqa"], row["evaluation"]["mean"]) == (None, None)
         assert row["evaluation"]["hellaswag"] is not None
-    monkeypatch.setattr(huggingface, "view", lambda *_: 1 / 0)
+    monkeypatch.setattr(conversion, "view", lambda *_: 1 / 0)
     assert run([*asked, "run.name=no-model"])[0] == 0
     said = capsys.readouterr().err
     assert "sparsellm: step 3: evaluating piqa failed, training goes on: ScoringFailed: rank 1: OutOfMemory" in said

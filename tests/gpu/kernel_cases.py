@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scripts import ffn_patterns
-from sparsellm.model.engine_choice import EngineChoice
+from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, cuda, dispatch, feedforward, reference, twell
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE

@@ -12,7 +12,8 @@ from evaluation.small_rows import sentence
 from sparsellm.commands.benchmark import main
 from sparsellm.config import Activation
 from sparsellm.data import tokenizer
-from sparsellm.model import Decoder, huggingface
+from sparsellm.hf import conversion
+from sparsellm.model import Decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -25,7 +26,7 @@ def test_every_number_is_there_on_the_kernels_in_pytorch_and_of_a_baseline(tmp_p
     for activation in Activation:
         torch.manual_seed(0)
         weights = Decoder(config, activation).state_dict()
-        huggingface.export(weights, config, activation, tmp_path / activation.name, tmp_path / "tokenizer", 0)
+        conversion.export(weights, config, activation, tmp_path / activation.name, tmp_path / "tokenizer", 0)
     arguments = [f"checkpoint={tmp_path}/relu", f"baseline={tmp_path}/silu", f"text={tmp_path}/text.txt", "sequences=8"]
     assert main([*arguments, "kernels=cuda", "seconds=0.5", f"output_dir={tmp_path}/out"], "sparsellm benchmark") == 0
     results = json.loads((tmp_path / "out/benchmark.json").read_text())

@@ -3,8 +3,8 @@ the gate nor a teacher makes the host wait or the layers recompile."""
 
 import pytest
 import torch
+from hf.small_families import stock_model
 from kernel_cases import no_waiting
-from model.small_families import stock_model
 from small_run import small_trainer
 
 from sparsellm.training.distillation import Teacher

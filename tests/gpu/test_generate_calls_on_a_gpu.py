@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from inference.near_ties import assert_texts_part_at_near_ties
+from inference.small_models import blocks
 from kernel_cases import DEVICE
-from model.near_ties import assert_texts_part_at_near_ties
-from model.small_models import blocks
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import sparsellm

@@ -4,15 +4,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from inference.kept_logits import KeptLogits
+from inference.near_ties import assert_texts_part_at_near_ties
 from kernel_cases import DEVICE
-from model.kept_logits import KeptLogits
-from model.near_ties import assert_texts_part_at_near_ties
 
 from sparsellm.config import Activation, ModelConfig
-from sparsellm.model import Decoder, generation, huggingface, inference
-from sparsellm.model.accelerate import SparseFeedForward
-from sparsellm.model.generation import Generator, Sampling
-from sparsellm.ops.triton import pointwise
+from sparsellm.hf import conversion
+from sparsellm.inference import generation, layer_forward
+from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.inference.generation import Generator, Sampling
+from sparsellm.inference.kernels import pointwise
+from sparsellm.model import Decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -102,10 +104,10 @@ def test_a_step_by_kernels_is_that_of_pytorch_operator_by_operator(attention, si
         caches = draw(*batch.keys.shape[1:]), draw(*batch.keys.shape[1:])
         theirs = caches[0].clone(), caches[1].clone()
         with torch.no_grad():
-            found = inference.of_step(*inputs, caches)
+            found = layer_forward.of_step(*inputs, caches)
             with monkeypatch.context() as patched:
-                patched.setattr(inference, "by_kernels", lambda _: False)
-                expected = inference.of_step(*inputs, theirs)
+                patched.setattr(layer_forward, "by_kernels", lambda _: False)
+                expected = layer_forward.of_step(*inputs, theirs)
         for ours, other in zip((*found, *caches), (*expected, *theirs), strict=True):
             apart, length = ((t.float().flatten(1).norm(dim=1)) for t in (ours - other, other))
             assert (apart <= 0.02 * length).all(), (positions, (apart / length).max())  # bfloat16 rounds by 0.004
@@ -124,7 +126,7 @@ def test_prompts_by_kernels_are_those_of_pytorch_operator_by_operator(attention,
             cache.fill_(torch.nan)
         with monkeypatch.context() as patched, torch.no_grad():
             if not by_kernels:
-                patched.setattr(inference, "by_kernels", lambda _: False)
+                patched.setattr(layer_forward, "by_kernels", lambda _: False)
             made._prefill(batch, prompts, drawn)
         caches = (cache[:, :, : max(map(len, prompts))].flatten(0, 2) for cache in (batch.keys, batch.values))
         found.append((*caches, drawn.logits))
@@ -137,7 +139,7 @@ def test_prompts_by_kernels_are_those_of_pytorch_operator_by_operator(attention,
 def test_texts_part_from_those_of_transformers_at_near_ties_only(engine):
     made = generator(engine)
     weights = {name: parameter.detach().float() for name, parameter in made.decoder.named_parameters()}
-    theirs, expected = huggingface.view(weights, made.config, Activation.relu, 0).bfloat16(), []
+    theirs, expected = conversion.view(weights, made.config, Activation.relu, 0).bfloat16(), []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device=DEVICE)
         settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

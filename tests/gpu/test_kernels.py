@@ -10,7 +10,7 @@ import torch
 from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal, check_exact, check_packed
 
 from scripts import ffn_patterns
-from sparsellm.model.engine_choice import EngineChoice
+from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.ops import Plan, cuda, dispatch, reference, twell
 from sparsellm.ops.twell import TOKEN_TILE
 

@@ -12,8 +12,8 @@ from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCau
 
 import sparsellm
 from sparsellm.config import Activation, ModelConfig
+from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.model import Decoder
-from sparsellm.model.engine_choice import EngineChoice
 from sparsellm.ops import ENGINES, Plan, dispatch, feedforward
 from sparsellm.ops.feedforward import forward
 

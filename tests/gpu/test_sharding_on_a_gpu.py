@@ -10,7 +10,7 @@ from small_run import small_trainer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from sparsellm.distributed import whole
+from sparsellm.distributed.groups import whole
 from sparsellm.training import sharding
 
 pytestmark = pytest.mark.gpu

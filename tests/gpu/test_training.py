@@ -15,8 +15,8 @@ from sparsellm.commands.train import set_determinism
 from sparsellm.config import DdpCompress
 from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
+from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import communication, plans
-from sparsellm.training.metrics import METRICS, read
 
 pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]

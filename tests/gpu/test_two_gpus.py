@@ -19,10 +19,10 @@ from processes import family, kill
 from small_run import RandomTokens, small_config
 from test_train import wait_for
 
-from sparsellm.distributed import process_group, whole
-from sparsellm.run_layout import STATE
+from sparsellm.distributed.groups import process_group, whole
+from sparsellm.runs.layout import STATE
+from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training.loop import Trainer
-from sparsellm.training.metrics import METRICS, read
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm.config import Activation, ModelConfig, parameters
-from sparsellm.model import Decoder, huggingface
+from sparsellm.hf import conversion
+from sparsellm.model import Decoder
 from sparsellm.model import decoder as module
 
 CONFIG = ModelConfig(
@@ -31,7 +32,7 @@ def batch(config, sequences=2):
 @pytest.mark.parametrize(("gated", "activation"), KINDS)
 def test_export_loads_in_transformers_with_equal_logits_and_loss(gated, activation, tmp_path, tokenizer_folder):
     model = decoder(gated, activation)
-    huggingface.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
+    conversion.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert type(stock).__name__ == ("LlamaForCausalLM" if gated else "ArceeForCausalLM")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -47,8 +48,8 @@ def test_export_loads_in_transformers_with_equal_logits_and_loss(gated, activati
 @pytest.mark.parametrize(("gated", "activation"), KINDS)
 def test_import_is_the_inverse_of_export(gated, activation, tmp_path, tokenizer_folder):
     model = decoder(gated, activation)
-    huggingface.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
-    config, read_activation, weights = huggingface.load(tmp_path / "hf")
+    conversion.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
+    config, read_activation, weights = conversion.load(tmp_path / "hf")
     assert (config, read_activation) == (model.config, activation)
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
@@ -56,7 +57,7 @@ def test_import_is_the_inverse_of_export(gated, activation, tmp_path, tokenizer_
 
 def test_bfloat16_export_is_the_rounded_weights(tmp_path, tokenizer_folder):
     model = decoder()
-    huggingface.export(
+    conversion.export(
         model.state_dict(), model.config, Activation.relu, tmp_path / "hf", tokenizer_folder, 0, torch.bfloat16
     )
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
@@ -72,7 +73,7 @@ def test_other_architectures_are_refused_with_every_reason(tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*attention_bias is True.*mlp_bias is True"):
-        huggingface.load(tmp_path)
+        conversion.load(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
 
 

@@ -13,14 +13,16 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
 # ruff: noqa: E402
 import kernel_cases as cases
-from model.kept_logits import KeptLogits
+from inference.kept_logits import KeptLogits
 from triton_order import order_of
 
 from sparsellm.config import Activation, ModelConfig
-from sparsellm.model import Decoder, generation, inference
+from sparsellm.inference import generation, layer_forward
+from sparsellm.inference.kernels import decoding, pointwise, prompts
+from sparsellm.model import Decoder
 from sparsellm.ops import Plan, dispatch, reference
 from sparsellm.ops.feedforward import output_of
-from sparsellm.ops.triton import clusters, decoding, engines, plan, pointwise, prompts, tuning
+from sparsellm.ops.triton import clusters, engines, plan, tuning
 
 cases.DEVICE = "cpu"
 DL1 = 0.5
@@ -398,10 +400,10 @@ def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch)
     x, y, keys, values = (torch.randn(shape) for shape in [(size, 64)] * 2 + [batch.keys.shape[1:]] * 2)
     inputs, found = (made.layers[0], made.merged[0], x, y, batch.tables, batch.lengths), []
     for by_kernels in (False, True):
-        monkeypatch.setattr(inference, "by_kernels", lambda _, chosen=by_kernels: chosen)
+        monkeypatch.setattr(layer_forward, "by_kernels", lambda _, chosen=by_kernels: chosen)
         caches = keys.clone(), values.clone()
         with torch.no_grad():
-            found.append((*inference.of_step(*inputs, caches), *caches))
+            found.append((*layer_forward.of_step(*inputs, caches), *caches))
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -471,7 +473,7 @@ def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed
 def test_prompts_by_kernels_are_those_of_pytorch(model, given, monkeypatch):
     made, found = small_generator(model, width=96, layers=2, head_dim=20), []
     for by_kernels in (False, True):
-        monkeypatch.setattr(inference, "by_kernels", lambda _, chosen=by_kernels: chosen)
+        monkeypatch.setattr(layer_forward, "by_kernels", lambda _, chosen=by_kernels: chosen)
         batch, drawn = generation.Batch(made.config, len(given), 16, made.device, torch.float32), KeptLogits()
         for cache in (batch.keys, batch.values):  # an earlier stream has left what is no number
             cache.fill_(torch.nan)

@@ -15,20 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sparsellm.inference.kernels import decoding, pointwise, prompts
 from sparsellm.ops import Plan, dispatch
-from sparsellm.ops.triton import (
-    clusters,
-    decoding,
-    dense,
-    engines,
-    nonzeros,
-    plan,
-    pointwise,
-    products,
-    prompts,
-    transpose,
-    tuning,
-)
+from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MODULES = (plan, clusters, products, nonzeros, dense, transpose, pointwise, decoding, prompts)
@@ -121,7 +110,7 @@ def of_layers(
 def of_decoding(
     k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, batch: int = 1, positions: int = 192
 ) -> list[Launch]:
-    """Every launch of sparsellm.ops.triton.decoding for one token of each sequence."""
+    """Every launch of sparsellm.inference.kernels.decoding for one token of each sequence."""
     with recording(tuning.SMALL) as found:
         projected = torch.zeros((batch, heads + 2 * kv_heads, width), dtype=dtype)
         cache, table = projected.new_zeros((batch, positions, kv_heads, width)), torch.zeros((positions, width))

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from model.small_families import stock_model
+from hf.small_families import stock_model
 from processes import joined
 from small_run import RandomTokens, first_gradients, signal_after, small_config, small_trainer
 from training.test_sharding import on_ranks, wholes
@@ -14,10 +14,10 @@ from training.test_sharding import on_ranks, wholes
 from sparsellm.config import Config, ConfigError
 from sparsellm.model import cross_entropy
 from sparsellm.model.cross_entropy import Lesson, distilled_cross_entropy, distilled_softmax_cross_entropy
+from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import distillation
 from sparsellm.training.distillation import Teacher
 from sparsellm.training.loop import Trainer, TrainingDiverged
-from sparsellm.training.metrics import METRICS, read
 
 WEIGHT, TEMPERATURE = 0.7, 2.5
 BFLOAT16 = "runtime.precision=bfloat16"

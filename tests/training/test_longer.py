@@ -8,8 +8,8 @@ import torch
 from small_run import OVERRIDES, RandomTokens, small_config
 
 from sparsellm.config import from_overrides, load
-from sparsellm.distributed import process_group
-from sparsellm.training import run_folder
+from sparsellm.distributed.groups import process_group
+from sparsellm.runs import folder as run_folder
 from sparsellm.training.loop import Trainer
 
 WSD = ["optimizer.schedule=wsd", "optimizer.decay_fraction=0.25", "run.keep_checkpoints=1", "run.checkpoint_every=2"]

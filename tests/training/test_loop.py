@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm.data import DataError
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.run_layout import STATE, VALUES
-from sparsellm.run_layout import checkpoint as checkpoint_folder
-from sparsellm.training import checkpoint, report
-from sparsellm.training.checkpoint import CheckpointError
+from sparsellm.runs import checkpoint, report
+from sparsellm.runs.checkpoint import CheckpointError
+from sparsellm.runs.folder import is_finished
+from sparsellm.runs.layout import STATE, VALUES
+from sparsellm.runs.layout import checkpoint as checkpoint_folder
+from sparsellm.runs.metrics import METRICS, MetricsError, MetricsFile, read
 from sparsellm.training.loop import Trainer, TrainingDiverged
-from sparsellm.training.metrics import METRICS, MetricsError, MetricsFile, read
 from sparsellm.training.optimizer import learning_rate
-from sparsellm.training.run_folder import is_finished
 
 SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {

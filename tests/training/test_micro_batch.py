@@ -16,9 +16,10 @@ from small_run import signal_after, small_trainer
 
 from sparsellm.config import from_overrides
 from sparsellm.config.groups import choices
-from sparsellm.training import memory, micro_batch, plans, report
+from sparsellm.runs import report
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.training import memory, micro_batch, plans
 from sparsellm.training.memory import GIB, Sharing
-from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory
 
 AUTO = ["runtime.micro_batch_size=auto", "runtime.deterministic=false", "training.batch_size=12"]

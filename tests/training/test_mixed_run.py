@@ -10,12 +10,12 @@ from small_run import OVERRIDES, small_trainer
 
 from sparsellm.config import from_overrides
 from sparsellm.data import open_data, open_validation, prepare, tokenizer
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.perplexity import cross_entropy
-from sparsellm.training import run_folder
-from sparsellm.training.curves import LOSS
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs.curves import LOSS
+from sparsellm.runs.metrics import history
 from sparsellm.training.loop import Trainer
-from sparsellm.training.metrics import history
 
 
 def test_a_run_validates_each_source_of_its_mix(tmp_path, monkeypatch, capsys):

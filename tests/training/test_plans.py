@@ -14,12 +14,12 @@ from small_run import first_gradients, force_plans, small_config, small_trainer
 
 from sparsellm import calibration
 from sparsellm.calibration import store
-from sparsellm.distributed import process_group
+from sparsellm.distributed.groups import process_group
 from sparsellm.ops import Engine, Plan, backend, dispatch, saved_bytes
 from sparsellm.ops.costs import Cost, Costs
 from sparsellm.ops.plan import ROOM
+from sparsellm.runs.metrics import METRICS, StepSums, read
 from sparsellm.training import plans as module
-from sparsellm.training.metrics import METRICS, StepSums, read
 from sparsellm.training.plans import Plans
 
 # Large enough for the tile engine to pay: 4 + 4 + 2 sequences to a micro-batch, 20,480 tokens to a step.

@@ -9,7 +9,7 @@ import torch
 from small_run import signal_after, small_trainer
 
 from sparsellm.config import ConfigError, from_overrides
-from sparsellm.distributed import Ranks
+from sparsellm.distributed.groups import Ranks
 from sparsellm.training import profile
 from sparsellm.training.profile import Profile
 

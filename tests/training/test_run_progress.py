@@ -9,7 +9,8 @@ import pytest
 import torch
 from small_run import signal_after, small_config, small_trainer
 
-from sparsellm.training import loop, report, wandb_record
+from sparsellm.runs import report, wandb_record
+from sparsellm.training import loop
 from sparsellm.training.progress import Pace, Progress, duration, line
 
 

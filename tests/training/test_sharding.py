@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsellm import calibration
 from sparsellm.config import ConfigError
-from sparsellm.distributed import whole
+from sparsellm.distributed.groups import whole
 from sparsellm.ops import build
+from sparsellm.runs.checkpoint import Checkpoints
 from sparsellm.training import loop, sharding
-from sparsellm.training.checkpoint import Checkpoints
 from sparsellm.training.loop import Trainer
 
 SHARDS = ("none", "optimizer", "full")

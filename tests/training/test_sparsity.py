@@ -8,8 +8,8 @@ import torch
 from small_run import small_trainer
 
 from sparsellm.config import L1Normalization, L1Schedule, ModelConfig, SparsityConfig, l1_denominator
+from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import sparsity
-from sparsellm.training.metrics import METRICS, read
 from sparsellm.training.sparsity import SilentNeurons, l1_coefficient
 
 WARMUP = ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=64", "sparsity.l1_warmup_tokens=640"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE, SERVER
 
-from sparsellm import distributed
-from sparsellm.processes import PARENT_ENDED
+from sparsellm.distributed import groups
+from sparsellm.system.processes import PARENT_ENDED
 from sparsellm.training import stop
 from sparsellm.training.stop import StopRequest, StopSignals
 
@@ -67,7 +67,7 @@ def stuck(folder: Path) -> None:
     """Waits as a collective does for a rank that hangs: in C, where Python runs no handler."""
     os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT), 2)
     stop.SECOND = 0.5
-    distributed.hurry = lambda: (folder / "hurried").touch()
+    groups.hurry = lambda: (folder / "hurried").touch()
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     with StopRequest():
         lock(mutex)

@@ -14,5 +14,5 @@
     device.py      whether all this runs here; limits.py: what it needs
 
 Only this folder imports triton. sparsellm.ops.backend imports it once its kernels are asked for, and
-sparsellm.model.inference imports decoding.py, prompts.py and pointwise.py once it computes on a GPU.
+sparsellm.inference.layer_forward imports decoding.py, prompts.py and pointwise.py once it computes on a GPU.
 """

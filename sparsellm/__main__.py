@@ -1,0 +1,6 @@
+"""python -m sparsellm COMMAND ... : the program `sparsellm`."""
+
+from sparsellm.cli import main
+
+if __name__ == "__main__":
+    main()

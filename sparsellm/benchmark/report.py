@@ -1,0 +1,211 @@
+"""What a benchmark leaves and shows: the same tables on the screen and as Markdown, a figure, all numbers as JSON.
+
+OUTPUT/benchmark.json, benchmark.md, benchmark.png
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparsellm.analysis.report import aligned
+from sparsellm.runs.layout import BENCHMARK_JSON
+from sparsellm.system.console import warn
+from sparsellm.system.files import write_whole
+
+BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # beside BENCHMARK_JSON
+PHASES = ("forward", "training", "prefill", "decode")
+OUT_OF_MEMORY = "out of memory"
+
+Row = dict[str, Any]
+Table = list[list[str]]  # the header first
+
+
+def write_all(folder: Path, results: Row) -> None:
+    """Every file whole or not at all, the figure after the numbers.
+
+    Raises OSError if the numbers cannot be written. A figure that cannot be is named in a line.
+    """
+    write_whole(folder / BENCHMARK_JSON, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+    write_whole(folder / BENCHMARK_MD, markdown(results).encode())
+    try:
+        (folder / BENCHMARK_PNG).unlink(missing_ok=True)  # of an earlier benchmark
+        # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
+        from sparsellm.benchmark import figure
+        from sparsellm.figures import drawn
+
+        for name, content in drawn({BENCHMARK_PNG: lambda: figure.draw(results)}).items():
+            write_whole(folder / name, content)
+    except (ImportError, OSError) as error:
+        warn(f"{folder / BENCHMARK_PNG} cannot be written: {error}")
+
+
+def reference(checkpoint: Row) -> str:
+    """The side that the others are compared with: the baseline, or else PyTorch."""
+    return list(checkpoint["sides"])[-1]
+
+
+def ratio(checkpoint: Row, side: str, phase: str, key: str) -> float | None:
+    """A number of `side` relative to the reference's; None for the reference itself, and where one is missing."""
+    base, own = (checkpoint["sides"][name][phase] for name in (reference(checkpoint), side))
+    if side == reference(checkpoint) or not (own and own[key] and base and base[key]):
+        return None
+    return own[key] / base[key]
+
+
+def text(results: Row) -> str:
+    """Plain text, of any width."""
+    parts = ["\n".join(aligned(table)) for table in tables(results)]
+    return "\n\n".join([measured_on(results), *parts, "\n".join(notes(results))])
+
+
+def markdown(results: Row) -> str:
+    def lines(table: Table) -> str:
+        header, *rows = (f"| {' | '.join(row)} |" for row in table)
+        return "\n".join([header, "|" + "---|" * len(table[0]), *rows])
+
+    listed = "\n".join(f"- {note}" for note in notes(results))
+    return "\n\n".join([measured_on(results), *map(lines, tables(results)), listed]) + "\n"
+
+
+def measured_on(results: Row) -> str:
+    compiled = "compiled" if results["compiled"] else "nothing compiled"
+    text = "held-out text" if results["text"] == "held-out" else results["text"]
+    kernels = f", {results['kernels']}" if results["kernels"] else ""
+    return f"{results['device']}, torch {results['torch']}, {results['dtype']}, {compiled}{kernels}; {text}"
+
+
+def tables(results: Row) -> list[Table]:
+    """Speed and memory; energy, where it was counted; scores, where there are some; layers, on the kernels."""
+    found = [_speeds(results)]
+    if any(_of(row, side, phase, "mj_per_token") for row, side in _sides(results) for phase in PHASES):
+        found.append(_energies(results))
+    if any(model["scores"] and model["scores"]["tasks"] for model in _models(results)):
+        found.append(_scores(results))
+    return found + [_layers(row) for row in results["checkpoints"] if row["layer_speeds"]]
+
+
+def notes(results: Row) -> list[str]:
+    """What the tables do not say by themselves."""
+    rows = results["checkpoints"]
+    compared = f"in brackets: relative to the last row of each checkpoint, {reference(rows[0])}"
+    tokens = " or ".join(dict.fromkeys(f"{row['sequences']} x {row['sequence_length']:,}" for row in rows))
+    found = [compared] if any(len(row["sides"]) > 1 for row in rows) else []
+    found += [
+        "nonzeros: per token, mean over layers",
+        f"forward: {tokens} tokens, hidden states; training: a whole step of"
+        f" as many, {results['micro_batch_size']} sequences at a time; prefill and decode: sparsellm.Generator",
+    ]
+    if of_layers := dict.fromkeys(f"{of['tokens']:,}" for row in rows for of in row["layer_speeds"] or []):
+        found.append(f"layers: each alone on {' or '.join(of_layers)} tokens, relative to PyTorch's faster form of it")
+    found += [
+        f"{row['name']}: speed-up and nonzeros over layers: correlation {row['correlation_with_nonzeros']:+.2f}"
+        for row in rows
+        if row["correlation_with_nonzeros"] is not None
+    ]
+    found += [
+        f"{row['name']}: a ReLU model alone runs on the kernels, and this one has {row['activation']}"
+        for row in rows
+        if row["activation"] != "relu"
+    ]
+    unscored = list(dict.fromkeys(model["name"] for model in _models(results) if not model["scores"]))
+    if unscored:
+        found.append(
+            "held-out loss and accuracy: what `sparsellm evaluate` without a limit left in the checkpoint;"
+            f" it left none for {'; '.join(unscored)}"
+        )
+    return found + results["missing"]
+
+
+def _sides(results: Row) -> list[tuple[Row, str]]:
+    return [(row, side) for row in results["checkpoints"] for side in row["sides"]]
+
+
+def _of(row: Row, side: str, phase: str, key: str) -> float | None:
+    return row["sides"][side][phase] and row["sides"][side][phase][key]
+
+
+def size(parameters: int) -> str:
+    """0.51B, 30.4M"""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
+
+
+def _first_cells(row: Row, side: str) -> list[str]:
+    """Which model, how large, computed by what."""
+    model = row["baseline"] if side == "baseline" else row
+    return [model["name"], size(model["parameters"]), f"PyTorch, {model['activation']}" if side == "baseline" else side]
+
+
+def _cell(row: Row, side: str, phase: str, key: str, spelled: Callable[[float], str]) -> str:
+    if row["sides"][side][phase] is None:
+        return OUT_OF_MEMORY
+    value, relative = _of(row, side, phase, key), ratio(row, side, phase, key)
+    if value is None:
+        return "-"
+    return spelled(value) if relative is None else f"{spelled(value)} ({relative:.2f}x)"
+
+
+def _speeds(results: Row) -> Table:
+    header = ["checkpoint", "parameters", "on", "nonzeros", "forward tokens/ms", "training tokens/s", "peak GiB",
+              "prefill tokens/ms", "decode tokens/s", "held-out loss", "accuracy"]  # fmt: skip
+
+    def per_ms(value: float) -> str:
+        return f"{value / 1e3:,.1f}"
+
+    def whole(value: float) -> str:
+        return f"{value:,.0f}"
+
+    table = [header]
+    for row, side in _sides(results):
+        scores = (row["baseline"] if side == "baseline" else row)["scores"] or {"mean": None, "validation_loss": None}
+        dense = side == "baseline" or row["nonzeros"] is None
+        table.append(
+            [
+                *_first_cells(row, side),
+                "-" if dense else f"{statistics.mean(row['nonzeros']):,.1f}",
+                _cell(row, side, "forward", "tokens_per_s", per_ms),
+                _cell(row, side, "training", "tokens_per_s", whole),
+                _cell(row, side, "training", "peak_bytes", lambda value: f"{value / 2**30:,.1f}"),
+                _cell(row, side, "prefill", "tokens_per_s", per_ms),
+                _cell(row, side, "decode", "tokens_per_s", whole),
+                "-" if scores["validation_loss"] is None else f"{scores['validation_loss']:.4f}",
+                "-" if scores["mean"] is None else f"{scores['mean']:.4f}",
+            ]
+        )
+    return table
+
+
+def _energies(results: Row) -> Table:
+    header = ["checkpoint", "parameters", "mJ per token on", *PHASES]
+    return [header] + [
+        [
+            *_first_cells(row, side),
+            *(_cell(row, side, p, "mj_per_token", lambda value: f"{value:,.3g}") for p in PHASES),
+        ]
+        for row, side in _sides(results)
+    ]
+
+
+def _models(results: Row) -> list[Row]:
+    """Every checkpoint, each followed by its baseline."""
+    return [model for row in results["checkpoints"] for model in (row, row["baseline"]) if model is not None]
+
+
+def _scores(results: Row) -> Table:
+    """What `evaluate` left: a row for each model, a column for each task that any has."""
+    each = {model["checkpoint"]: model for model in _models(results)}.values()
+    tasks = list(dict.fromkeys(task for model in each for task in (model["scores"] or {"tasks": {}})["tasks"]))
+    return [["accuracy of", "parameters", *tasks]] + [
+        [model["name"], size(model["parameters"]), *("-" if s is None else f"{s:.4f}" for s in map(of.get, tasks))]
+        for model in each
+        for of in [(model["scores"] or {"tasks": {}})["tasks"]]
+    ]
+
+
+def _layers(row: Row) -> Table:
+    header = [f"layer of {row['name']}", "nonzeros", "in a tile", "engine", "speed-up"]
+    return [header] + [
+        [str(of["layer"]), f"{of['nonzeros']:,.1f}", f"{of['union']:,.0f}", of["engine"], f"{of['speedup']:.2f}x"]
+        for of in row["layer_speeds"]
+    ]

@@ -1,0 +1,142 @@
+"""Measuring checkpoints: opening them, the phases in turn, and writing what came of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsellm.benchmark import phases, report
+from sparsellm.benchmark.phases import Side, Sides
+from sparsellm.benchmark.subject import BenchmarkError, Subject, dtype_on
+from sparsellm.benchmark.timing import energy_mj
+from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, benchmark_mistakes
+from sparsellm.distributed.groups import Ranks, device_type, process_group
+from sparsellm.ops import backend
+from sparsellm.runs.layout import BENCHMARK
+from sparsellm.runs.locate import locate, text_mistakes
+from sparsellm.system.console import say
+from sparsellm.training.memory import give_back
+
+COUNTED_AT_ONCE = 8  # sequences, when firing neurons are counted
+
+
+def mistakes(config: BenchmarkConfig) -> list[str]:
+    """Everything that keeps `config` from being measured, as far as it can be known before any work."""
+    given = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
+    return benchmark_mistakes(config) + text_mistakes(config.text, given)
+
+
+def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
+    """Measure, and write benchmark.json, .md and .png: the contents of benchmark.json, and their folder.
+
+    Raises ConfigError with every mistake, and BenchmarkError.
+    """
+    if found := mistakes(config):
+        raise ConfigError(found)
+    folder = locate(config.checkpoint[0]).output(BENCHMARK, config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"{folder} cannot be written: {error}; choose another folder for output_dir") from error
+    with process_group(device_type(config.device.name), connect=False) as ranks:
+        missing = _without_kernels(config, ranks.device)
+        measured = []
+        for i, name in enumerate(config.checkpoint):
+            subject = Subject.open(locate(name), config)
+            baseline = None
+            if config.baseline:
+                baseline = Subject.open(locate(config.baseline[i]), config, subject.blocks.shape[1]).beside(subject)
+                subject = subject.beside(baseline)
+            measured.append(_measure(subject, baseline, not missing, config, ranks))
+        if energy_mj(ranks.device) is None:
+            missing.append("no energy: " + ("a CPU counts none" if ranks.device.type == "cpu" else "NVML counts none"))
+        on_gpu = ranks.device.type == "cuda"
+        results = {
+            "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
+            "torch": torch.__version__,
+            "dtype": str(dtype_on(ranks.device)).removeprefix("torch."),
+            "compiled": on_gpu,
+            "kernels": (loaded := backend.loaded()) and backend.NAMES[loaded],
+            "text": config.text or "held-out",
+            "micro_batch_size": config.micro_batch_size,
+            "seconds": config.seconds,
+            "missing": missing,
+            "checkpoints": measured,
+        }
+    try:
+        report.write_all(folder, results)
+    except OSError as error:
+        print(report.text(results), flush=True)  # which took minutes
+        raise BenchmarkError(f"{folder} cannot be written: {error}; choose another output_dir") from error
+    return results, folder
+
+
+def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]:
+    """Why nothing is measured on the kernels, in one sentence; empty where they run."""
+    if config.kernels == Kernels.torch:
+        return ["no kernels: kernels=torch"]
+    if device.type == "cpu":
+        return ["no kernels: they need a CUDA GPU"]
+    try:
+        backend.load(config.kernels.name)
+    except backend.KernelsUnavailable as error:
+        if config.kernels.demanded:
+            raise BenchmarkError(str(error)) from error
+        return [f"no kernels: {error}"]
+    return []
+
+
+def _measure(
+    subject: Subject, baseline: Subject | None, kernels: bool, config: BenchmarkConfig, ranks: Ranks
+) -> dict[str, Any]:
+    """Everything about one checkpoint, for JSON. Raises BenchmarkError."""
+    sparse = subject.activation == Activation.relu
+    sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
+    sides["PyTorch"] = Side(subject, False)
+    if baseline is not None:
+        sides["baseline"] = Side(baseline, False)
+    most = max(side.subject.config.num_layers for side in sides.values())
+    # All layers of all sides compile the same functions.
+    torch._dynamo.config.recompile_limit = max(64, 8 * most)
+    try:
+        say(f"sparsellm: {subject.name}: training steps")
+        rates = {"training": phases.training(sides, config, ranks)}
+        say(f"sparsellm: {subject.name}: forward passes")
+        stock = {s.identity: phases.stock_model(s, ranks.device) for s in (subject, baseline) if s is not None}
+        nonzeros, layers = None, None
+        if sparse:
+            nonzeros, layers = _by_layer(stock[subject.identity], subject, kernels)
+        rates["forward"] = phases.forward(sides, stock, config, ranks.device)
+        del stock
+        give_back()
+        say(f"sparsellm: {subject.name}: generation")
+        rates |= phases.generation(sides, config, ranks.device)
+    except torch.OutOfMemoryError as error:
+        raise BenchmarkError(
+            f"{subject.name}: out of memory: fewer sequences than sequences={config.sequences}, or prompts than"
+            f" prompts={config.prompts}, need less ({str(error).split('. ')[0]})"
+        ) from error
+    finally:
+        torch._dynamo.reset()
+        give_back()
+    from sparsellm.analysis import numbers
+
+    return {
+        **subject.described(),
+        "sequences": subject.blocks.shape[0],
+        "sequence_length": subject.blocks.shape[1],
+        "nonzeros": nonzeros,
+        "baseline": None if baseline is None else baseline.described(),
+        "sides": {name: {phase: rates[phase][name] for phase in report.PHASES} for name in sides},
+        "layer_speeds": layers,
+        "correlation_with_nonzeros": layers and numbers.correlation(layers),
+    }
+
+
+def _by_layer(model: Any, subject: Subject, kernels: bool) -> tuple[list[float], list[dict[str, Any]] | None]:
+    """(nonzeros per token of each layer, its speed-up on the kernels as sparsellm.analysis.speed has it, or None)."""
+    from sparsellm.analysis import activity, speed
+
+    counted = activity.count(model, subject.blocks, COUNTED_AT_ONCE)
+    nonzeros = (counted.fired.sum(1) / counted.tokens).tolist()
+    return nonzeros, speed.layer_speeds(model, subject.blocks) if kernels else None

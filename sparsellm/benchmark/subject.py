@@ -1,0 +1,121 @@
+"""A checkpoint that is measured: its weights, the text that it reads, and the scores that `evaluate` left of it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.analysis import AnalysisError
+from sparsellm.config import Activation, BenchmarkConfig, ConfigError, ModelConfig, load, parameters
+from sparsellm.evaluation.results import RESULTS, VALIDATION
+from sparsellm.hf import conversion, hub, pretrained
+from sparsellm.runs.layout import CONFIG, EVALUATION
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
+from sparsellm.system.files import read_json
+
+LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
+LEAST = 8  # tokens of a sequence
+
+
+class BenchmarkError(RuntimeError):
+    """A checkpoint cannot be measured as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    checkpoint: Checkpoint
+    identity: str
+    config: ModelConfig
+    activation: Activation
+    weights: dict[str, Tensor]  # float32, on the CPU, by the decoder's names
+    blocks: Tensor  # int64 [S, T]: what it reads
+    scores: dict[str, Any] | None  # that `evaluate` left of these weights, if it did
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: BenchmarkConfig, length: int | None = None) -> "Subject":
+        """`length`: tokens of a sequence of text=FILE, instead of the run's. Raises BenchmarkError."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of a load of seconds
+        try:
+            with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
+                identity = checkpoint.identity()
+                model, activation, weights = conversion.load(checkpoint.model)
+                blocks = _blocks(checkpoint, model, config, length)
+        except (CheckpointNotFound, AnalysisError, ConfigError) as error:
+            raise BenchmarkError(str(error)) from error
+        except (OSError, ValueError) as error:  # a damaged file, another model than ours, a hub without a network
+            raise BenchmarkError(unreadable(checkpoint, error)) from error
+        if blocks.shape[1] < LEAST:
+            raise BenchmarkError(
+                f"the text of {checkpoint} has sequences of {blocks.shape[1]} tokens: it should have {LEAST} or more"
+            )
+        return cls(checkpoint, identity, model, activation, weights, blocks, _scores(checkpoint, identity))
+
+    def beside(self, other: "Subject") -> "Subject":
+        """This one, reading no more sequences than `other`. Raises BenchmarkError for sequences of another length."""
+        own, others = self.blocks.shape[1], other.blocks.shape[1]
+        if own != others:
+            raise BenchmarkError(
+                f"{self.name} reads sequences of {own:,} tokens, and {other.name} of {others:,}: what is compared"
+                " should read alike, so give both a text=FILE"
+            )
+        return replace(self, blocks=self.blocks[: len(other.blocks)])
+
+    @property
+    def name(self) -> str:
+        """Of a run's checkpoint the run's, of another folder its last two parts, else the hub's."""
+        run, step, folder = self.checkpoint.run, self.checkpoint.step, self.checkpoint.folder
+        if run is not None:
+            return f"{run.resolve().name}, step {step:,}"
+        return str(self.checkpoint) if folder is None else "/".join(folder.resolve().parts[-2:])
+
+    def described(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "checkpoint": str(self.checkpoint),
+            "identity": self.identity,
+            "step": self.checkpoint.step,
+            "parameters": parameters(self.config),
+            "layers": self.config.num_layers,
+            "width": self.config.hidden_size,
+            "neurons": self.config.intermediate_size,
+            "gated": self.config.gated,
+            "activation": self.activation.name,
+            "scores": self.scores,
+        }
+
+
+def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
+    """{"mean", "tasks": {name: score}, "validation_loss"} of these weights on whole tasks; None if there are none."""
+    path = checkpoint.output(EVALUATION) / RESULTS
+    if not path.is_file():
+        return None
+    found = read_json(path, BenchmarkError, "evaluate the checkpoint again")
+    if found.get("identity") != identity:
+        return None
+    loss = found[VALIDATION] and found[VALIDATION]["loss"]
+    tasks = {name: task["score"] for name, task in found["tasks"].items()}
+    return {"mean": found["mean"], "tasks": tasks, "validation_loss": loss}
+
+
+def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig, length: int | None) -> Tensor:
+    """int64 [S, T]. Raises AnalysisError."""
+    from sparsellm.analysis import text  # `datasets` takes long to import, and a refusal need not wait for it
+
+    run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
+    if config.text is None:
+        assert checkpoint.run is not None
+        assert run is not None  # `mistakes` has asked for a text otherwise
+        return text.of_run(checkpoint, checkpoint.run, run, config.sequences)
+    tokenizer = pretrained.read_tokenizer(checkpoint.model, model.vocab_size)
+    length = length or (run.training.sequence_length if run else min(LONGEST, model.context_length))
+    return text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Of matrix products and activations."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,5 +1,0 @@
-"""What a trained checkpoint costs, on its own text and with its own firing: time, memory and energy per token."""
-
-from sparsellm.benchmarks.study import BenchmarkError, benchmark, mistakes
-
-__all__ = ["BenchmarkError", "benchmark", "mistakes"]

@@ -1,0 +1,1 @@
+"""Ranks, their process groups, and how they hear of each other's end."""

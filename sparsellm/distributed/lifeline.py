@@ -1,0 +1,289 @@
+"""Lifelines: how ranks hear of each other's end, whatever they are waiting for.
+
+A rank that is killed, or whose machine fails, leaves the others in the middle of a collective. Over gloo their
+connections break, unless a process forked from the dead rank holds them open; over NCCL they wait for an hour. So every
+rank keeps a TCP connection to rank 0. The system closes it with the process, however that ends, and probes find a
+machine that no longer answers. Rank 0 tells the others who is gone, and all of them end with a sentence that names it;
+at once, for NCCL's own watchdog would abort them without one. A rank that fails of an error says so itself; the others
+have some seconds for their own words, as where all fail alike.
+
+A rank may also hang without an end. So a thread of each rank says every BEAT seconds how far the rank has come: all of
+them pass the same places (a step, an exchange of objects) in the same order, and count them. Rank 0 names
+
+- a rank whose process says nothing, for it is stopped or its machine hangs: after SILENT seconds;
+- a rank that has not come to a place where others are, as where its data does not come: after BEHIND seconds;
+
+and ends all ranks once it has waited for minutes, or for an hour where the rank works alone; sooner if a rank was asked
+to stop, which it can do only together with the others. Rank 1 names rank 0. Seconds are counted in beats, so a job that
+is suspended as a whole (SIGSTOP to all of its ranks) finds nobody late as it goes on. A GPU that hangs on all ranks in
+the same step is left to the timeout of collectives: from outside it looks like rank 0 at work alone.
+
+The connections also give each start of the ranks a name. torchrun (of torch 2.13) keeps its store when it starts ranks
+again, and in it the addresses of ranks that ended. On several nodes it counts the starts of each node alone, so there
+is no number that all ranks know; but a rank 0 that answers is of this start, for torchrun ends all ranks before it
+starts any again.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TextIO
+
+import torch.distributed as dist
+
+from sparsellm.system.streams import write_now
+
+ARRIVAL = 600  # seconds within which all ranks come: importing from a shared file system may take minutes
+GRACE = 5  # seconds in which a rank that hears of another's error may still end by itself, in its own words
+NOTICE = 3  # seconds by which the word of a rank's end may come later than what breaks because of it
+HANDSHAKE = 10  # seconds for the first line of a connection
+PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine is silent for 30 s: given up
+BEAT = 5  # seconds
+SILENT = 30  # seconds; a call of C code that holds Python's lock may take some
+SILENT_LIMIT = 300  # seconds: nothing that a healthy process does keeps its threads from speaking for minutes
+BEHIND = 60  # seconds
+# Seconds that others wait for a rank that is behind: preparing the embedded corpus, or loading 25 GB from a slow disk,
+PATIENCE = 3600  # takes as long, and so may the first step, which compiles. Later ranks differ by no more than
+STEP_PATIENCE = 900  # what a slow disk, a stream or another compilation takes.
+STOPPING_PATIENCE = 120  # once some rank was asked to stop: schedulers give about three minutes
+KEY = "lifeline"  # in the store: "PORT NAME" of rank 0
+LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: the first word of a line
+AT = "at"  # of a beat
+
+
+class RanksMissing(RuntimeError):
+    """Not all ranks have come."""
+
+
+@dataclass
+class _Standing:
+    """How far a rank has come, by its last word."""
+
+    who: str
+    places: int = 0  # passed
+    step: int | None = None  # the last one begun
+    patience: float = PATIENCE  # seconds that others are to wait for it here
+    stopping: bool = False  # whether it was asked to stop
+    silent: float = 0  # seconds since its last word
+    behind: float = 0  # seconds for which others have been at a later place
+    named: bool = False
+
+    def beat(self) -> str:
+        return f"{AT} {self.places} {self.patience} {self.stopping:d} {'' if self.step is None else self.step}"
+
+    def hear(self, said: str) -> None:
+        places, patience, stopping, *step = said.split()
+        if int(places) > self.places:
+            self.behind = 0
+        self.places, self.patience, self.stopping = int(places), float(patience), stopping == "1"
+        self.step, self.silent = int(step[0]) if step else None, 0
+
+
+class Lifeline:
+    """This rank's connection to rank 0; on rank 0, those to all others. Built on all ranks together."""
+
+    def __init__(self, store: dist.Store, address: str, rank: int, world_size: int) -> None:
+        """`store` is shared by all ranks, `address` the host of rank 0. Raises RanksMissing."""
+        self.rank, self.world_size = rank, world_size
+        self.me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
+        self._others: dict[int, socket.socket] = {}
+        self._own = _Standing(self.me)
+        self._standings = {rank: self._own}  # of the ranks that this one hears
+        self._lost: str | None = None
+        self._lock, self._heard, self._left = threading.Lock(), threading.Event(), threading.Event()
+        # A forked process would hold the connections open after the end of this one.
+        os.register_at_fork(after_in_child=self._close)
+        self.start = self._listen(store) if rank == 0 else self._connect(store, address)  # the name of this start
+        threading.Thread(target=self._beat, name="lifeline", daemon=True).start()
+
+    def reached(self, step: int | None = None) -> None:
+        """This rank has come to the next place that all ranks pass: to work on `step`, or to an exchange of objects."""
+        if step is not None:
+            self._own.patience = PATIENCE if self._own.step is None else STEP_PATIENCE
+            self._own.step = step
+        self._own.behind = 0
+        self._own.places += 1
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While entered, this rank does what the others have to wait for."""
+        before, self._own.patience = self._own.patience, PATIENCE
+        try:
+            yield
+        finally:
+            self._own.patience = before
+
+    def hurry(self) -> None:
+        """This rank was asked to stop."""
+        self._own.stopping = True
+
+    def explain(self) -> None:
+        """End this process with the sentence, if another rank's end is known, or is within NOTICE seconds."""
+        if self._heard.wait(NOTICE):
+            self._end()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this rank ends in order; or of what, so that they end too."""
+        if self._left.is_set():
+            return
+        self._left.set()
+        self._tell(LEFT if error is None else f"{FAILED} {self.me} failed: {type(error).__name__}: {error}")
+
+    def _listen(self, store: dist.Store) -> str:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        name, deadline = secrets.token_hex(8), time.monotonic() + ARRIVAL
+        with socket.create_server(("", 0), family=family, backlog=self.world_size, dualstack_ipv6=both) as listener:
+            store.set(KEY, f"{listener.getsockname()[1]} {name}")
+            while len(self._others) < self.world_size - 1:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.world_size)) - self._others.keys())
+                    raise RanksMissing(
+                        f"{len(missing)} of {self.world_size} ranks have not come in {ARRIVAL} s: {missing[:8]}. Their"
+                        " nodes' logs may say why; ranks reach rank 0 by TCP, on any port"
+                    ) from None
+                self._admit(connection, name)
+        return name
+
+    def _admit(self, connection: socket.socket, name: str) -> None:
+        """Keep the connection of a rank of this start; whoever else comes is turned away."""
+        try:
+            connection.settimeout(HANDSHAKE)
+            lines = connection.makefile("r", encoding="utf-8", errors="replace")
+            said, _, who = lines.readline().strip().partition(" ")
+            rank = int(who.split()[1]) if said == name else -1
+            if rank in self._others or not 0 < rank < self.world_size:
+                connection.close()
+                return
+            connection.sendall(f"{name} {self.me}\n".encode())
+        except OSError:  # it comes again
+            connection.close()
+            return
+        self._keep(rank, connection, lines, who)
+        if self._lost is not None:
+            self._tell(f"{GONE} {self._lost}")
+
+    def _connect(self, store: dist.Store, address: str) -> str:
+        deadline = time.monotonic() + ARRIVAL
+        while time.monotonic() < deadline:
+            try:
+                store.wait([KEY], timedelta(seconds=ARRIVAL))
+                port, name = store.get(KEY).decode().split()
+            except RuntimeError as error:
+                raise RanksMissing(
+                    f"{self.me} cannot reach rank 0 ({error}): the log of its node may say why"
+                ) from error
+            try:
+                connection = socket.create_connection((address, int(port)), timeout=HANDSHAKE)
+                connection.sendall(f"{name} {self.me}\n".encode())
+                lines = connection.makefile("r", encoding="utf-8", errors="replace")
+                said, _, who = lines.readline().strip().partition(" ")
+            except OSError:
+                said = ""
+            if said == name:
+                self._keep(0, connection, lines, who)
+                return name
+            time.sleep(0.1)  # that was rank 0 of an earlier start: this one's is about to come
+        raise RanksMissing(f"{self.me} has not reached rank 0 on {address} by TCP in {ARRIVAL} s")
+
+    def _keep(self, rank: int, connection: socket.socket, lines: TextIO, who: str) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in PROBES.items():
+            if hasattr(socket, option):  # as on Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._others[rank] = connection
+        self._standings[rank] = _Standing(who)
+        threading.Thread(target=self._attend, args=(rank, lines, who), name=f"lifeline_{rank}", daemon=True).start()
+
+    def _attend(self, rank: int, lines: TextIO, who: str) -> None:
+        """Hear `who` until the end, and end this process then, unless that was in order."""
+        try:
+            while (line := lines.readline().strip()).startswith(f"{AT} "):
+                self._standings[rank].hear(line.removeprefix(f"{AT} "))
+        except OSError:
+            line = ""
+        self._standings.pop(rank)
+        how, _, said = (line or f"{GONE} {who} is gone: it was killed, or its machine does not answer").partition(" ")
+        if how != LEFT:
+            self._lose(how, said)
+
+    def _lose(self, how: str, said: str) -> None:
+        """End this process, and with rank 0 all others, of what is `said` of a rank, unless it ends already."""
+        with self._lock:
+            if self._lost is not None or self._left.is_set():
+                return
+            self._lost = said
+        if self.rank == 0:
+            self._tell(f"{how} {said}")
+        self._heard.set()
+        if how == GONE or not self._left.wait(GRACE):
+            self._end()
+
+    def _beat(self) -> None:
+        while not self._left.wait(BEAT):
+            self._tell(self._own.beat())
+            standings = dict(self._standings)
+            furthest = max(standing.places for standing in standings.values())
+            stopping = any(standing.stopping for standing in standings.values())
+            for rank, standing in standings.items():
+                standing.silent += BEAT if rank != self.rank else 0
+                standing.behind = standing.behind + BEAT if standing.places < furthest else 0
+                if rank == 0 or self.rank == 0:
+                    self._judge(standing, stopping)
+
+    def _judge(self, standing: _Standing, stopping: bool) -> None:
+        """Name a rank that others wait for, and end all ranks once they have waited long enough."""
+        who, silent, behind = standing.who, standing.silent, standing.behind
+        limit: float
+        if silent >= SILENT:
+            waited, limit = silent, SILENT if stopping else SILENT_LIMIT
+            why = "it is stopped (`kill -CONT` lets it go on), or its machine hangs"
+            what = f"has not answered for {silent:.0f} s: {why}"
+        elif behind >= BEHIND and self.rank == 0:
+            waited, limit = behind, standing.patience
+            if stopping and limit < PATIENCE:
+                limit = min(limit, STOPPING_PATIENCE)
+            where = "before its first step" if standing.step is None else f"in or after step {standing.step:,}"
+            how = "py-spy on its host shows what it does"
+            what = f"has kept the other ranks waiting for {behind:.0f} s, {where} ({how})"
+        else:
+            if standing.named:
+                standing.named = False
+                self._say(f"{who} goes on")
+            return
+        if waited >= limit:
+            self._lose(GONE, f"{who} {what}")
+        elif not standing.named:
+            standing.named = True
+            self._say(f"{who} {what}. All ranks end if it does not go on within {limit - waited:.0f} s")
+
+    def _say(self, text: str) -> None:
+        if self.rank <= 1:
+            write_now(f"sparsellm: {text}\n")
+
+    def _tell(self, text: str) -> None:
+        line = " ".join(text.split())
+        for connection in list(self._others.values()):
+            with suppress(OSError):
+                connection.sendall(f"{line}\n".encode())
+
+    def _end(self) -> None:
+        self._lock.acquire()  # one thread says it
+        text = f"sparsellm: rank {self.rank} ends, for {self._lost}. The same command goes on from what is saved\n"
+        write_now(text)
+        os._exit(1)
+
+    def _close(self) -> None:
+        for connection in self._others.values():
+            os.close(connection.detach())
+        self._others.clear()

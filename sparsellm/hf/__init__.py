@@ -1,0 +1,1 @@
+"""Hugging Face: conversion of models, published sparse checkpoints, the hub, and model cards."""

@@ -1,0 +1,239 @@
+"""The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
+
+Made of the configuration and of the rows of metrics.jsonl that the checkpoint counts on, so the same state gives the
+same text. The card may become public: times and names of machines are left out, the folders of paths that lead out of
+the working directory, and passwords, queries and fragments of URLs. Names are escaped for Markdown and HTML.
+"""
+
+import html
+import re
+import shlex
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from sparsellm.config import (
+    Activation,
+    Config,
+    ModelConfig,
+    RopeType,
+    Source,
+    definition,
+    from_overrides,
+    parameters,
+    quoted,
+)
+from sparsellm.config.schema import relu_share
+from sparsellm.hf import conversion
+
+WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
+MAX_TOKENS = "data.max_tokens"
+LICENCE = "FILL IN"
+FOLDER = "FOLDER"  # in place of the folders of a path that leads out of the working directory
+
+_TEXT = """\
+---
+# license: {licence}, as apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [sparsellm, sparse-activations]
+---
+
+# {name}, step {step:,}
+
+{kind} with {parameters:,} parameters, trained with sparsellm (after arXiv:2603.23198). It is a stock
+`{architecture}` with `hidden_act: {activation}`: transformers loads it as it is.
+
+| | |
+|---|---|
+{table}
+
+## Training
+
+{commands}
+
+## Licence
+
+{licence}: of the weights, of the data, of the tokenizer. `sparsellm push license=NAME` writes that of the weights into
+the card that it sends. For the rest, edit a copy of this folder: the checkpoint that it comes from has checksums of its
+files.
+"""
+
+
+def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
+    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl, or the ones that MetricsFile.telling
+    has of them; later ones are not looked at. `prepared`: as `commands_of` takes it."""
+    rows = [row for row in rows if row["step"] <= step]
+    relu = config.sparsity.activation == Activation.relu
+    kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
+    table = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, step, rows))
+    commands = "\n".join(f"    {command}" for command in commands_of(config, prepared))
+    return _TEXT.format(
+        licence=LICENCE, name=config.run.name, step=step, kind=kind, parameters=parameters(config.model), table=table,
+        architecture=conversion.class_name(config.model),
+        activation=config.sparsity.activation.name, commands=commands,
+    )  # fmt: skip
+
+
+def licence(card: str) -> str | None:
+    """What the head of a model card says: the hub's name of a licence. Raises ValueError if the head cannot be read."""
+    return _parsed(card).data.license
+
+
+def licensed(card: str, name: str) -> str:
+    """The model card with the licence `name`, of the weights, in its head, and where its text leaves that open.
+
+    Raises ValueError if the head cannot be read.
+    """
+    parsed = _parsed(card)
+    if parsed.data.license is None:
+        parsed.data.license = name
+        card = parsed.content
+    said = f"{name}, of the weights. Data and tokenizer have licences of their own."
+    return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
+
+
+def _parsed(card: str) -> Any:
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard(card)
+    except Exception as error:  # of the YAML parser, or of the library for values that it does not know
+        raise ValueError(f"its head is not a model card's: {' '.join(str(error).split())}") from error
+
+
+def commands_of(config: Config, prepared: int | None = None) -> list[str]:
+    """The command lines that prepare the data, where it is prepared from one source, and train the same model.
+
+    `prepared`: how many training tokens the run found, if it was prepared ones. They may be more than it asks for, and
+    their number decides the order in which they are read. Who types the commands replaces FOLDER, which stands for the
+    folders of this machine.
+    """
+    default, typed = definition(from_overrides([])), dict[str, Any]()
+    for key, value in definition(config).items():
+        if config.init_from is not None and key.startswith("model."):
+            continue  # they come from there
+        if value != default[key] or key == WARMUP:
+            typed[key] = value
+    commands = [("train", typed)]
+    if not (config.data.streaming or config.data.mix):
+        all_there_is = prepared is None or config.data.source == Source.stdlib_docs
+        commands.insert(0, ("prepare_data", typed if all_there_is else typed | {MAX_TOKENS: prepared}))
+    return [
+        " ".join(["sparsellm", name, *(_argument(f"{key}={_spelled(value)}") for key, value in values.items())])
+        for name, values in commands
+    ]
+
+
+def _spelled(value: Any) -> str:
+    """`value` as an override has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_spelled(each)}' for key, each in value.items())}}}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    value = without_folders(value)
+    return quoted(value.name if isinstance(value, Enum) else value) if isinstance(value, str | Enum) else str(value)
+
+
+def without_folders(value: Any) -> Any:
+    """`value`, and what is in a list or dictionary, without what belongs to this machine or its user: folders of paths
+    that lead out of the working directory; passwords, queries and fragments of URLs."""
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    if "://" in value and "::" in value:  # zip://*.jsonl::https://host/archive.zip
+        return "::".join(map(without_folders, value.split("::")))
+    if "://" in value and not value.startswith("file://"):
+        return re.sub(r"[?#].*", "", re.sub(r"://[^/?#]*@", "://", value), flags=re.DOTALL)
+    if value.startswith(("/", "~", "file://")) or ".." in Path(value).parts:
+        return f"{FOLDER}/{Path(value).name}"
+    return value
+
+
+def _argument(text: str) -> str:
+    """`text` for a shell, on one line: another would end the card's block of code."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(_ansi(character) for character in text) + "'"
+
+
+def _ansi(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
+def _escaped(name: str) -> str:
+    """`name` as a cell of a Markdown table shows it, to the letter and on one line."""
+    return re.sub(r"[\\`*|\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
+
+
+def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    model, data, training, sparsity = config.model, config.data, config.training, config.sparsity
+    layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
+    done = f"{step * training.tokens_per_step:,} of {training.steps * training.tokens_per_step:,}"
+    source = " ".join(without_folders(part) for part in (data.dataset, data.subset) if part)
+    names = " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")
+    found = [
+        ("layers", layers),
+        ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
+        *_attention_facts(model),
+        *_origin_facts(config, step),
+        ("data", _escaped(names)),
+        ("tokens", done),
+    ]
+    if sparsity.activation == Activation.relu:
+        found.append(("L1 coefficient", f"{sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"))
+    if not rows:
+        return found
+    last = rows[-1]
+    if last["ce"] is not None:
+        found.append(("cross entropy, training", f"{last['ce']:.3f} (step {last['step']:,})"))
+    for row in reversed(rows):
+        if row["val_ce"] is not None:
+            found.append(("cross entropy, held-out", f"{row['val_ce']:.3f} (step {row['step']:,})"))
+            break
+    for row in reversed(rows):
+        if scores := row.get("evaluation"):
+            each = ", ".join(f"{_escaped(name)} {score:.4f}" for name, score in scores.items() if score is not None)
+            found.append((f"scores at step {row['step']:,}", each))
+            break
+    if last["nnz_per_layer"] is not None:
+        each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
+        found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))
+    return found
+
+
+def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
+    """The models that these weights come from, and how their gate became another one, or becomes one up to `step`."""
+    found, sparsity = [], config.sparsity
+    if config.init_from is not None:
+        found.append(("initial weights", f"{_escaped(_spelled(config.init_from))}, whose licence counts too"))
+    if sparsity.relu_tokens:
+        gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
+        if (share := relu_share(step * config.training.tokens_per_step, sparsity)) < 1:
+            gate += f"; cross entropies and nonzeros are of the gate of this step, {share:.0%} ReLU, and not of this"
+            gate += " model, which is loaded with the final one"
+        found.append(("gate", gate))
+    if config.distill.teacher is not None:
+        found.append(("teacher", f"{_escaped(_spelled(config.distill.teacher))}, weight {config.distill.weight:g}"))
+    return found
+
+
+def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
+    """What differs from attention with as many heads of keys as of queries, and from a tied head."""
+    said = [
+        (model.kv_heads != model.num_heads, f"{model.kv_heads} heads of keys and values"),
+        (model.head_dim is not None, f"heads of width {model.head_width}"),
+        (model.attention_bias, "biases of queries, keys and values"),
+        (model.qk_norm, "normalised queries and keys"),
+        (model.rope_parameters.rope_type != RopeType.default, f"{model.rope_parameters.rope_type.name} rotary scaling"),
+        (not model.tie_embeddings, "an output matrix beside the embedding"),
+    ]
+    found = [what for holds, what in said if holds]
+    return [("attention and head", "; ".join(found))] if found else []

@@ -1,0 +1,437 @@
+"""Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
+
+transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
+every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. A published sparse
+checkpoint becomes a stock model in memory (foreign.py). No other file calls transformers' `from_pretrained`.
+"""
+
+import json
+import stat
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sparsellm.hf import published, tokenizer_file
+from sparsellm.system import regular
+from sparsellm.system.console import is_main_rank, warn
+
+T = TypeVar("T")
+
+NAMED = 4  # how many tensors with one kind of damage a message names
+REMEDY = "restore the checkpoint from its source, or give another one"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Patterns of files whose presence would make transformers load other weights than those of WEIGHTS.
+FOREIGN = {
+    "adapter_config.json": "of an adapter to another model",
+    "shard-*.safetensors": "of a distributed checkpoint",
+}
+# Keys of config.json that decide what a model of these types computes, and that transformers would fill in if absent.
+REQUIRED = (
+    "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
+)  # fmt: skip
+ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
+    "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}  # fmt: skip
+# Llama 1 and 2 were published before the key was: without it, their rotary embedding has this base.
+OLDEST_THETA = {"llama": 10_000.0, published.MODEL_TYPE: 10_000.0}
+# The least and the most that numbers of config.json can be, with room above every model that there is.
+WHOLE = {
+    "vocab_size": (1, 2**24), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 2**14), "num_attention_heads": (1, 2**16), "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16), "max_position_embeddings": (1, 2**30), "original_max_position_embeddings": (1, 2**30),
+}  # fmt: skip
+TINY = 1e-30  # in place of 0, which is none of them
+REAL = {
+    "rms_norm_eps": (TINY, 1.0), "initializer_range": (0.0, 100.0), "rope_theta": (TINY, 1e15), "factor": (TINY, 1e6),
+    "low_freq_factor": (TINY, 1e6), "high_freq_factor": (TINY, 1e6), "beta_fast": (TINY, 1e6), "beta_slow": (TINY, 1e6),
+    "attention_factor": (TINY, 1e6), "mscale": (0.0, 1e6), "mscale_all_dim": (0.0, 1e6),
+    "attention_dropout": (0.0, 1.0),
+}  # fmt: skip
+ROPE = ("rope_parameters", "rope_scaling")
+# What a model's repository holds at its top for reading: no code, no pickles, no training state.
+DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
+# What lies beside the weights and config.json: how text becomes tokens and how tokens are drawn, no code.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+SHAPES = "not of the shape that config.json describes"
+TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # all but the weights: libraries read them whole
+PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
+
+
+class BrokenModel(ValueError):
+    """A model's files cannot be used. The message names the file or the tensors, what is wrong, and the remedy."""
+
+
+def read_config(path: str | Path) -> Any:
+    """The model's configuration; of a published sparse checkpoint (foreign.py), the one of the stock model it becomes.
+
+    Raises BrokenModel, and OSError if the hub cannot be read.
+    """
+    from transformers import AutoConfig
+
+    local = Path(path).is_dir()
+    if local:
+        _reading(path, "the folder", lambda: require_files(Path(path)))
+        for pattern, what in FOREIGN.items():
+            for file in Path(path).glob(pattern):
+                raise BrokenModel(
+                    f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
+                )
+    if local and not Path(path, "config.json").is_file():
+        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
+    given = _config_json(path)
+    if wrong := _wrong_numbers(given):  # before transformers makes something of them, as a list of all layers
+        raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
+
+    def described() -> Any:
+        if given.get("model_type") == published.MODEL_TYPE:
+            return published.stock_config(given)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=local)
+
+    config = _reading(path, "config.json", described)
+    if local and config.model_type in ALSO_REQUIRED:
+        theta = OLDEST_THETA.get(str(given.get("model_type")))
+        given = (given.get("rope_parameters") or {}) | given
+        if theta is not None and given.get("rope_theta") is None and config.rope_parameters["rope_theta"] == theta:
+            _say_once(f"config.json of {path} has no rope_theta: it is read as {theta:,.0f}, as Llama 1 and 2 have it")
+            given["rope_theta"] = theta
+        if absent := [key for key in (*REQUIRED, *ALSO_REQUIRED[config.model_type]) if given.get(key) is None]:
+            raise BrokenModel(
+                f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
+                f" model's: {REMEDY}, or add what is absent"
+            )
+    for key in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, key, None)):
+            raise BrokenModel(
+                f"config.json of {path} has {key.removeprefix('_')}={getattr(config, key)}, which is code from the hub"
+                " and never run: remove that key"
+            )
+    return config
+
+
+def _wrong_numbers(given: dict[str, Any]) -> list[str]:
+    """The numbers of a config.json of a type that the decoder knows that are out of all bounds, in words."""
+    if given.get("model_type") not in (*ALSO_REQUIRED, published.MODEL_TYPE):
+        return []
+    found = []
+    for group in (given, *(given[name] for name in ROPE if isinstance(given.get(name), dict))):
+        for key, (least, most) in (WHOLE | REAL).items():
+            value, whole = group.get(key), key in WHOLE
+            if value is None:
+                continue
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+            if not fits or (whole and value != int(value)):
+                kind = "whole number" if whole else "number"
+                bounds = f"above 0 and at most {most:g}" if least == TINY else f"from {least:,} to {most:,}"
+                found.append(f"{key} {value!r}: it should be a {kind} {bounds}")
+    return found
+
+
+def require_files(folder: Path) -> None:
+    """Raises BrokenModel if libraries would wait for what is in `folder`: for a FIFO, or for text without an end."""
+    for file in folder.iterdir():
+        if not file.exists():
+            raise BrokenModel(f"{file} is a link that leads nowhere: {REMEDY}")
+        kind = file.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise BrokenModel(f"{file} is a FIFO, a socket or a device, and should be a file: {REMEDY}")
+        if file.suffix in TEXTS and file.is_file() and (size := file.stat().st_size) > regular.MOST:
+            raise BrokenModel(f"{file} has {size:,} bytes, and should have {regular.MOST:,} at the most: {REMEDY}")
+
+
+def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
+    """The tokenizer; all its ids are below `vocab_size`. Raises BrokenModel, and OSError if the hub cannot be read."""
+    from transformers import AutoTokenizer
+
+    local = Path(path).is_dir()
+    if local:
+        _reading(path, "the folder", lambda: require_files(Path(path)))
+    what = (
+        "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
+    )
+    if (file := _file_of(path, "tokenizer.json")) is not None:
+        _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
+    # transformers looks at the kind of model too, to choose a tokenizer's class.
+    config = read_config(path) if is_foreign(path) else None
+    tokenizer = _reading(
+        path,
+        what,
+        lambda: AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, local_files_only=local),
+    )
+    words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
+    if not words:
+        raise BrokenModel(
+            f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
+        )
+    if getattr(tokenizer, "is_fast", False):  # of others there is no tokenizer.json
+        for change in _reading(path, what, lambda: tokenizer_file.settle(tokenizer.backend_tokenizer)):
+            _say_once(f"the tokenizer of {path}: {change}")
+    word, largest = max(words.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise BrokenModel(
+            f"the tokenizer of {path} has token {largest:,} ({word!r}), which exceeds the vocabulary of the model,"
+            f" {vocab_size:,}: the two should be of one checkpoint; {REMEDY}"
+        )
+    return tokenizer
+
+
+@cache
+def _say_once(text: str) -> None:
+    if is_main_rank():
+        warn(text)
+
+
+def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
+    """The ids that end a text: every eos_token that its `tokenizer`, if given, config.json and generation_config.json
+    name, as those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
+
+    def named() -> set[int]:
+        file = _file_of(path, "generation_config.json")
+        own = {} if file is None else json.loads(file.read_text("utf-8"))
+        found: set[int] = set()
+        for given in (
+            getattr(tokenizer, "eos_token_id", None),
+            _config_json(path).get("eos_token_id"),
+            own.get("eos_token_id"),
+        ):
+            found.update([] if given is None else given if isinstance(given, list) else [given])
+        if wrong := [token for token in found if not isinstance(token, int)]:
+            raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token's id, or a list of some")
+        return found
+
+    return _reading(path, "what ends a text", named)
+
+
+def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel, and OSError if
+    the hub cannot be read."""
+    from transformers import ArceeForCausalLM, AutoModelForCausalLM, LlamaForCausalLM
+    from transformers.utils import logging
+
+    config, local = read_config(path), Path(path).is_dir()
+    kind: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if is_foreign(path):
+        folder = data_folder(path)
+        tensors, wrong = published.stock_tensors(_tensors(folder, verify_files(folder, config)), config)
+        _refuse(path, wrong)
+        kind = LlamaForCausalLM if config.model_type == "llama" else ArceeForCausalLM
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
+    elif local:
+        verify_files(Path(path), config)
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
+    if local:
+        logging.disable_progress_bar()  # a folder is read in seconds
+    try:
+        read: Any = _reading(
+            path,
+            "the model",
+            lambda: kind.from_pretrained(
+                **source, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True,
+                ignore_mismatched_sizes=True, output_loading_info=True,
+            ),
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+    model, found = read  # for output_loading_info
+    wrong = {
+        "missing": found["missing_keys"],
+        "of no layer that config.json describes": found["unexpected_keys"],
+        SHAPES: [name for name, *_ in found["mismatched_keys"]],
+        "unreadable": found.get("error_msgs", ()),
+        "with values that are not finite": _not_finite(model),
+        "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
+    }
+    _refuse(path, wrong)
+    return model
+
+
+def commit(name: str) -> str:
+    """The hub's commit from which the model `name` is read. Raises OSError if the hub cannot be read."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, "config.json")).parent.name
+
+
+def data_folder(path: str | Path) -> Path:
+    """The folder of the model's files: `path`, or for a hub name the hub's copy on this machine, without any code.
+
+    Raises OSError if the hub cannot be read.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(snapshot_download(str(path), allow_patterns=list(DATA), ignore_patterns=["*/*"]))
+
+
+def _file_of(path: str | Path, name: str) -> Path | None:
+    """None where there is none, and where the hub cannot be asked, as transformers has it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, name, local_files_only=Path(path).is_dir(),
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if file is None else Path(file)
+
+
+def _config_json(path: str | Path) -> dict[str, Any]:
+    """The content of config.json. Raises BrokenModel, and OSError if the hub cannot be read."""
+    from transformers import PreTrainedConfig
+
+    local = Path(path).is_dir()
+    return _reading(
+        path, "config.json", lambda: dict(PreTrainedConfig.get_config_dict(path, local_files_only=local)[0])
+    )
+
+
+def is_foreign(path: str | Path) -> bool:
+    """Whether transformers does not load it by itself: a published sparse checkpoint (foreign.py)."""
+    return _config_json(path).get("model_type") == published.MODEL_TYPE
+
+
+def _tensors(folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    held: dict[str, torch.Tensor] = {}
+    for file in files:
+        held |= _reading(folder, file, partial(load_file, folder / file))
+    return held
+
+
+def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
+    """The result of `work`. What a library raises because of damaged files becomes a BrokenModel that names them."""
+    try:
+        return work()
+    except (BrokenModel, MemoryError):
+        raise
+    except BaseException as error:
+        if not tokenizer_file.is_of_the_library(error):
+            raise
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            raise  # the hub is at fault, not the model
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason or "custom code" in reason:
+            reason = "transformers has no such model, and code that a checkpoint brings (auto_map) is never run"
+        text = f"{what} of {path} cannot be read: {type(error).__name__}: {reason:.500}; {REMEDY}"
+        raise BrokenModel(text) from error
+
+
+def verify_files(folder: Path, config: Any) -> list[str]:
+    """Check that the safetensors of a folder are whole, as far as their headers say, and return their names.
+
+    Raises BrokenModel.
+
+    This comes before transformers builds the model, because transformers would allocate what is missing, however large
+    config.json says that it is.
+    """
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    expected = None
+    if (folder / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        index = _reading(folder, INDEX, lambda: dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]))
+        files, expected = sorted(set(map(str, index.values()))), index
+        if strange := [name for name in files if Path(name).name != name]:
+            raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {_list(strange)}; {REMEDY}")
+    else:
+        raise BrokenModel(f"{folder} holds no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
+    held: dict[str, torch.Tensor] = {}
+    quantized = getattr(config, "quantization_config", None) is not None
+    for name in files:
+
+        def read(name: str = name) -> dict[str, Any]:
+            with safe_open(folder / name, framework="pt") as file:
+                return {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
+
+        found = _reading(folder, name, read)
+        integers = [
+            tensor for tensor, of in found.items() if "F" not in of.get_dtype() and not published.is_counter(tensor)
+        ]
+        integers = [] if quantized else integers
+        elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
+        _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
+        held |= {tensor: torch.empty(of.get_shape(), device="meta") for tensor, of in found.items()}
+    _refuse(folder, {"missing": (expected or {}).keys() - held.keys()})
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > len(held):
+        raise BrokenModel(f"config.json of {folder} has {layers:,} layers, and the files {len(held)} tensors; {REMEDY}")
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+    model = _reading(folder, "config.json", build)
+    described = sum(parameter.numel() for parameter in model.parameters())
+    size = sum((folder / name).stat().st_size for name in files)
+    if described > PARAMETERS_PER_BYTE * size:
+        raise BrokenModel(
+            f"config.json of {folder} describes {described:,} parameters, and the files have {size:,} bytes: they"
+            f" should be of one checkpoint; {REMEDY}"
+        )
+    if config.model_type in ALSO_REQUIRED and not quantized:  # of others transformers may rename and join tensors
+        if is_foreign(folder):
+            held, wrong = published.stock_tensors(held, config)
+            _refuse(folder, wrong)
+        _refuse(folder, _misfits(held, model))
+    return files
+
+
+def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
+    """{what is wrong: names} of the tensors of files, by their shapes, for `model`, whose files may name them with or
+    without the prefix of the whole model."""
+    prefix = f"{model.base_model_prefix}."
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in held.items()}
+    wanted = {name.removeprefix(prefix): (name, tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(model.all_tied_weights_keys)
+    return {
+        "missing": [name for key, (name, _) in wanted.items() if key not in shapes and name not in tied],
+        SHAPES: [name for key, (name, shape) in wanted.items() if shapes.get(key, shape) != shape],
+    }
+
+
+def _not_finite(model: Any) -> list[str]:
+    """The tensors with an infinity or a NaN."""
+
+    def finite(tensor: torch.Tensor) -> bool:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return True
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparisons
+        # If any value is NaN, so are minimum and maximum. This takes one pass and no copy: 50 times as fast as
+        # isfinite(values).all().
+        return bool(torch.isfinite(torch.stack(values.aminmax())).all())
+
+    return [name for name, tensor in model.state_dict().items() if not finite(tensor)]
+
+
+def _untied(model: Any, config: Any) -> list[str]:
+    """["lm_head.weight"] where config.json ties the output matrix to the embedding, and the files hold another one."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False) or head is None or embedding is None:
+        return []
+    return ["lm_head.weight"] if head.weight is not embedding.weight else []
+
+
+def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
+    """Raise BrokenModel if `wrong`, {what is wrong: names of tensors}, names any tensor."""
+    said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
+    if said:
+        raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")
+
+
+def _list(names: list[str]) -> str:
+    more = f" (and {len(names) - NAMED:,} more)" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

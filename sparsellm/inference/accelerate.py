@@ -1,0 +1,176 @@
+"""Faster inference: the feedforward blocks of a loaded model, computed by the sparse kernels.
+
+    accelerate(model)    switch every block to the operator of sparsellm.ops; weights, names and state_dict stay
+    restore(model)       put the model's own blocks back
+
+Both work on our Decoder and on Hugging Face models with blocks as sparsellm.inference.matching describes them: Llama,
+Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
+
+Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
+(inference/engine_choice.py), by what the engines cost on this GPU model. Where nobody has measured that for layers
+of this shape, and the package's constants are of others, `accelerate` measures it, in some seconds, once
+(sparsellm.calibration). `engine=` fixes the engine. Sparse engines compute calls in bfloat16 on a GPU without gradients
+(torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
+`SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
+
+Tokens that an attention mask hides, as padding is, fire no neurons (sparsellm.inference.padding).
+
+An accelerated model compiles as any other, whole or by layer: the decision is data that the operator reads when it
+runs, so a new decision recompiles nothing.
+"""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm import calibration
+from sparsellm.inference.engine_choice import EngineChoice, register, sparse_engines_take
+from sparsellm.inference.matching import OWN, feedforward_blocks, kind
+from sparsellm.inference.padding import spare_padding, stop_sparing
+from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, backend, feedforward
+from sparsellm.ops.feedforward import check, in_autocast, output_of
+
+
+@torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
+def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None, calibrate: bool = True) -> nn.Module:
+    """Switch the feedforward blocks inside `model` to the operator, in place, and return `model`.
+
+    kernels: "auto" takes the CUDA kernels on a Hopper GPU and those in Triton on another CUDA GPU; where they cannot
+    run it says so once and leaves the model as it is. "cuda" and "triton" take these, or raise KernelsUnavailable.
+    "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for every call,
+    instead of each block's own choice. calibrate: whether to measure what the engines cost, if the model is in bfloat16
+    on a GPU and nobody has measured its layers on this GPU model; without that, an H200's constants choose. Raises
+    ValueError, having changed nothing, for a block that the operator does not compute, and where this process computes
+    on other kernels already.
+    """
+    if kernels not in ("auto", "cuda", "triton", "torch"):
+        raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")
+    if engine is not None and (engine not in ENGINES or kernels == "torch"):
+        raise ValueError(
+            f"engine is {engine!r} with kernels={kernels!r}: it should be None, or one of {', '.join(ENGINES)} with"
+            " kernels='auto', 'cuda' or 'triton'"
+        )
+    if any(isinstance(module, SparseFeedForward) for module in model.modules()):
+        raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
+    originals = feedforward_blocks(model)
+    if kernels == "auto" and not backend.available()[0]:
+        return model
+    if kernels in ("cuda", "triton"):
+        backend.load(kernels)
+    if backend.loaded() and engine is None and kernels != "torch":
+        weights = [block.get_parameter("down_proj.weight") for block in originals]
+        computing = {(w.shape[0], w.shape[1]): w for w in weights if sparse_engines_take(w)}
+        first = next(iter(computing.values()), weights[0])
+        with torch.cuda.device_of(first):  # what is measured, kept and taken is of the current GPU's model
+            if calibrate and computing:
+                calibration.measure_missing(computing, first.device)
+            calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
+    _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
+    spare_padding(model)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `accelerate`: put the model's own blocks back, with their present weights. Returns `model`."""
+    _replace(model, {block: block.take_back() for block in model.modules() if isinstance(block, SparseFeedForward)})
+    stop_sparing(model)
+    return model
+
+
+def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in replacements:
+                setattr(parent, name, replacements[child])
+
+
+class SparseFeedForward(nn.Module):
+    """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput if the original returns that.
+
+    The block has the original's children, so names and state_dict stay. Beside them it owns what no state_dict holds:
+    the choice of its engine, and the handle by which compiled code finds that choice. Training uses neither:
+    `training_plan` decides there. A trainer sets that tensor once and writes each new plan into it, because compiled
+    code has taken the tensor as an input, and would not see another one.
+    """
+
+    down_proj: nn.Linear
+    handle: Tensor
+
+    def __init__(self, original: nn.Module, traced: bool, engine: str | None) -> None:
+        super().__init__()
+        self.original = (original,)  # in a tuple, for a plain attribute would make it a child
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self.training = original.training
+        self.gated, self.returns_statistics = hasattr(original, "gate_proj"), isinstance(original, OWN)
+        self.traced = traced
+        self.training_plan: Tensor | None = None  # None: the traced reference
+        self.choice = EngineChoice(engine)
+        weight = self.down_proj.weight
+        self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
+        register(self.handle, self.choice)
+        if not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
+            self.choice.neuron_major(weight)  # here, because the first call may be captured in a CUDA graph
+
+    def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
+        weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")
+        compiling, gradients = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if not (compiling or gradients or self.traced or self.returns_statistics):
+            y = self.choice.output_as_before(x, *weights)
+            if y is not None:
+                return y
+        rows = x.reshape(-1, x.shape[-1])
+        if gradients or self.traced:
+            out = feedforward(rows, *weights, self._plan())
+            y = out.y.view(x.shape)
+            return out._replace(y=y) if self.returns_statistics else y
+        rows, cast = in_autocast(rows)
+        check(rows, *weights, cast)
+        if not self.returns_statistics:
+            if compiling:
+                return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle).view(x.shape)
+            return self.choice.output(rows, *weights).view(x.shape)
+        if compiling:
+            y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle)
+        else:
+            y, l1, fired, counts = self.choice.run(rows, *weights)
+        return output_of(y.view(x.shape), l1, fired, counts)
+
+    def _plan(self) -> Plan | Tensor | None:
+        """The plan of a call with gradients, or of any call if `traced`; None: the traced reference."""
+        if self.traced or self.training:
+            return self.training_plan if self.training and torch.is_grad_enabled() else None
+        return Plan.of(self.choice.engine or "dense")  # the choice may be row, which has no backward
+
+    def _weight(self, name: str) -> Tensor:
+        # Modules and parameters are read from nn.Module's dicts: its __getattr__ is slow, and blocks are called often.
+        linear = self._modules[name]
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
+                " sparsellm.restore(model) before changing its modules"
+            )
+        return linear._parameters["weight"]  # type: ignore[return-value]  # cast() would take time in every call
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at its new address, and lets the
+        weights be checked again."""
+        super()._apply(fn, recurse)
+        register(self.handle, self.choice)
+        self.choice.checked = None
+        return self
+
+    def __setstate__(self, state: dict) -> None:
+        """Restores a copy, and registers the copy's own handle for the copy's own choice."""
+        super().__setstate__(state)
+        register(self.handle, self.choice)
+
+    def take_back(self) -> nn.Module:
+        """The original block, with the present children and training mode of this one."""
+        original = self.original[0]
+        for name, child in self.named_children():
+            setattr(original, name, child)
+        original.training = self.training
+        return original

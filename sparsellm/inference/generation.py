@@ -1,0 +1,314 @@
+"""Text from a decoder, token by token: fixed memory for keys and values, and one CUDA graph for each shape of a batch.
+
+    generator = Generator.load("runs/NAME/checkpoints/step_100/hf")
+    for tokens in generator.stream([[5, 17], [3]], 64): ...    # an id of each sequence, None where it has ended
+    generator.text(["The water", "Why"], 64)                   # both continuations, as text
+
+Prompts of different lengths are computed without padding, but for attention: the feedforward layers see the tokens that
+there are, and count those alone. A decoding step is one CUDA graph: embedding, layers, head, and the choice of the next
+token, so the host only starts it and reads the tokens of the step before. The graph is captured after two steps that
+run one kernel after the other, from whose counts each layer has chosen its engine; it keeps these engines. What a layer
+computes is in sparsellm.inference.layer_forward.
+
+Several threads may use one generator, and several streams of it may be under way at once: each has memory and graphs of
+its own until it ends or is dropped.
+
+Numerics: weights of the embedding and of all products are in `dtype`, products and attention are computed in it with
+float32 accumulation; residual stream, norms, rotation, logits' softmax and sampling are float32. Letters: B sequences,
+R tokens of a call, all sequences together, K the model's width, V tokens of the vocabulary.
+"""
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsellm.config import ModelConfig
+from sparsellm.hf import conversion, pretrained
+from sparsellm.inference import layer_forward
+from sparsellm.inference.accelerate import SparseFeedForward, accelerate
+from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward
+from sparsellm.model.rotary import rotary_tables
+
+CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
+MOST_PROMPTS = 65_535  # in one call, for which a kernel's grid has room
+UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
+# What threads do one at a time on a GPU. A capture begins by waiting for the whole device, which CUDA refuses while
+# another is under way. Loading a kernel may wait for the device, too: prompts and the steps before a capture load them.
+# And prompts change a setting that PyTorch has for the whole process.
+ALONE = threading.Lock()
+
+
+class Sampling(NamedTuple):
+    """How the next token is drawn from the logits: the likeliest (temperature 0), or at random from the smallest set of
+    tokens whose probabilities add up to top_p, after the logits were divided by the temperature."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """logits [B, V] float32 -> [B] int64."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits / self.temperature
+        if self.top_p < 1:
+            ordered, tokens = logits.sort(-1, descending=True)
+            chances = F.softmax(ordered, -1)
+            ordered = ordered.where(chances.cumsum(-1) - chances < self.top_p, -torch.inf)  # the likeliest always stays
+            logits = torch.empty_like(logits).scatter_(-1, tokens, ordered)
+        # The Gumbel-max trick: the largest of logits - log E, where E is drawn from Exp(1), is each token with its
+        # softmax probability. Unlike torch.multinomial this needs no look at the numbers by the host, and can be
+        # captured.
+        return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
+
+
+GREEDY = Sampling()
+
+
+class Batch:
+    """Fixed memory for B sequences of up to S positions: the cache, where each sequence is, and its last token."""
+
+    def __init__(
+        self, config: ModelConfig, size: int, positions: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = config.num_layers, size, positions, config.kv_heads, config.head_width
+        # Zeros, because PyTorch's attention multiplies what positions hold that are not there yet by zero.
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.tables = rotary_tables(positions, config, device)
+        self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
+        self.generator = torch.Generator(device)  # of the draws
+        self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+        self.steps = 0  # that were taken without a graph
+        self.left: torch.cuda.Event | None = None  # after the last work of the stream that had this memory
+
+    def memory(self) -> tuple[Tensor, ...]:
+        """All its tensors."""
+        return self.keys, self.values, *self.tables, self.tokens, self.lengths
+
+
+class Generator:
+    """Generates with a decoder that it has taken for itself: in inference, its matrices in one dtype, accelerated."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        stop: Collection[int] = (),
+        tokenizer: Any = None,
+        dtype: torch.dtype = torch.float32,
+        kernels: str | None = "auto",
+        calibrate: bool = True,
+    ) -> None:
+        """stop: ids of tokens that end a sequence. kernels, calibrate: as of `accelerate`; kernels=None: not
+        accelerated, as SiLU models never are.
+
+        Raises KernelsUnavailable for a GPU on which Triton's kernels do not run: dense models need them here, too.
+        """
+        self.device = decoder.embed_tokens.weight.device
+        layer_forward.require_kernels(decoder.embed_tokens.weight)
+        self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
+        self.decoder = decoder.requires_grad_(False).eval()
+        for parameter in decoder.parameters():
+            parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32).contiguous()
+        if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
+            accelerate(decoder, kernels, calibrate=calibrate)
+        for block in decoder.modules():
+            if isinstance(block, SparseFeedForward):
+                block.returns_statistics = False  # nobody looks at them
+        self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self.merged = [layer_forward.Projection.of(layer.self_attn) for layer in self.layers]
+        self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any
+    ) -> Self:
+        """The model, tokenizer and stop tokens of an hf/ folder or a hub name, as `huggingface.load` takes them.
+
+        device: a GPU where there is one. dtype: bfloat16 on a GPU, float32 on a CPU. settings: those of Generator.
+        """
+        config, activation, weights = conversion.load(path)
+        tokenizer = pretrained.read_tokenizer(path, config.vocab_size)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        with torch.device("meta"):
+            decoder = Decoder(config, activation)
+        decoder.load_state_dict(weights, assign=True)
+        return cls(decoder.to(device), pretrained.stop_tokens(path, tokenizer), tokenizer, dtype, **settings)
+
+    def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
+        """The continuation of each prompt, without the prompt and without the token that ended it."""
+        if isinstance(prompts, str):  # each of its characters would be a prompt
+            raise ValueError(f"prompts is one text, {prompts!r:.80}: it should be a list of texts")
+        made: list[list[int]] = [[] for _ in prompts]
+        given = [self.tokenizer(prompt).input_ids for prompt in prompts]
+        for tokens in self.stream(given, new_tokens, sampling, seed):
+            for sequence, token in zip(made, tokens, strict=True):
+                if token is not None and token not in self.stop:
+                    sequence.append(token)
+        return [self.continuation(prompt, sequence) for prompt, sequence in zip(given, made, strict=True)]
+
+    def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """The text of the tokens `new` behind those of `prompt`. Some tokenizers, as Llama 2's, leave out the space
+        with which a text begins, so `new` alone might be another text."""
+        return str(self.tokenizer.decode([*prompt, *new]))[len(self.tokenizer.decode(prompt)) :]
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0
+    ) -> Iterator[list[int | None]]:
+        """Up to `new_tokens` times the next token of each sequence; None after one that is in `stop`. Ends early when
+        all sequences have ended.
+
+        Raises ValueError, at once, for a prompt without tokens or with ids that the vocabulary lacks, for prompts that
+        have no room for `new_tokens` in the model's context, and for a `sampling` that cannot be drawn by.
+        """
+        lengths = self._check(prompts, new_tokens, sampling)
+        return self._stream(prompts, max(lengths) + new_tokens, new_tokens, sampling, seed)
+
+    @torch.no_grad()
+    def _stream(
+        self, prompts: Sequence[Sequence[int]], positions: int, new_tokens: int, sampling: Sampling, seed: int
+    ) -> Iterator[list[int | None]]:
+        batch = self._take(len(prompts), positions)
+        try:
+            batch.generator.manual_seed(seed)
+            with torch.cuda.device_of(batch.tokens):  # where Triton launches kernels
+                self._prefill(batch, prompts, sampling)
+            going = [True] * len(prompts)
+            read = self._send(batch)
+            for step in range(new_tokens):
+                here = read
+                if step + 1 < new_tokens:
+                    with torch.cuda.device_of(batch.tokens):
+                        self._step(batch, sampling)  # starts while the host waits for the tokens of the step before
+                    read = self._send(batch)
+                tokens = here()
+                yield [token if go else None for token, go in zip(tokens, going, strict=True)]
+                going = [go and token not in self.stop for token, go in zip(tokens, going, strict=True)]
+                if not any(going):
+                    return
+        finally:
+            self._leave(batch)
+
+    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling) -> list[int]:
+        if not 0 <= sampling.temperature < math.inf:
+            raise ValueError(f"temperature is {sampling.temperature}: it should be 0 or a positive number")
+        if not 0 < sampling.top_p <= 1:
+            raise ValueError(f"top_p is {sampling.top_p}: it should be above 0 and at most 1")
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or not min(lengths):
+            raise ValueError(f"the prompts have {lengths} tokens: each needs at least one, and there must be a prompt")
+        if len(lengths) > MOST_PROMPTS:
+            raise ValueError(f"there are {len(lengths):,} prompts: it should be at most {MOST_PROMPTS:,} at once")
+        if new_tokens < 1:
+            raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
+        context, vocabulary = self.config.context_length, self.config.vocab_size
+        if max(lengths) + new_tokens > context:
+            raise ValueError(
+                f"a prompt of {max(lengths):,} tokens and {new_tokens:,} new ones exceed the model's context of"
+                f" {context:,}: shorten the prompt, or ask for fewer new tokens"
+            )
+        for token in (min(map(min, prompts)), max(map(max, prompts))):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"token {token} is not in the vocabulary of {vocabulary:,} tokens")
+        return lengths
+
+    def _take(self, size: int, positions: int) -> Batch:
+        """Memory of this size with room for so many positions, which is the caller's until `_leave`."""
+        room = min(-(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE, self.config.context_length)
+        batch = self._idle.pop((size, room), None)
+        if batch is None:
+            self._idle.clear()  # before there is a larger one beside it
+            return Batch(self.config, size, room, self.device, self.dtype)
+        if batch.left is not None:  # perhaps by another thread, whose stream this one's does not follow
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(batch.left)
+            for tensor in batch.memory():
+                tensor.record_stream(stream)  # freed, it is nobody's before this stream has done with it
+        return batch
+
+    def _leave(self, batch: Batch) -> None:
+        """Keep this memory and its graphs, and those of no other batch, for the next stream of its size."""
+        if self.device.type == "cuda":
+            batch.left = torch.cuda.current_stream(self.device).record_event()
+        self._idle = {(batch.keys.shape[1], batch.keys.shape[2]): batch}
+
+    def _prefill(self, batch: Batch, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Compute all prompts, and draw each one's first new token."""
+
+        def on_device(numbers: list[int]) -> Tensor:
+            there = torch.tensor(numbers)
+            return there.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else there
+
+        tokens = on_device([token for prompt in prompts for token in prompt])
+        lengths, longest = on_device([len(prompt) for prompt in prompts]), max(map(len, prompts))
+        places = layer_forward.Places.of(lengths, longest, len(tokens))
+        x, y = self._embedded(tokens)
+        with self._alone(), layer_forward.attention_of_any_shape(self.device):
+            for i, layer in enumerate(self.layers):
+                caches = batch.keys[i], batch.values[i]
+                x, y = layer_forward.of_prompts(layer, self.merged[i], x, y, batch.tables, places, caches)
+        last = places.ends - 1
+        batch.tokens.copy_(sampling.draw(self._logits(x[last], y[last]), batch.generator))
+        batch.lengths.copy_(lengths)
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """ALONE, on a GPU."""
+        return ALONE if self.device.type == "cuda" else nullcontext()
+
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [R] -> [R, K] float32, and what is to be added to it, nothing yet, in the dtype of the products."""
+        x = self.decoder.embed_tokens(tokens)
+        return x.float(), torch.zeros_like(x)
+
+    def _logits(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y [B, K] -> [B, V] float32."""
+        _, normed = layer_forward.sum_norm(x, y, self.decoder.norm, self.dtype)
+        return F.linear(normed, self.decoder.head).float()
+
+    def _step(self, batch: Batch, sampling: Sampling) -> None:
+        if self.device.type != "cuda":
+            return self._decode(batch, sampling)
+        if batch.steps < UNCAPTURED_STEPS:
+            batch.steps += 1
+            with ALONE:
+                return self._decode(batch, sampling)
+        if sampling not in batch.graphs:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(batch.generator)
+            stream = torch.cuda.Stream(self.device)
+            # By thread: other threads may go on with what is forbidden in a capture, such as taking memory.
+            with ALONE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._decode(batch, sampling)
+            batch.graphs[sampling] = graph
+        batch.graphs[sampling].replay()
+        return None
+
+    def _decode(self, batch: Batch, sampling: Sampling) -> None:
+        """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
+        x, y = self._embedded(batch.tokens)
+        for i, layer in enumerate(self.layers):
+            caches = batch.keys[i], batch.values[i]
+            x, y = layer_forward.of_step(layer, self.merged[i], x, y, batch.tables, batch.lengths, caches)
+        batch.tokens.copy_(sampling.draw(self._logits(x, y), batch.generator))
+        batch.lengths.add_(1)
+
+    def _send(self, batch: Batch) -> Any:
+        """Start the copy of the newest tokens to the host. Returns what waits for them: a function of nothing."""
+        if self.device.type != "cuda":
+            tokens = batch.tokens.tolist()
+            return lambda: tokens
+        there = torch.empty(batch.tokens.shape, dtype=torch.int64, pin_memory=True)
+        there.copy_(batch.tokens, non_blocking=True)
+        arrived = torch.cuda.current_stream(self.device).record_event()
+
+        def read() -> list[int]:
+            arrived.synchronize()
+            return there.tolist()
+
+        return read

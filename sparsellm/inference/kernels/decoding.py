@@ -1,0 +1,258 @@
+"""What decoding computes of one token of each sequence, beside the feedforward operator: attention with all that stands
+before it; and, for one sequence, every product of a layer, with what stands before and behind it.
+
+Between products of one token a kernel takes about as long as its start. So there are few, and each starts before the
+one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and
+attention what earlier steps have left; only then they wait for their input.
+
+Letters: B sequences, S positions of the cache, H heads of width D, H_kv heads of keys and values, each of which
+H / H_kv query heads share, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32;
+normalised inputs, rotated heads, weights of attention's sums and the results of products are rounded to the dtype of
+the weights.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsellm.inference.kernels.pointwise import FEWEST, activated, await_kernel_ahead, early, padded
+from sparsellm.ops.twell import tiles
+
+Norms = tuple[Tensor, Tensor, float]  # weights [D] float32 of queries' and keys' RMS norms, and their epsilon
+LOG2_E = math.log2(math.e)
+# Bytes of keys that a program of `attend` loads in one step, and as many of values: where many programs share the GPU,
+# and where there are at most FEW.
+STEP, LONG_STEP = 4 << 10, 16 << 10
+FEW = 132  # programs: one for each multiprocessor of an H100
+SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs or MOST_SPLITS
+MOST_SPLITS = 32  # a power of two, as all numbers of splits, so that few forms of a kernel are built
+THREAD = 128  # bytes of matrices in a step of one thread of `matrix_vector`
+ROWS = 4  # of each matrix, in a step of one program, at most
+WARPS = 16 * FEW  # of all programs at most, for each reads the whole vector, which costs as much as one or two rows
+
+
+@triton.jit
+def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NORMED: tl.constexpr):
+    """Both halves of heads [..., D / 2] float32, normalised if NORMED, and rotated."""
+    if NORMED:
+        squares = tl.sum(first * first + second * second, 1)[:, None]
+        factor = tl.rsqrt(squares / D + eps)
+        first *= factor * tl.load(weight + i, mask=inside, other=0.0)[None, :]
+        second *= factor * tl.load(weight + D // 2 + i, mask=inside, other=0.0)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def to_l2(pointers):
+    """Fetches the lines that these addresses are in, on a GPU of NVIDIA."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, False, 1)
+
+
+@triton.jit(do_not_specialize=["positions"])
+def attend(
+    heads, q_norm, k_norm, cos, sin, lengths, keys, values, out, sizes, positions,
+    SCALE: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
+    SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, FETCHING: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, SPLITS, D] of heads [B, H + 2 H_kv, D]; the caches [B, S, H_kv, D] get their keys and values at
+    `lengths`. With several splits, each a part of the positions, out are the results of each, float32, and sizes
+    [B, H, SPLITS] the base-2 logarithm of the sum of its weights.
+
+    positions: S. SCALE: of scores, times log2(e). SHARING, HALF: powers of two, no less than H / H_kv and D / 2.
+    FETCHING: to L2 what is loaded first of the past, while the kernel ahead ends.
+    Program (b, h, split): the query heads of one head of keys. Split 0 computes the new token, too, from registers;
+    what it stores is read by no program of this launch. A split without positions leaves zeros and -inf.
+    """
+    b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    HEADS: tl.constexpr = H // H_KV
+    length = tl.load(lengths + b).to(tl.int32)
+    row, i, whole, step = tl.arange(0, SHARING), tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, POSITIONS)
+    inside, shared = i < D // 2, (row < HEADS)[:, None] & (i < D // 2)[None, :]
+    c = tl.load(cos + length * D + i, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + length * D + i, mask=inside, other=0.0)[None, :]
+    dtype: tl.constexpr = heads.dtype.element_ty
+    first = (b * positions) * (H_KV * D) + h * D
+    part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
+    if EARLY:  # lengths, and the past that is fetched here, are of earlier steps: no kernel of this one writes them
+        if FETCHING:
+            LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
+            soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
+            for line in tl.static_range(0, D, LINE):
+                to_l2(keys + soon + line)
+                to_l2(values + soon + line)
+        tl.extra.cuda.gdc_wait()
+
+    here = heads + b * ((H + 2 * H_KV) * D)
+    of_q = here + (h * HEADS + row)[:, None] * D + i[None, :]
+    q1, q2 = turned(
+        tl.load(of_q, mask=shared, other=0.0).to(tl.float32),
+        tl.load(of_q + D // 2, mask=shared, other=0.0).to(tl.float32), i, inside, q_norm, c, s, EPS, D, NORMED,
+    )  # fmt: skip
+    q1, q2 = q1.to(dtype), q2.to(dtype)
+    most = tl.full((SHARING,), float("-inf"), tl.float32)
+    total = tl.zeros((SHARING,), tl.float32)
+    sums = tl.zeros((SHARING, 2 * HALF), tl.float32)
+    if split == 0:
+        of_k = here + (H + h) * D + i[None, :]
+        k1, k2 = turned(
+            tl.load(of_k, mask=inside[None, :], other=0.0).to(tl.float32),
+            tl.load(of_k + D // 2, mask=inside[None, :], other=0.0).to(tl.float32),
+            i, inside, k_norm, c, s, EPS, D, NORMED,
+        )  # fmt: skip
+        k1, k2 = k1.to(dtype), k2.to(dtype)
+        v = tl.load(here + (H + H_KV + h) * D + whole, mask=whole < D, other=0.0)
+        to = first + length.to(tl.int64) * (H_KV * D)
+        tl.store(keys + to + i[None, :], k1, mask=inside[None, :])
+        tl.store(keys + to + D // 2 + i[None, :], k2, mask=inside[None, :])
+        tl.store(values + to + whole, v, mask=whole < D)
+        most = SCALE * tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1)
+        total += 1.0
+        sums += v.to(tl.float32)[None, :]
+
+    end = tl.minimum(length, (split + 1) * part)
+    of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
+    if EARLY:  # not before: the weights that the next kernel fetches would delay the loads above
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in range(split * part, end, POSITIONS):
+        there = start + step < end
+        at = (start + step).to(tl.int64) * (H_KV * D)
+        seen = there[None, :] & inside[:, None]
+        past1 = tl.load(of_keys + at[None, :], mask=seen, other=0.0)
+        past2 = tl.load(of_keys + D // 2 + at[None, :], mask=seen, other=0.0)
+        scores = tl.dot(q2, past2, tl.dot(q1, past1, input_precision="ieee"), input_precision="ieee")
+        scores = tl.where(there[None, :], scores * SCALE, float("-inf"))
+        more = tl.maximum(most, tl.max(scores, 1))
+        weights, kept = tl.exp2(scores - more[:, None]), tl.exp2(most - more)
+        most, total = more, total * kept + tl.sum(weights, 1)
+        value = tl.load(of_values + at[:, None], mask=there[:, None] & (whole < D)[None, :], other=0.0)
+        sums = tl.dot(weights.to(dtype), value, sums * kept[:, None], input_precision="ieee")
+    line = (b * H + h * HEADS + row) * SPLITS + split
+    if SPLITS > 1:
+        tl.store(sizes + line, most + tl.log2(total), mask=row < HEADS)
+    sums /= tl.maximum(total, 1.0)[:, None]  # the largest weight is 1, so only a split without positions has less
+    written = (row < HEADS)[:, None] & (whole < D)[None, :]
+    tl.store(out + line[:, None] * D + whole[None, :], sums.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def join(
+    parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. WIDTH: a power of two, no
+    less than D. Program i: row i. The first split is never empty."""
+    line, i = tl.program_id(0).to(tl.int64) * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    await_kernel_ahead(EARLY)
+    size = tl.load(sizes + line)
+    weight = tl.exp2(size - tl.max(size, 0))
+    part = tl.load(parts + line[:, None] * D + i[None, :], mask=(i < D)[None, :], other=0.0)
+    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + i, mean.to(out.dtype.element_ty), mask=i < D)
+
+
+def attend_to_the_past(
+    heads: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lengths: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """heads [B, H + 2 H_kv, D], queries, keys and values -> [B, H, D]. keys and values [B, S, H_kv, D] have `lengths`
+    [B] int64 positions already, fewer than S, and get this one in place.
+
+    norms: what queries and keys are normalised with. cos, sin: tables [S, D] float32, of which the first half of each
+    row is read: the second is the same. All are contiguous.
+    """
+    size, positions, kv_heads, width = keys.shape
+    count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
+    few = programs <= FEW
+    most = max(1, min(positions // SPLIT, 2 * FEW // programs, MOST_SPLITS))
+    splits = 1 << (most.bit_length() - 1)  # the power of two below
+    out, parts, sizes = heads.new_empty(size, count, width), None, None
+    if splits > 1:
+        parts = heads.new_empty(size, count, splits, width, dtype=torch.float32)
+        sizes = parts.new_empty(size, count, splits)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    half = padded(width // 2)
+    attend[(size, kv_heads, splits)](
+        heads, q_norm, k_norm, cos, sin, lengths, keys, values, out if parts is None else parts, sizes, positions,
+        SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
+        SHARING=padded(count // kv_heads), HALF=half,
+        POSITIONS=max(FEWEST, (LONG_STEP if few else STEP) // (2 * half * heads.itemsize)),
+        FETCHING=few,  # of more programs it cost 1%
+        num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
+    )  # fmt: skip
+    if parts is not None:
+        join[(size * count,)](parts, sizes, out, D=width, SPLITS=splits, WIDTH=2 * half, num_warps=1, **how)
+    return out
+
+
+@triton.jit
+def rows_of(matrix, row, n, k, K: tl.constexpr):
+    """Rows `row` and columns `k` of a matrix [n, K]; zeros beyond it."""
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    return tl.load(matrix + at, mask=(row < n)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def matrix_vector(
+    x, y, norm, weight, up, bias, both, out, n, steps,
+    EPS: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), of a [K]: x, or both = x + y, or the RMS norm of either.
+    What is not wanted is None. COLUMNS: a power of two, no less than K.
+
+    A program has ROWS rows in each of `steps` steps, and fetches those of the next step before it multiplies. It
+    normalises for itself, while its first rows arrive; the first program writes `both`.
+    """
+    k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    within = k < K
+    w = rows_of(weight, row, n, k, K)
+    u = w if up is None else rows_of(up, row, n, k, K)
+    await_kernel_ahead(EARLY)
+    a = tl.load(x + k, mask=within, other=0.0).to(tl.float32)
+    if y is not None:
+        a += tl.load(y + k, mask=within, other=0.0).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(both + k, a, mask=within)
+    if norm is not None:
+        scale = tl.load(norm + k, mask=within, other=0.0)
+        a = (a * tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale).to(w.dtype).to(tl.float32)
+    for _ in range(steps):
+        next_row = row + tl.num_programs(0) * ROWS
+        next_w = rows_of(weight, next_row, n, k, K)
+        next_u = next_w if up is None else rows_of(up, next_row, n, k, K)
+        sums = tl.sum(w.to(tl.float32) * a[None, :], 1)
+        if bias is not None:
+            sums += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            sums = activated(sums.to(w.dtype).to(tl.float32), ACTIVATION)
+        if up is not None:
+            of_up = tl.sum(u.to(tl.float32) * a[None, :], 1).to(w.dtype).to(tl.float32)
+            sums = sums.to(w.dtype).to(tl.float32) * of_up
+        tl.store(out + row, sums.to(out.dtype.element_ty), mask=row < n)
+        row, w, u = next_row, next_w, next_u
+
+
+def multiply(
+    weight: Tensor, x: Tensor, y: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, activation: str = "", up: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token's a [1, K] -> (a, act(b weight^T + bias) * (b up^T)). a is x, or x + y in float32; b is a, or its RMS
+    norm. The result [1, N] has the dtype of `weight`.
+
+    weight, up: [N, K]. x, y: [1, K] of any dtype. norm: weight [K] float32 of the norm. bias: [N]. activation: "relu",
+    "silu" or none. All are contiguous.
+    """
+    rows, width = weight.shape
+    columns = padded(width)
+    warps, of_a_row = min(16, max(1, columns // 512)), columns * weight.itemsize * (1 if up is None else 2)
+    count = max(1, min(ROWS, 32 * warps * THREAD // of_a_row))
+    both = x if y is None else torch.empty_like(x, dtype=torch.float32)
+    out, parts = weight.new_empty(1, rows), tiles(rows, count)
+    steps = tiles(parts, WARPS // warps)
+    matrix_vector[(tiles(parts, steps),)](
+        x, y, norm, weight, up, bias, both, out, rows, steps, EPS=eps, K=width, ACTIVATION=activation, COLUMNS=columns,
+        ROWS=count, num_warps=warps, num_stages=1, **early(x.device),
+    )  # fmt: skip
+    return both, out

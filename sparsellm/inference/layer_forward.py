@@ -1,0 +1,252 @@
+"""The layers of a decoder where it generates text: those of prompts, and of one token of each sequence.
+
+On a GPU they are a few launches, without torch.compile, which would take longer than it could save in a text: what
+stands between the products is in Triton (sparsellm.ops.triton), and so are the products of a single token. On a CPU
+PyTorch's operators compute the same.
+
+A residual stream comes in two parts: x, and what the layer before has left to be added to it, y. So their sum and the
+norm behind it are one kernel, and for a single token the product behind that, too.
+
+Letters: B sequences, R tokens of a call, all sequences together, T the longest, S positions of the cache, K the model's
+width, H heads of width D, H_kv heads of keys and values, each of which H / H_kv query heads share. Numerics: sums,
+norms, rotation and activations are float32; normalised inputs, rotated heads, activated gates and the results of
+products are rounded to the dtype of the weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.model.decoder import (
+    Attention,
+    DecoderLayer,
+    GatedFeedForward,
+    NonGatedFeedForward,
+    RMSNorm,
+    SiluFeedForward,
+    causal_attention,
+    rotate,
+)
+from sparsellm.ops import backend
+from sparsellm.ops.compiler import KernelsUnavailable
+
+Caches = tuple[Tensor, Tensor]  # of a layer: keys and values [B, S, H_kv, D]
+Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, halves repeated
+
+
+class Projection(NamedTuple):
+    """The projections of queries, keys and values as one, for one product instead of three."""
+
+    weight: Tensor  # [(H + 2 H_kv) D, K]
+    bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight
+
+    @classmethod
+    def of(cls, attention: Attention) -> Self:
+        """The weights of `attention` become parts of the merged one."""
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        weight = torch.cat([proj.weight for proj in projections])
+        for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
+            proj.weight.data = part
+        biases: list[Tensor] = [proj.bias for proj in projections if proj.bias is not None]
+        return cls(weight, torch.cat(biases).to(weight.dtype) if biases else None)
+
+
+class Places(NamedTuple):
+    """Where the R tokens of prompts are: one sequence after the other, and in attention's input [B, T] padded."""
+
+    lengths: Tensor  # [B] int64
+    ends: Tensor  # [B] int64: up to which of the R tokens each sequence goes
+    longest: int  # T
+    padded: Tensor | None  # [R] int64: the place of each among B T; None: all are equally long, so there is no padding
+
+    @classmethod
+    def of(cls, lengths: Tensor, longest: int, tokens: int) -> Self:
+        """lengths [B] int64. longest, tokens: T and R, which the host knows without waiting for the device."""
+        ends, padded = lengths.cumsum(0), None
+        if tokens < len(lengths) * longest:
+            # Before the first token of sequence b stand b T places, but only the tokens of earlier sequences: by the
+            # difference each of its tokens is shifted.
+            shifts = torch.arange(len(lengths), device=lengths.device) * longest - (ends - lengths)
+            padded = torch.arange(tokens, device=lengths.device)
+            padded += shifts.repeat_interleave(lengths, output_size=tokens)
+        return cls(lengths, ends, longest, padded)
+
+
+def of_prompts(
+    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, places: Places, caches: Caches
+) -> tuple[Tensor, Tensor]:
+    """The tokens of prompts: x and y [R, K] to the same of this layer. The caches get their keys and values."""
+    x, heads = _heads(layer, merged, x, y)
+    queries = _placed(layer.self_attn, heads, tables, places, caches)
+    q, k, v = (part[:, : places.longest].transpose(1, 2) for part in (queries, *caches))
+    found = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+    return _after_attention(layer, x, found if places.padded is None else found[places.padded])
+
+
+def of_step(
+    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, lengths: Tensor, caches: Caches
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: x and y [B, K] to the same of this layer. The caches have `lengths` [B] int64
+    positions already, and get this one."""
+    x, heads = _heads(layer, merged, x, y)
+    return _after_attention(layer, x, _attend(layer.self_attn, heads, tables, lengths, caches))
+
+
+def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [R, K] float32, y [R, K] of any dtype -> (x + y float32, its norm in `dtype`)."""
+    if by_kernels(x):
+        from sparsellm.inference.kernels import pointwise
+
+        return pointwise.sum_norm(x, y, norm.weight, norm.eps, dtype)
+    x = x + y
+    return x, norm(x).to(dtype)
+
+
+@contextmanager
+def attention_of_any_shape(device: torch.device) -> Iterator[None]:
+    """Without cuDNN's attention, which PyTorch prefers on Hopper: it takes the host 43 ms for each shape that is new,
+    and prompts are of many. Where a shape comes again it would be faster: 0.67 ms a layer instead of 1.22 for 16
+    prompts of 2,000 tokens. PyTorch has this setting for the whole process: threads must take turns, and the attention
+    of others goes without cuDNN's meanwhile.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def by_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels compute with x, instead of PyTorch's operators."""
+    return x.is_cuda
+
+
+def require_kernels(x: Tensor) -> None:
+    """Raises KernelsUnavailable where x is on a GPU on which Triton's kernels do not run."""
+    if not by_kernels(x) or torch.version.hip is not None:
+        return
+    with torch.cuda.device_of(x):
+        try:
+            backend.check("triton")
+        except KernelsUnavailable as error:
+            raise KernelsUnavailable(
+                f"Triton's kernels, which generate text on a GPU, do not run here: {error}; device=cpu does without"
+            ) from error
+
+
+def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y [R, K] -> (x + y, heads [R, H + 2 H_kv, D])."""
+    norm = layer.input_layernorm
+    if len(x) == 1 and by_kernels(x):
+        from sparsellm.inference.kernels.decoding import multiply
+
+        x, heads = multiply(merged.weight, x, y, norm.weight, norm.eps, merged.bias)
+    else:
+        x, normed = sum_norm(x, y, norm, merged.weight.dtype)
+        heads = F.linear(normed, *merged)
+    return x, heads.view(len(x), -1, layer.self_attn.head_dim)
+
+
+def _positioned(attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """heads [..., H + 2 H_kv, D], cos and sin [..., 1, D] -> rotated queries [..., H, D], rotated keys and values
+    [..., H_kv, D]."""
+    q, k, v = heads.split(attention.heads, -2)
+    if attention.q_norm is not None:
+        return *attention.positioned(q, k, cos, sin), v
+    rotated = rotate(heads[..., : -v.shape[-2], :], cos, sin).to(heads.dtype)  # both at once: half as many operations
+    return *rotated.split(attention.heads[:2], -2), v
+
+
+def _norms(attention: Attention) -> tuple[Tensor, Tensor, float] | None:
+    """What the kernels normalise queries and keys with."""
+    if attention.q_norm is None or attention.k_norm is None:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
+
+
+def _placed(attention: Attention, heads: Tensor, tables: Tables, places: Places, caches: Caches) -> Tensor:
+    """heads [R, H + 2 H_kv, D] of prompts -> rotated queries [B, T, H, D]. The caches get keys and values at their
+    first T positions.
+
+    Behind a sequence's end there are zeros, in the caches too: none of its own tokens looks at them, but attention
+    multiplies by zero what they hold, and memory that an earlier stream has left might hold what is no number.
+    """
+    if by_kernels(heads):
+        from sparsellm.inference.kernels.prompts import place
+
+        return place(heads, _norms(attention), *tables, places.ends, places.lengths, places.longest, *caches)
+    (keys, values), longest = caches, places.longest
+    if places.padded is not None:
+        heads = heads.new_zeros(len(keys) * longest, *heads.shape[1:]).index_copy_(0, places.padded, heads)
+    cos, sin = (table[:longest, None] for table in tables)
+    queries, keys[:, :longest], values[:, :longest] = _positioned(
+        attention, heads.unflatten(0, (len(keys), longest)), cos, sin
+    )
+    return queries
+
+
+def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor, caches: Caches) -> Tensor:
+    """One token of each sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. The caches get its keys and values."""
+    if by_kernels(heads):
+        from sparsellm.inference.kernels.decoding import attend_to_the_past
+
+        return attend_to_the_past(heads, _norms(attention), *tables, lengths, *caches)
+    keys, values = caches
+    cos, sin = (table[lengths, None] for table in tables)
+    q, k, v = _positioned(attention, heads, cos, sin)
+    rows, positions = (torch.arange(n, device=heads.device) for n in keys.shape[:2])
+    keys[rows, lengths], values[rows, lengths] = k, v
+    there = positions <= lengths[:, None]
+    # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
+    queries, past = q.unflatten(1, (keys.shape[2], -1)), (keys.transpose(1, 2), values.transpose(1, 2))
+    return F.scaled_dot_product_attention(queries, *past, attn_mask=there[:, None, None]).flatten(1, 2)
+
+
+def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] with what attention has found, y [R, H, D]; and the feedforward block's output [R, K], to be added."""
+    norm, block = layer.post_attention_layernorm, layer.mlp
+    y = _product(y.flatten(1), layer.self_attn.o_proj.weight)
+    if isinstance(block, SparseFeedForward):
+        x, normed = sum_norm(x, y, norm, y.dtype)
+        return x, cast(Tensor, block(normed))
+    assert isinstance(block, GatedFeedForward | NonGatedFeedForward)
+    activation = "silu" if isinstance(block, SiluFeedForward) else "relu"
+    first, up = block.up_proj.weight, None
+    if isinstance(block, GatedFeedForward):
+        first, up = block.gate_proj.weight, first
+    if len(x) == 1 and by_kernels(x):
+        from sparsellm.inference.kernels.decoding import multiply
+
+        x, h = multiply(first, x, y, norm.weight, norm.eps, activation=activation, up=up)
+    else:
+        x, normed = sum_norm(x, y, norm, y.dtype)
+        h = _activated(F.linear(normed, first), None if up is None else F.linear(normed, up), activation)
+    return x, _product(h, block.down_proj.weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, K], weight [N, K] -> [R, N]."""
+    if len(x) > 1 or not by_kernels(x):
+        return F.linear(x, weight)
+    from sparsellm.inference.kernels.decoding import multiply
+
+    return multiply(weight, x)[1]
+
+
+def _activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up, or act(gate) alone [R, N]. activation: "relu" or "silu"."""
+    if by_kernels(gate):
+        from sparsellm.inference.kernels.pointwise import activate
+
+        return activate(gate, up, activation)
+    gate = F.silu(gate) if activation == "silu" else F.relu(gate)
+    return gate if up is None else gate * up

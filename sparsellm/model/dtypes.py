@@ -1,0 +1,7 @@
+"""The torch dtype of each precision of a configuration."""
+
+import torch
+
+from sparsellm.config import Precision
+
+DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float32: torch.float32}

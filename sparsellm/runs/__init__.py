@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its folder, checkpoints, metrics, curves, report, and Weights & Biases record."""

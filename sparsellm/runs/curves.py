@@ -1,0 +1,140 @@
+"""A run in pictures, from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from sparsellm.config import Config
+from sparsellm.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PANEL,
+    STYLE,
+    drawn,
+    from_zero,
+    layer_colors,
+    legend_above,
+    legend_below,
+    logarithmic_y,
+    percent,
+    plain,
+    saved,
+)
+from sparsellm.runs.metrics import NAMED
+
+Row = dict[str, Any]
+GAP = float("nan")  # where a row has no value, a curve has a gap
+ALONE = "s^Dv<>"  # the points of the sources of a mix that was validated once: a line needs two
+LOSS, NONZEROS, DEAD = "loss.png", "nonzeros.png", "dead_neurons.png"
+
+
+def draw(config: Config, rows: list[Row]) -> dict[str, bytes]:
+    """File names and their contents; without a ReLU the losses alone."""
+    pictures: dict[str, Callable[[Config, list[Row]], Figure]] = {LOSS: losses}
+    for name, key, picture in ((NONZEROS, "nnz_per_layer", nonzeros), (DEAD, "dead_per_layer", dead_neurons)):
+        if any(row[key] is not None for row in rows):
+            pictures[name] = picture
+    with matplotlib.rc_context(STYLE):
+        return drawn({name: partial(lambda each: saved(each(config, rows)), each) for name, each in pictures.items()})
+
+
+def losses(config: Config, rows: list[Row]) -> Figure:
+    """Left the whole run, from zero; right the same after the warm-up, close enough to tell the curves apart."""
+    settled = [row for row in rows if row["step"] > config.optimizer.warmup_steps and row["ce"] is not None]
+    panels = [rows, settled] if len(settled) > 2 else [rows]
+    figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
+    figure.suptitle(config.run.folder.name)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, shown in zip(grid, panels, strict=True):
+        curves = [("ce", "training", BLUE)]
+        terms = ["the L1 term"] if any(row["l1_coefficient"] for row in rows) else []
+        terms += ["the teacher's"] if config.distill.teacher is not None else []
+        if terms:
+            curves.append(("loss", f"training, with {' and '.join(terms)}", GREY))
+        for key, label, color in reversed(curves):
+            _curve(axes, shown, [row[key] for row in shown], color=color, alpha=0.6, linewidth=1, label=label)
+        validated = [row for row in shown if row["val_ce"] is not None]
+        if validated:
+            axes.plot(
+                *zip(*((row["step"], row["val_ce"]) for row in validated), strict=True), "o-", color=ORANGE,
+                markersize=3.5 if len(validated) < 60 else 0, label="held-out", zorder=4,
+            )  # fmt: skip
+        for i, name in enumerate(config.data.mix_names, 1):
+            each = [row.get(f"{NAMED}{name}") for row in validated]
+            axes.plot(
+                [row["step"] for row in validated], [GAP if ce is None else ce for ce in each], color=ORANGE,
+                linewidth=1, linestyle=(0, (2 * i, 2)), label=f"held-out {name}", zorder=3,
+                marker=ALONE[i % len(ALONE)] if len(validated) == 1 else None, fillstyle="none",
+            )  # fmt: skip
+        _step_axis(axes, config, shown)
+        axes.set_ylabel("cross entropy, nats per token")
+    from_zero(grid[0])
+    if len(panels) > 1:
+        _zoom(grid[1], [row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None])
+        grid[1].set_title("after the warm-up", loc="left")
+    handles, labels = grid[0].get_legend_handles_labels()
+    legend_below(figure, handles[::-1], labels[::-1])
+    return figure
+
+
+def nonzeros(config: Config, rows: list[Row]) -> Figure:
+    figure, axes = _panel(config, rows)
+    _layers(axes, rows, "nnz_per_layer", 1)
+    _curve(axes, rows, [row["nnz_mean"] for row in rows], color="black", linestyle=(0, (4, 2)), label="mean of layers")
+    logarithmic_y(axes)
+    axes.set_ylabel(f"nonzeros per token, of {config.model.intermediate_size:,}")
+    plain(axes.yaxis)
+    legend_above(axes, *axes.get_legend_handles_labels())
+    return figure
+
+
+def dead_neurons(config: Config, rows: list[Row]) -> Figure:
+    figure, axes = _panel(config, rows)
+    neurons, window = config.model.intermediate_size, config.sparsity.dead_after_tokens
+    _layers(axes, rows, "dead_per_layer", neurons)
+    axes.set_ylabel(f"share of {neurons:,} neurons silent\nfor the last {window:,} tokens")
+    from_zero(axes, least=0.01)
+    percent(axes.yaxis)
+    return figure
+
+
+def _panel(config: Config, rows: list[Row]) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=PANEL, layout="constrained")
+    figure.suptitle(config.run.folder.name)
+    axes = figure.subplots()
+    _step_axis(axes, config, rows)
+    return figure, axes
+
+
+def _step_axis(axes: Axes, config: Config, rows: list[Row]) -> None:
+    tokens = config.training.tokens_per_step
+    axes.set_xlabel(f"step, of {tokens:,} tokens")
+    axes.set_xlim(rows[0]["step"] - 1, max(rows[-1]["step"] * 1.01, 2))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    plain(axes.xaxis)
+
+
+def _layers(axes: Axes, rows: list[Row], key: str, of: int) -> None:
+    layers = next(len(row[key]) for row in rows if row[key] is not None)
+    for layer, color in enumerate(layer_colors(axes, layers)):
+        values = [None if row[key] is None else row[key][layer] / of for row in rows]
+        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # a curve at zero is seen on the axis
+
+
+def _curve(axes: Axes, rows: list[Row], values: list[float | None], **style: Any) -> None:
+    """A line over the steps; a point, where there is one row alone."""
+    marker = "o" if len(rows) == 1 else None
+    axes.plot([row["step"] for row in rows], [GAP if v is None else v for v in values], marker=marker, **style)
+
+
+def _zoom(axes: Axes, values: list[float]) -> None:
+    """The y axis around the values but the highest twentieth: a spike may leave the picture."""
+    low, high = min(values), sorted(values)[int(0.95 * (len(values) - 1))]
+    margin = 0.06 * (high - low) or 0.01
+    axes.set_ylim(low - margin, high + margin)

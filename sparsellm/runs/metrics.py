@@ -1,0 +1,524 @@
+"""What a step measured, from sums on the device to rows of metrics.jsonl.
+
+A row holds its own step's values over the whole global batch. The numbers are reduced and copied without blocking, and
+read once the next step is under way, so that logging never makes the device wait. With them travels the wish of any
+rank to stop: all ranks read the same sum at the same step.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from sparsellm.config import Config, ModelConfig, embedding_weights, parameters
+from sparsellm.model import DecoderOutput
+from sparsellm.system import regular
+from sparsellm.system.console import warn
+from sparsellm.system.files import unused, write_whole
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
+
+METRICS = "metrics.jsonl"
+NAMED = "validation_ce/"  # before the name of a source of data.mix: the key of its held-out cross entropy
+NAMED_PROBLEMS = 3  # of a damaged file
+
+
+def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:
+    """Model FLOP utilisation (DESIGN §6); `peak` is the FLOP/s of all devices together. Sparse runs count as dense."""
+    multiplied = parameters(model) - embedding_weights(model) + model.vocab_size * model.hidden_size
+    attention = model.num_layers * sequence_length * model.num_heads * model.head_width
+    return tokens_per_s * (6 * multiplied + 6 * attention) / peak
+
+
+class StepSums:
+    """The sums of one optimizer step over this rank's micro-batches, on the device."""
+
+    # None before the first micro-batch; all but `ce` also without a ReLU.
+    l1: Any
+    nnz: Any
+    fired: Any
+    wide_segments: Any
+    rest_calls: Any
+    union: Any
+
+    def __init__(self) -> None:
+        self.ce: Any = None
+        self.kl: Any = None  # None without a teacher, too
+        self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
+        self.fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
+
+    def add(self, out: DecoderOutput, tokens: int) -> None:
+        """`out` is of a micro-batch of so many tokens."""
+        fullest: Any = None if out.nnz is None else out.nnz.double() / tokens
+        if self.ce is None:
+            self.ce = out.ce.detach().double()
+            self.kl = None if out.kl is None else out.kl.detach().double()
+            if out.l1 is not None:
+                self.l1, self.nnz = out.l1.detach().double(), out.nnz
+                self.fired, self.union = out.fired, out.union
+                self.wide_segments, self.rest_calls = out.wide_segments, out.rest_calls
+                self.fullest = fullest
+            return
+        self.ce += out.ce.detach()
+        if out.kl is not None:
+            self.kl += out.kl.detach()
+        if out.l1 is not None:
+            self.l1 += out.l1.detach()
+            self.nnz += out.nnz
+            self.fired |= out.fired
+            self.wide_segments += out.wide_segments
+            self.rest_calls += out.rest_calls
+            self.union += out.union
+            self.fullest = torch.maximum(self.fullest, fullest)
+
+
+class StepClock:
+    """How long a step takes from asking for its data on; on a GPU by the device's own clock, gaps included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.peak_memory: int | None = None  # bytes; a CPU's allocator keeps no such count
+        self._asked = time.perf_counter()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._begin.record()
+
+    def data_is_here(self) -> None:
+        self.data_wait = time.perf_counter() - self._asked  # seconds of the host, during which the device may work
+
+    def stop(self) -> None:
+        if self.cuda:
+            self._end.record()
+            self.peak_memory = torch.cuda.max_memory_allocated()
+        else:
+            self._stopped = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Waits for the end of the step, if it is still under way."""
+        if self.cuda:
+            self._end.synchronize()
+            return self._begin.elapsed_time(self._end) / 1e3
+        return self._stopped - self._asked
+
+
+@dataclass
+class StepReport:
+    """One reduced step, possibly still being computed; `read` waits for it."""
+
+    known: dict[str, Any]  # what the host knows already, by the name that it has in the row
+    layers: int
+    # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then of each layer l1, nnz, wide_segments,
+    # rest_calls, dead, reinitialized
+    sums: Tensor
+    copied: torch.cuda.Event | None
+    clock: StepClock
+
+    def read(self) -> "StepValues":
+        if self.copied is not None:
+            self.copied.synchronize()
+        ce, stop, kl, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
+        per_layer: list[Any] = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
+        return StepValues(  # type: ignore[misc]  # a list has any length to mypy
+            self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
+            seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
+            kl=kl,
+        )  # fmt: skip
+
+
+@dataclass
+class StepValues:
+    """The numbers of one step over the whole global batch, on the host."""
+
+    known: dict[str, Any]
+    ce: float  # sum over tokens, in nats
+    stop: bool  # some rank has been asked to stop
+    grad_norm: float
+    skipped: int  # non-finite steps so far
+    skipped_in_row: int
+    l1: list[float] | None  # per layer: sum of |h|
+    nnz: list[float] | None  # per layer
+    wide_segments: list[float] | None  # this and the next per layer, as FeedForwardOutput counts them
+    rest_calls: list[float] | None
+    dead: list[float] | None
+    reinitialized: list[float] | None  # so far
+    seconds: float
+    peak_memory: int | None
+    data_wait: float
+    kl: float  # sum over tokens, in nats; 0 without a teacher
+
+
+def reduce_step(
+    sums: StepSums,
+    silent_tokens: Tensor | None,
+    dead_after_tokens: int,
+    reinitialized: Tensor | None,
+    optimizer_state: tuple[Tensor, Tensor, Tensor],
+    stop: bool,
+    known: dict[str, Any],
+    clock: StepClock,
+) -> StepReport:
+    """Reduce one step's numbers over the ranks and start copying them to the host. Collective.
+
+    `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: reduced,
+    int64 [L, N], or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None where it is off.
+    """
+    ce = sums.ce
+    kl = torch.zeros_like(ce) if sums.kl is None else sums.kl
+    summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1), kl.reshape(1)]
+    if sums.l1 is not None:
+        summed += [sums.l1, *(each.double() for each in (sums.nnz, sums.wide_segments, sums.rest_calls))]
+    total = torch.cat(summed)
+    dist.all_reduce(total)
+    same = torch.stack([value.double() for value in optimizer_state])
+    dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
+    drawn = [] if reinitialized is None else [reinitialized.double()]
+    packed = torch.cat([total[:3], same, total[3:], *dead, *drawn])
+    return StepReport(known, 0 if sums.l1 is None else len(sums.l1), *to_host(packed), clock)
+
+
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start copying to the host: (the copy, the event after which it is there; None: it is)."""
+    if not tensor.is_cuda:
+        return tensor, None
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return on_host, copied
+
+
+class HeldOut(NamedTuple):
+    """What a validation found."""
+
+    ce: float  # nats per token
+    tokens: int  # that `ce` is the mean of
+    named: dict[str, float]  # the same of each source of data.mix
+
+
+class Rows:
+    """Turns step values into rows: one shape for all runs, null for what does not exist, never NaN."""
+
+    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
+        self.config, self.world_size = config, world_size
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+    def row(self, values: StepValues, l1_denominator: int) -> dict[str, Any]:
+        """The row of a step that is not scored, or not yet."""
+        config, model = self.config, self.config.model
+        step_tokens = config.training.tokens_per_step
+        ce = values.ce / step_tokens
+        l1 = None if values.l1 is None else sum(values.l1) / step_tokens / l1_denominator
+        distill, kl = config.distill, values.kl / step_tokens
+        loss = ce if distill.teacher is None else ce + distill.weight * distill.temperature**2 * kl
+        nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
+        tokens_per_s = step_tokens / values.seconds
+        utilisation = self.peak_flops and mfu(
+            tokens_per_s, model, config.training.sequence_length, self.peak_flops * self.world_size
+        )
+        row = {
+            "step": values.known["step"],
+            "tokens": values.known["tokens"],
+            "loss": loss if l1 is None else loss + values.known["l1_coefficient"] * l1,
+            "ce": ce,
+            **({} if distill.teacher is None else {"distill_kl": kl}),
+            **self._scores(None, None),
+            "l1": l1,
+            "nnz_mean": None if nnz is None else sum(nnz) / len(nnz),
+            "nnz_per_layer": nnz,
+            "dead_per_layer": None if values.dead is None else [int(count) for count in values.dead],
+            "reinitialized_per_layer": values.reinitialized and [int(count) for count in values.reinitialized],
+            "lr": values.known["lr"],
+            "l1_coefficient": values.known["l1_coefficient"],
+            **({"relu_share": values.known["relu_share"]} if config.sparsity.relu_tokens else {}),
+            "grad_norm": values.grad_norm,
+            "skipped_steps": values.skipped,
+            "tokens_per_s": tokens_per_s,
+            "mfu": utilisation,
+            "peak_memory_bytes": values.peak_memory,
+            "data_wait_fraction": values.data_wait / values.seconds,
+            "wide_segments": None if values.wide_segments is None else int(sum(values.wide_segments)),
+            "rest_calls": None if values.rest_calls is None else int(sum(values.rest_calls)),
+            "plan_per_layer": values.known["plan_per_layer"],
+            "micro_batch_size": values.known["micro_batch_size"],
+            "ffn_saved_bytes": values.known["ffn_saved_bytes"],
+        }
+        return {key: _finite_or_none(value) for key, value in row.items()}
+
+    def scored(
+        self, row: dict[str, Any], held_out: HeldOut | None, scores: dict[str, float | None] | None
+    ) -> dict[str, Any]:
+        """`row` with what a validation and an evaluation found; None: there was none."""
+        return row | {key: _finite_or_none(value) for key, value in self._scores(held_out, scores).items()}
+
+    def _scores(self, held_out: HeldOut | None, scores: dict[str, float | None] | None) -> dict[str, Any]:
+        return {
+            "val_ce": held_out and held_out.ce,
+            "val_tokens": held_out and held_out.tokens,
+            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in self.config.data.mix_names},
+            "evaluation": scores,
+        }
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_none(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsError(RuntimeError):
+    """The rows of a run are damaged, or cannot be written."""
+
+
+class Saved(NamedTuple):
+    """How much of a metrics.jsonl there was when a checkpoint was saved: in the checkpoint, under "metrics"."""
+
+    bytes: int
+    xxh3: str  # of so many bytes from the first one on
+
+
+class History(NamedTuple):
+    """What a metrics.jsonl holds."""
+
+    rows: list[dict[str, Any]]  # those that can be read, in the order of their steps
+    problems: list[str]  # everything else, each with its line; not a last line that a kill cut short
+    before_damage: int  # how many rows come before the first problem
+
+    def report(self, path: Path) -> str:
+        """One sentence about the problems in the file `path`."""
+        more = f"; and {len(self.problems) - NAMED_PROBLEMS} more" if len(self.problems) > NAMED_PROBLEMS else ""
+        return f"{path} is damaged: {'; '.join(self.problems[:NAMED_PROBLEMS])}{more}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
+
+
+def _scores(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and "mean" in value and all(score is None or _number(score) for score in value.values())
+    )
+
+
+# What the value of each key is where it is not null; a key may be missing, but for those of ALWAYS.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
+    ),
+    **dict.fromkeys(
+        ("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s", "relu_share", "distill_kl"),
+        _number,
+    ),
+    **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
+    "evaluation": _scores,
+}
+ALWAYS = ("step",)
+# What a summary and the curves of a run look up in every row.
+NEVER_NULL = ("step", "tokens", "tokens_per_s", "l1_coefficient", "skipped_steps")
+IN_EVERY_ROW = (
+    *NEVER_NULL, "loss", "ce", "val_ce", "nnz_mean", "nnz_per_layer", "dead_per_layer", "reinitialized_per_layer",
+)  # fmt: skip
+
+
+def history(
+    path: Path, saved: Saved | None = None, needed: Sequence[str] = ALWAYS, layers: int | None = None
+) -> History:
+    """The rows of a metrics.jsonl, and everything that is wrong with the file.
+
+    `saved`: what the file began with at the checkpoint. `needed`: the keys that every row must have. `layers`: how long
+    lists are. A missing file has no rows, and no problem unless some were saved.
+    """
+    try:
+        content = regular.content(path, sys.maxsize)
+    except FileNotFoundError:
+        return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"], 0)
+    except OSError as error:
+        return History([], [f"it cannot be read ({error.strerror})"], 0)
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    before_damage: int | None = None
+    # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            row = _parsed(line, needed, layers)
+            if rows and row["step"] <= rows[-1]["step"]:
+                raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
+            rows.append(row)
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+            before_damage = len(rows) if before_damage is None else before_damage
+    if saved is not None and xxhash.xxh3_64_hexdigest(content[: saved.bytes]) != saved.xxh3:
+        if len(content) < saved.bytes:
+            problems.append(f"it has {len(content):,} bytes, and {saved.bytes:,} were saved")
+        elif not problems:
+            problems.append(f"its first {saved.bytes:,} bytes are not those that were saved: a value has changed")
+    return History(rows, problems, len(rows) if before_damage is None else before_damage)
+
+
+def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
+    """A row. Raises ValueError that says what is wrong with the line."""
+    if not line.strip():
+        raise ValueError("it is blank")
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds a JSON {type(row).__name__}, and should hold an object")
+    for key in dict.fromkeys((*ALWAYS, *needed)):
+        if key not in row or (key in NEVER_NULL and row[key] is None):
+            raise ValueError(f"it has no {key}")
+    for key, is_right in (*KINDS.items(), *((key, _number) for key in row if key.startswith(NAMED))):
+        value = row.get(key)
+        fits = not isinstance(value, list) or layers in (None, len(value))
+        if value is not None and not (is_right(value) and fits):
+            raise ValueError(f"its {key} cannot be {value!r:.40}")
+    return row
+
+
+def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of `rows`, in order, those that a model card looks at: the last one, the last validated, the last evaluated one.
+
+    Rows of earlier versions, which have not all keys, are left out.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if all(key in row for key in IN_EVERY_ROW):
+            last["row"] = row
+            if row["val_ce"] is not None:
+                last["val_ce"] = row
+            if row.get("evaluation"):
+                last["evaluation"] = row
+    return sorted({row["step"]: row for row in last.values()}.values(), key=lambda row: row["step"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
+    found = history(path)
+    if found.problems:
+        warn(f"{found.report(path)}; these lines are left out")
+    return found.rows
+
+
+class MetricsFile:
+    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run will write again is cut off.
+
+    What cannot be written, because the disk is full, is kept in memory and tried again with the next row. `telling`:
+    the few rows so far that a model card looks at, which may be read by another thread.
+    """
+
+    def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
+        """`saved`: what the checkpoint knows of the file; None for checkpoints of earlier versions.
+
+        Raises MetricsError if rows up to `last_step` are damaged or gone. With `skip_damaged` those that can be read
+        are kept, and the damaged file beside them as metrics.jsonl.damaged, which is said.
+        """
+        self.path = path
+        found = history(path, saved)
+        kept = [row for row in found.rows if row["step"] <= last_step]
+        content = _content(path, kept, last_step, saved, found)
+        if content is None:
+            what = found.report(path) if found.problems else f"{path} has no rows up to step {last_step:,}"
+            if not skip_damaged:
+                raise MetricsError(
+                    f"{what}. The checkpoint that the run goes on from is whole: bring the file back, or go on with the"
+                    f" {len(kept):,} rows that can be read by run.skip_damaged=true, which keeps the file as it is"
+                    f" beside them"
+                )
+            aside = unused(path.with_name(path.name + ".damaged"))
+            if path.exists():
+                path.rename(aside)
+            warn(f"{what}; {len(kept):,} rows are kept, and the file as {aside.name}")
+            content = b"".join(map(_line, kept))
+        elif len(found.rows) > len(kept):
+            cut = len(found.rows) - len(kept)
+            warn(f"{path}: rows that the run writes again are cut off: {cut:,}")
+        write_whole(path, content)
+        self._file = regular.to_write(path, "r+b", buffering=0)
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
+        self.telling = telling(kept)
+        self._waiting: list[bytes] = []  # rows that could not be written yet
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Raises OSError if the file cannot be written: `sync`, or the next row, then writes this one before itself."""
+        self._waiting.append(_line(row))
+        self.telling = telling([*self.telling, row])
+        self._flush()
+
+    def sync(self) -> None:
+        """Bring the rows to disk: a checkpoint that is there has its rows there. Raises OSError."""
+        self._flush()
+        os.fsync(self._file.fileno())
+
+    def is_gone(self) -> bool:
+        """Whether the file was removed or replaced, so that what is written goes nowhere."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return True
+
+    @property
+    def waiting(self) -> int:
+        """How many rows could not be written yet."""
+        return len(self._waiting)
+
+    def saved(self) -> Saved:
+        return Saved(self._bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            line = self._waiting[0]
+            self._file.seek(self._bytes)
+            written = 0
+            try:
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(self._bytes)  # not half a row
+                raise
+            del self._waiting[0]
+            self._bytes += len(line)
+            self._digest.update(line)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _content(
+    path: Path, kept: list[dict[str, Any]], last_step: int, saved: Saved | None, found: History
+) -> bytes | None:
+    """The file up to `last_step`, the step of a checkpoint, in bytes; None if some of that is damaged or gone."""
+    if last_step == 0:
+        return b""
+    if saved is not None:
+        content = regular.content(path, sys.maxsize)[: saved.bytes] if path.exists() else b""
+        return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None
+    # A checkpoint of an earlier version. Damage after its step does not count: that part is cut off.
+    until_damage = found.rows[: found.before_damage]
+    if found.problems and not (until_damage and until_damage[-1]["step"] >= last_step):
+        return None
+    return b"".join(map(_line, kept)) or None  # every run has a row of its first step

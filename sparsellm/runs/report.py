@@ -1,0 +1,163 @@
+"""What a run says of itself in words: what it is before its first step, what it came to, and a sample of its text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient_as
+from sparsellm.distributed.groups import Ranks
+from sparsellm.hf import pretrained
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs.layout import STATE, VALUES
+from sparsellm.runs.metrics import IN_EVERY_ROW, METRICS, NAMED, Saved, history
+from sparsellm.runs.wandb_record import sync_command
+from sparsellm.system import regular
+from sparsellm.system.files import write_whole
+
+PLOTS = "plots"
+
+
+def aligned(name: str, value: str) -> str:
+    """A line of an opening or a summary."""
+    return f"  {name:<18}  {value}"
+
+
+def opening(config: Config, ranks: Ranks, parameters: int, engine: str, available: int | None, folder: Path) -> str:
+    """What is about to be trained, on what, and where, in a few lines.
+
+    `engine`: where the feedforward layers are computed. `available`: training tokens; None for a stream.
+    """
+    model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
+    per_step = training.tokens_per_step
+    planned = training.steps * per_step
+    activation = sparsity.activation.name
+    if sparsity.relu_tokens:
+        activation += f" from silu over {sparsity.relu_tokens:,} tokens"
+    if sparsity.activation == Activation.relu:
+        activation += f", L1 {sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"
+    if available is None:
+        tokens = "tokenized while training"
+    else:
+        epochs = f", read {planned / available:,.1f} times" if planned > available else ""
+        tokens = f"{available:,} training tokens{epochs}"
+    where = f"{data.name} in {data.path}"
+    if data.mix:
+        total = sum(source["weight"] for source in data.mix)
+        shares = [f"{source['weight'] / total:.3g}" for source in data.mix]
+        where = " + ".join(f"{share} {name}" for share, name in zip(shares, data.mix_names, strict=True))
+        tokens = f"{available:,} training tokens until one of them begins again"
+    return "\n".join(
+        [
+            f"{config.run.name}: {training.steps:,} steps of {per_step:,} tokens, {planned:,} in all",
+            aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
+            aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
+                             f" neurons, {activation}"),
+            *([] if config.distill.teacher is None else [aligned("teacher", config.distill.teacher)]),
+            *([] if config.init_from is None else [aligned("initial weights", config.init_from)]),
+            aligned("data", f"{where}: {tokens}"),
+            aligned("folder", str(folder)),
+        ]
+    )  # fmt: skip
+
+
+def _device(ranks: Ranks) -> str:
+    if ranks.device.type == "cuda":
+        return f"{ranks.world_size} x {torch.cuda.get_device_name(ranks.device)}"
+    threads = torch.get_num_threads()
+    return f"{ranks.world_size} x CPU, {threads} thread{'' if threads == 1 else 's'}{' each' * (ranks.world_size > 1)}"
+
+
+def to_upload(folder: Path) -> list[str]:
+    """The line that names the command for what of the run's record is not uploaded, if there is any."""
+    command = sync_command(folder)
+    return [] if command is None else [aligned("Weights & Biases", f"to upload: {command}")]
+
+
+def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
+    """A few lines: losses, nonzeros, throughput, coefficient, and where everything is."""
+    first, last = rows[0], rows[-1]
+    speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
+
+    def change(key: str) -> str:
+        return " -> ".join("not finite" if row[key] is None else f"{row[key]:,.3f}" for row in (first, last))
+
+    lines = {"loss": f"{change('loss')}  (first -> last step)", "cross entropy": change("ce")}
+    # Rows of earlier versions have no `val_tokens` and no `evaluation`.
+    validated = [(row["val_ce"], row.get("val_tokens")) for row in rows if row["val_ce"] is not None]
+    if validated:
+        ce, tokens = validated[-1]
+        lines["held-out"] = f"{ce:,.3f}" + ("" if tokens is None else f"  (cross entropy of {tokens:,} tokens)")
+        for name in config.data.mix_names:
+            each = [row[f"{NAMED}{name}"] for row in rows if row.get(f"{NAMED}{name}") is not None]
+            lines[f"held-out {name}"] = f"{each[-1]:,.3f}"
+    scores = last.get("evaluation")
+    if scores is not None and scores["mean"] is not None:
+        of = len(scores) - 1
+        lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {of} task{'s' * (of > 1)})"
+    if last["nnz_mean"] is not None:
+        width = config.model.intermediate_size
+        zeros = f"{100 * (1 - last['nnz_mean'] / width):.2f}% zeros"
+        lines["nonzeros per token"] = f"{change('nnz_mean')}  of {width:,} per layer ({zeros})"
+        same = [f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization]
+        lines["L1 coefficient"] = ", the same as ".join([same[0], " and ".join(same[1:])])
+    if last["dead_per_layer"] is not None and last["tokens"] >= config.sparsity.dead_after_tokens:
+        dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * config.model.intermediate_size
+        silence = f"silent for the last {config.sparsity.dead_after_tokens:,} tokens"
+        lines["dead neurons"] = f"{dead:,} of {neurons:,} ({dead / neurons:.1%}), {silence}"
+    if last["reinitialized_per_layer"] is not None:
+        lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of silent neurons"
+    lines["throughput"] = f"{speed:,.0f} tokens/s (median of logged steps)"
+    if last["skipped_steps"]:
+        lines["skipped"] = f"{last['skipped_steps']} non-finite steps"
+    lines["checkpoint"] = f"{run_folder.checkpoint(folder, last['step']) / 'hf'}  (for transformers)"
+    lines["plots"] = str(folder / PLOTS)
+    title = f"{config.run.name}: {last['step']:,} steps, {last['tokens']:,} tokens"
+    return "\n".join([title, *(aligned(*line) for line in lines.items()), *to_upload(folder)])
+
+
+def finish(config: Config, folder: Path) -> str:
+    """Draw the plots of the run in `folder`, and sum it up in words."""
+    checkpoint = run_folder.checkpoint(folder, config.training.steps)
+    found = history(folder / METRICS, saved_rows(checkpoint), IN_EVERY_ROW, config.model.num_layers)
+    damage = []
+    if found.problems:
+        left = f"of the {len(found.rows):,} other rows" if found.rows else "left out"
+        damage = [f"  {found.report(folder / METRICS)}; this summary is {left}"]
+    if not found.rows:
+        return "\n".join([f"  {folder / METRICS} has no rows; checkpoint {checkpoint}", *damage])
+    try:
+        from sparsellm.runs import curves
+
+        (folder / PLOTS).mkdir(exist_ok=True)
+        for name, content in curves.draw(config, found.rows).items():
+            write_whole(folder / PLOTS / name, content)
+    except (ImportError, OSError) as error:
+        damage.append(f"  {folder / PLOTS} is not complete: {error}")
+    return "\n".join([summary(config, found.rows, folder), *damage])
+
+
+def saved_rows(checkpoint: Path) -> Saved | None:
+    """How much of metrics.jsonl there was when `checkpoint` was saved; None: the checkpoint does not say."""
+    try:
+        saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, is of an earlier version, or is damaged
+        return None
+    return saved if isinstance(saved.bytes, int) else None
+
+
+def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
+    """Text that transformers alone generates on the CPU from an exported checkpoint: top-k 50, temperature 0.8."""
+    import torch
+
+    model = pretrained.read_model(hf_folder)
+    tokenizer = pretrained.read_tokenizer(hf_folder, model.config.vocab_size)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens, do_sample=True,
+            top_k=50, temperature=0.8, pad_token_id=model.config.eos_token_id,
+        )  # fmt: skip
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -1,0 +1,65 @@
+"""What a sweep would have a shell run: argument lists for its own use, and quoted text for people and for SLURM."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from sparsellm.config import quoted
+from sparsellm.sweep.plan import Point, Sweep
+
+GROUP = "logging.wandb_group"
+SAVING = 180  # seconds before its end in which SLURM lets a run save
+
+
+def train(sweep: Sweep, point: Point) -> list[str]:
+    grouped = any(override.startswith(f"{GROUP}=") for override in point.overrides)
+    return _launch(sweep, "train", [*point.overrides, *([] if grouped else [f"{GROUP}={sweep.name}"])])
+
+
+def evaluate(sweep: Sweep, point: Point) -> list[str]:
+    return _launch(sweep, "evaluate", sweep.evaluation(point))
+
+
+def benchmark(point: Point) -> list[str]:
+    """One process, whatever the runs have."""
+    return [sys.executable, "-m", "sparsellm.benchmark", f"checkpoint={quoted(str(point.checkpoint))}"]
+
+
+def text(sweep: Sweep, arguments: list[str]) -> str:
+    """A line of shell for each run, and what `arguments` then gather as a comment."""
+    lines = []
+    for point in sweep.points:
+        each = [train(sweep, point)]
+        each += [evaluate(sweep, point)] if sweep.options.evaluate else []
+        each += [benchmark(point)] if sweep.options.benchmark else []
+        lines.append(" && ".join(map(shlex.join, each)))
+    return "\n".join([*lines, f"# then, for the table and the figure: {shlex.join(_again(arguments))}"])
+
+
+def slurm_script(sweep: Sweep, arguments: list[str]) -> str:
+    """An array script whose tasks each do one point of the sweep of `arguments`, and then write the table anew.
+
+    The shell becomes the sweep, which alone gets SLURM's signal and hands it on once.
+    """
+    return f"""#!/bin/bash
+#SBATCH --job-name={sweep.name}
+#SBATCH --array=0-{len(sweep.points) - 1}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gpus-per-node={sweep.processes}
+#SBATCH --signal=B:TERM@{SAVING}
+#SBATCH --open-mode=append
+
+cd {shlex.quote(str(Path.cwd()))} || exit 1
+exec {shlex.join(_again(arguments))} sweep.point="$SLURM_ARRAY_TASK_ID"
+"""
+
+
+def _again(arguments: list[str]) -> list[str]:
+    kept = [argument for argument in arguments if not argument.startswith(("sweep.mode=", "sweep.point="))]
+    return [sys.executable, "-m", "sparsellm.sweep", *kept]
+
+
+def _launch(sweep: Sweep, module: str, arguments: list[str]) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={sweep.processes}"]
+    return [sys.executable, *(torchrun if sweep.processes > 1 else []), "-m", f"sparsellm.{module}", *arguments]

@@ -1,0 +1,207 @@
+"""A sweep against the L1 coefficient in one picture: accuracy, nonzeros, cross entropy, dead neurons."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from sparsellm.evaluation.tasks import TASKS
+from sparsellm.figures import (
+    METADATA,
+    STYLE,
+    broken,
+    chance_line,
+    from_zero,
+    legend_below,
+    logarithmic_y,
+    percent,
+    plain,
+    saved,
+)
+from sparsellm.sweep.plan import COEFFICIENT, Point, Sweep
+from sparsellm.sweep.table import COMPLETE, Row, distinct
+
+WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; a paper's text is so wide
+SMALL = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}  # beside STYLE, for panels of that size
+LABEL_ROOM, MARGIN = 0.11, 0.06  # of the axis: between two labels, and beside the outer coefficients
+BESIDE = 0.012  # of the axis: between points of several lines at one coefficient
+
+DENSE = "dense SiLU"
+
+Value = Callable[[Point, Row], float | None]
+Runs = list[tuple[Point, Row]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    ylabel: str  # {neurons}: of a layer; {window}: tokens after which a silent neuron is dead
+    value: Value
+    percent: bool = False
+    signed: bool = False  # otherwise the axis begins at 0, if it is linear
+    error: Value | None = None  # one standard error of the value: points, and no lines between noise
+    layers: bool = False  # draw each layer's nonzeros too; logarithmic
+    baseline: Value | None = None  # the level of the dense run; by default its value
+
+
+def _dead_share(point: Point, row: Row) -> float | None:
+    neurons = point.config.model.num_layers * point.config.model.intermediate_size
+    return None if row["dead_neurons"] is None else row["dead_neurons"] / neurons
+
+
+PANELS = (
+    Panel(
+        "Mean accuracy", "accuracy ± standard error", lambda _, r: r["mean"], percent=True,
+        error=lambda _, r: r["mean_stderr"],
+    ),
+    Panel(
+        "Nonzero activations", "per token, of {neurons}", lambda _, r: r["nnz_mean"], layers=True,
+        baseline=lambda p, _: p.config.model.intermediate_size,
+    ),
+    Panel(
+        "Cross entropy over the run without L1", "increase", lambda _, r: r["ce_increase"], percent=True, signed=True,
+    ),
+    Panel("Dead neurons", "share silent for\nthe last {window} tokens", _dead_share, percent=True),
+)  # fmt: skip
+
+
+def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
+    """The picture as {"png": ..., "pdf": ...}, of the finished runs; None if they have fewer than two coefficients.
+
+    Every combination of the other swept values is a line of its own, with its own run without L1 and baseline.
+    """
+    runs = [(p, r) for p, r in zip(sweep.points, table, strict=True) if r["status"] == COMPLETE]
+    sparse, dense = ([(p, r) for p, r in runs if p.baseline == wanted] for wanted in (False, True))
+    coefficients = sorted({_coefficient(point) for point, _ in sparse})
+    if len(coefficients) < 2:
+        return None
+    lines: dict[str, Runs] = {}
+    for point, row in sorted(sparse, key=lambda run: _coefficient(run[0])):
+        lines.setdefault(_label(point), []).append((point, row))
+    panels = [panel for panel in PANELS if any(panel.value(*run) is not None for run in sparse)]
+    at = places(coefficients)
+    neurons = distinct(point.config.model.intermediate_size for point, _ in sparse)
+    window = distinct(point.config.sparsity.dead_after_tokens for point, _ in sparse)
+    with matplotlib.rc_context(STYLE | SMALL):
+        height = -(-len(panels) // 2)
+        figure = Figure(figsize=(WIDTH, ROW_HEIGHT * height + 0.6), layout="constrained")
+        grid = figure.subplots(height, 2, squeeze=False)
+        legend: dict[str, Any] = {}
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            _coefficient_axis(axes, at)
+            axes.set(title=panel.title, ylabel=panel.ylabel.format(neurons=neurons, window=window))
+            _draw(axes, panel, lines, dense, at)
+            legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
+        labels = sorted(legend, key=lambda label: label.startswith(DENSE))
+        figure.suptitle(sweep.name)
+        legend_below(figure, [legend[label] for label in labels], labels, most=3)
+        return {kind: saved(figure, kind) for kind in METADATA}
+
+
+def _values(panel: Panel, runs: Runs) -> list[float]:
+    """Of `runs`, all of which have one."""
+    return [value for run in runs if (value := panel.value(*run)) is not None]
+
+
+def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dict[float, float]) -> None:
+    """`at`: where each coefficient is on the x axis. No line leads from 0 to the others, which no scale connects."""
+    span = max(at.values()) - min(at.values())
+    for number, (label, runs) in enumerate(lines.items()):
+        runs = [run for run in runs if panel.value(*run) is not None]
+        beside = BESIDE * span * (number - (len(lines) - 1) / 2)
+        color = f"C{number}"
+        if panel.error:
+            x, y = [at[_coefficient(point)] + beside for point, _ in runs], _values(panel, runs)
+            yerr = [math.nan if (error := panel.error(*run)) is None else error for run in runs]
+            axes.errorbar(x, y, yerr=yerr, fmt="o", color=color, label=label, capsize=1.5, elinewidth=0.8)
+        for part in _parts(runs) if not panel.error else []:
+            x = [at[_coefficient(point)] for point, _ in part]
+            axes.plot(x, _values(panel, part), "o-", color=color, label=label, clip_on=False)
+            if panel.layers and len(lines) == 1:
+                keys = [key for key in part[0][1] if key.startswith("nnz_layer_") and part[0][1][key] is not None]
+                marker = "." if len(part) == 1 else None
+                for i, key in enumerate(keys):
+                    axes.plot(
+                        x, [row[key] for _, row in part], marker=marker, color=color, alpha=0.35, linewidth=0.7,
+                        label=None if i else "each layer",
+                    )  # fmt: skip
+    for point, row in dense:
+        level = (panel.baseline or panel.value)(point, row)
+        if level is None:
+            continue
+        color, name = "0.35", DENSE
+        if len(dense) > 1:  # each in the colour of its line
+            name += f", {_label(point)}"
+            of = [runs[0][0].outside_sparsity == point.outside_sparsity for runs in lines.values()]
+            color = f"C{of.index(True)}" if True in of else color
+        axes.axhline(level, color=color, linestyle=(0, (4, 2)), linewidth=1.1, label=name)
+    if panel.layers:
+        logarithmic_y(axes)
+        plain(axes.yaxis)
+    elif not panel.signed:
+        from_zero(axes, least=0.01)
+    if panel.percent:
+        percent(axes.yaxis)
+    if panel.error and (tasks := _tasks(lines)):
+        chance_line(axes, sum(TASKS[task].chance for task in tasks) / len(tasks), "chance")
+
+
+def _parts(runs: Runs) -> list[Runs]:
+    """The run without L1, and the others: what a line may connect."""
+    parts = [[run for run in runs if (_coefficient(run[0]) == 0) == zero] for zero in (True, False)]
+    return [part for part in parts if part]
+
+
+def _tasks(lines: dict[str, Runs]) -> list[str]:
+    """Those that the mean accuracy is the mean of."""
+    return [task for task in TASKS if any(row.get(task) is not None for runs in lines.values() for _, row in runs)]
+
+
+def places(coefficients: list[float]) -> dict[float, float]:
+    """Where each coefficient, in ascending order, is on the x axis: by its logarithm, and 0 left of them."""
+    at = {c: math.log10(c) for c in coefficients if c > 0}
+    first, last = min(at.values()), max(at.values())
+    return {c: at.get(c, first - max(0.3, 0.25 * (last - first))) for c in coefficients}
+
+
+def _coefficient_axis(axes: Axes, at: dict[float, float]) -> None:
+    """A tick at every coefficient, a label where there is room for one, and a break after 0."""
+    positions = list(at.values())
+    span = positions[-1] - positions[0]
+    labels, last = [], None
+    for coefficient, here in at.items():
+        fits = last is None or here - last >= LABEL_ROOM * span
+        labels.append(_short(coefficient) if fits else "")
+        last = here if fits else last
+    axes.xaxis.set_major_locator(FixedLocator(positions))
+    axes.xaxis.set_major_formatter(FixedFormatter(labels))
+    axes.xaxis.set_minor_locator(NullLocator())
+    left, right = positions[0] - MARGIN * span, positions[-1] + MARGIN * span
+    axes.set_xlim(left, right)
+    axes.set_xlabel("L1 coefficient")
+    if 0 in at:
+        broken(axes, ((positions[0] + positions[1]) / 2 - left) / (right - left))
+
+
+def _short(coefficient: float) -> str:
+    """1.5e-5, 0.01, 0."""
+    if coefficient == 0 or coefficient >= 0.01:
+        return f"{coefficient:g}"
+    mantissa, exponent = f"{coefficient:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _coefficient(point: Point) -> float:
+    return point.config.sparsity.l1_coefficient
+
+
+def _label(point: Point) -> str:
+    others = [f"{key}={value}" for key, value in point.values.items() if key != COEFFICIENT]
+    return ", ".join(others) or "ReLU + L1"

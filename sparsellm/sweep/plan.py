@@ -1,0 +1,207 @@
+"""A sweep's command line as the runs that it stands for, each with the commands that train and evaluate it.
+
+A point is an ordinary run: its folder and its name are those that `python -m sparsellm.train` with the same overrides
+uses. So points that were trained before, by hand or by another sweep, are not trained again.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from sparsellm import data
+from sparsellm.config import (
+    Config,
+    ConfigError,
+    Device,
+    EvaluateConfig,
+    SweepConfig,
+    SweepMode,
+    SweepRequest,
+    composition,
+    from_overrides,
+    mistakes,
+    quoted,
+    sweep_request,
+)
+from sparsellm.config.rules import name_mistakes
+from sparsellm.evaluation import live
+from sparsellm.evaluation.checkpoint import is_complete
+from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
+from sparsellm.evaluation.tasks import TASKS
+from sparsellm.runs import folder as run_folder
+from sparsellm.runs import layout
+from sparsellm.runs.layout import BENCHMARK, BENCHMARK_JSON
+from sparsellm.runs.locate import locate
+from sparsellm.training import distillation, warm_start
+
+COEFFICIENT = "sparsity.l1_coefficient"
+# What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said once more for
+# the table, which has a column of what was swept.
+DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    values: dict[str, str]  # each swept key or group to its value here; for a baseline, those of them that it sets
+    overrides: list[str]
+    config: Config
+    experiment: str | None
+    baseline: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.config.run.folder.name
+
+    @property
+    def outside_sparsity(self) -> dict[str, str]:
+        """The values that it shares with its baseline and with the run without L1."""
+        return {key: value for key, value in self.values.items() if key.partition(".")[0] != "sparsity"}
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run.folder
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last one, which a finished run has."""
+        return layout.checkpoint(self.folder, self.config.training.steps)
+
+    def describe(self) -> str:
+        values = [f"{key}={value}" for key, value in self.values.items()]
+        return " ".join([*values, *(["dense baseline"] if self.baseline else [])])
+
+    def is_finished(self) -> bool:
+        return run_folder.is_finished(self.config)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Points in the order of the command line, the last list varying fastest, and baselines after them."""
+
+    name: str
+    keys: list[str]  # what the sweep varies
+    points: list[Point]
+    processes: int  # of one run, on one node
+    options: SweepConfig
+    evaluate: list[str]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.options.root, self.name).expanduser()
+
+    def log(self, point: Point) -> Path:
+        return self.folder / "logs" / f"{point.name}.log"
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Rows of each task that its evaluations score."""
+        return from_overrides(self.evaluate, EvaluateConfig).limit
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        """What its evaluations score."""
+        return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
+
+    def evaluation(self, point: Point) -> list[str]:
+        """The overrides of the evaluation of a finished point."""
+        return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
+
+    def is_evaluated(self, point: Point) -> bool:
+        """Whether its evaluation would find everything finished."""
+        return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
+
+    def benchmark(self, point: Point) -> Path:
+        """The file that the benchmark of a finished point leaves."""
+        return locate(str(point.checkpoint)).output(BENCHMARK) / BENCHMARK_JSON
+
+
+def plan(arguments: list[str]) -> Sweep:
+    """The sweep of a command line. Raises ConfigError with every mistake of it and of its runs."""
+    request = sweep_request(arguments)
+    points, found = _points(request)
+    if not points:
+        raise ConfigError(list(dict.fromkeys(found)))
+    options, processes = request.sweep, request.sweep.nproc_per_node
+    if processes is None:
+        on_cpu = all(point.config.runtime.device == Device.cpu for point in points)
+        processes = 1 if on_cpu else max(1, torch.cuda.device_count())
+    name = options.name
+    if name is None:
+        names = sorted(point.name for point in points if not point.baseline)
+        name = f"{points[0].experiment or 'sweep'}-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}"
+    sweep = Sweep(name, _swept(request), points, processes, options, request.evaluate)
+    if found := found + _mistakes(sweep, request):
+        raise ConfigError(list(dict.fromkeys(found)))
+    return sweep
+
+
+def _swept(request: SweepRequest) -> list[str]:
+    return [key for key, texts in request.axes.items() if len(texts) > 1]
+
+
+def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
+    axes, points, found = request.axes, [], []
+    swept = _swept(request)
+    fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume what there is"}
+    found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in axes]
+
+    def add(axes: dict[str, list[str]], baseline: bool) -> None:
+        for texts in product(*axes.values()):
+            values = {key: text.partition("=")[2] for key, text in zip(axes, texts, strict=True) if key in swept}
+            composed = composition(list(texts))
+            wrong = composed.mistakes or warm_start.adopt(composed.config, list(texts))
+            found.extend(wrong)
+            if not wrong:
+                points.append(Point(values, list(texts), composed.config, composed.experiment, baseline))
+
+    add(axes, baseline=False)
+    if request.sweep.baseline:
+        others = {key: texts for key, texts in axes.items() if key.partition(".")[0] != "sparsity"}
+        add(others | DENSE, baseline=True)
+    return points, found
+
+
+def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
+    options, found = sweep.options, []
+    if "RANK" in os.environ:
+        found.append("a sweep starts torchrun itself, for each of its runs: start it without")
+    found += name_mistakes("sweep.name", sweep.name)
+    if sweep.processes < 1:
+        found.append(f"sweep.nproc_per_node is {sweep.processes}: it must be at least 1")
+    if options.mode == SweepMode.slurm and options.nproc_per_node is None:
+        found.append("sweep.mode=slurm needs sweep.nproc_per_node: the GPUs of one of the cluster's nodes")
+    if options.point is not None and not 0 <= options.point < len(sweep.points):
+        found.append(f"sweep.point is {options.point}: this sweep has the points 0 to {len(sweep.points) - 1}")
+    for key in ("checkpoint", "output_dir"):
+        if any(override.startswith(f"{key}=") for override in request.evaluate):
+            found.append(f"evaluate.{key} in a sweep: every run has its own; leave it out")
+    try:  # the table needs them too, though nothing were evaluated
+        evaluation = from_overrides(request.evaluate, EvaluateConfig)
+        wrong = evaluation_mistakes(evaluation) if options.evaluate else []
+    except ConfigError as error:
+        wrong = error.mistakes
+    found += [f"evaluate: {mistake}" for mistake in wrong if not mistake.startswith("checkpoint has no value")]
+
+    same: dict[str, Point] = {}
+    for point in sweep.points:
+        before = same.setdefault(point.name, point)
+        if before is not point and "run.name" not in request.axes:
+            found.append(
+                f"{' '.join(before.overrides)} and {' '.join(point.overrides)} are the same run: what they differ in"
+                " does not define a run, so leave one of them out"
+            )
+        hint = " (in the dense baseline: sweep.baseline=false does without)" if point.baseline else ""
+        wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
+        if not point.is_finished():
+            wrong += data.mistakes(point.config, point.overrides) + live.mistakes(point.config)
+            wrong += distillation.mistakes(point.config) + warm_start.weight_mistakes(point.config)
+        found += [mistake + hint for mistake in wrong]
+    return found

@@ -1,0 +1,209 @@
+"""What the runs of a sweep came to, read from their own files alone: metrics.jsonl, results.json, config.yaml's values.
+
+Nothing is remembered between starts, so a table is the same however often the sweep was interrupted.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from sparsellm.config import Activation, L1Normalization
+from sparsellm.evaluation.results import RESULTS, only
+from sparsellm.evaluation.tasks import TASKS
+from sparsellm.runs.layout import EVALUATION
+from sparsellm.runs.locate import CheckpointNotFound, locate
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.sweep.plan import COEFFICIENT, Point, Sweep
+from sparsellm.system import regular
+from sparsellm.system.console import warn
+
+MULTIPLIED = {
+    L1Normalization.sum: "the sum over neurons and layers",
+    L1Normalization.mean: "the mean over neurons and layers",
+    L1Normalization.layer_mean: "the sum over neurons and mean over layers",
+}
+# What of a benchmark stands in a table, and the titles: PHASE_KEY of its JSON.
+COSTS = {
+    "forward_tokens_per_s": "forward tokens/s",
+    "training_tokens_per_s": "training tokens/s",
+    "training_peak_bytes": "training peak bytes",
+    "prefill_tokens_per_s": "prefill tokens/s",
+    "decode_tokens_per_s": "decode tokens/s",
+    "forward_mj_per_token": "forward mJ/token",
+    "training_mj_per_token": "training mJ/token",
+    "prefill_mj_per_token": "prefill mJ/token",
+    "decode_mj_per_token": "decode mJ/token",
+}
+COMPLETE, UNFINISHED, NOT_BEGUN = "complete", "unfinished", "not begun"
+Row = dict[str, Any]
+
+
+def rows(sweep: Sweep) -> list[Row]:
+    """One per point, all with the same keys; None for what does not exist. An unfinished run has no results.
+
+    `ce` and `val_ce` are nats per token of the last step, `nnz_*` nonzeros per token, `dead_neurons` a sum over layers,
+    scores, their `mean` and `mean_acc` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if
+    validated).
+    """
+    metrics = {point.name: read(point.folder / METRICS) for point in sweep.points}
+    finished = {point.name: _numbers(point, metrics[point.name]) for point in sweep.points if point.is_finished()}
+    scores = {name: _results(sweep, point) for point in sweep.points if (name := point.name) in finished}
+    layers = max((len(n.get("nnz_per_layer") or []) for n in finished.values()), default=0)
+    tasks = list(dict.fromkeys(task for result in scores.values() for task in result.get("tasks", {})))
+    table = []
+    for point in sweep.points:
+        last, result = finished.get(point.name, {}), scores.get(point.name, {})
+        begun = metrics[point.name]
+        nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
+        if last.get("tokens", 0) < point.config.sparsity.dead_after_tokens:
+            dead = None  # too short a run for any neuron to count as dead, which is not that none is
+        table.append(
+            {key: point.values.get(key) for key in sweep.keys}
+            | {
+                "activation": point.config.sparsity.activation.name,
+                "run": point.name,
+                "status": COMPLETE if point.name in finished else UNFINISHED if begun else NOT_BEGUN,
+                "step": begun[-1]["step"] if begun else None,
+                "tokens": begun[-1].get("tokens") if begun else None,
+                "ce": last.get("ce"),
+                "val_ce": last.get("val_ce"),
+                "ce_increase": _increase(point, sweep, finished),
+                "nnz_mean": last.get("nnz_mean"),
+            }
+            | {f"nnz_layer_{i:02d}": nnz[i] if i < len(nnz) else None for i in range(layers)}
+            | {"dead_neurons": None if dead is None else sum(dead)}
+            | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
+            | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result), "mean_acc": result.get("mean_acc")}
+            | (_costs(sweep, point) if sweep.options.benchmark else {})
+        )
+    return table
+
+
+def as_csv(table: list[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)  # None becomes empty
+    return text.getvalue()
+
+
+def as_markdown(sweep: Sweep, table: list[Row]) -> str:
+    """The rows rounded for people, as an aligned table, and what its words mean."""
+
+    def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
+        return title, ["" if row[key] is None else form.format(row[key]) for row in table]
+
+    tasks = list(table[0])
+    tasks = tasks[tasks.index("dead_neurons") + 1 : tasks.index("mean")]
+    columns = [
+        *(column(key, key, "{}") for key in sweep.keys),
+        column("activation", "activation", "{}"),
+        column("run", "run", "{}"),
+        column("status", "status", "{}"),
+        column("steps", "step", "{:,}"),
+        column("CE", "ce", "{:.3f}"),
+        column("held-out CE", "val_ce", "{:.3f}"),
+        column("CE increase", "ce_increase", "{:+.2%}"),
+        column("nonzeros", "nnz_mean", "{:.1f}"),
+        column("dead", "dead_neurons", "{:,}"),
+        *(column(task, task, "{:.1%}") for task in tasks),
+        column("mean", "mean", "{:.1%}"),
+        column("mean acc", "mean_acc", "{:.1%}"),
+        *(column(title, key, "{:,.4g}") for key, title in COSTS.items() if key in table[0]),
+    ]
+    columns = [(title, cells) for title, cells in columns if any(cells)]
+    widths = [max(len(title), *map(len, cells)) for title, cells in columns]
+    lines = [[title for title, _ in columns], ["-" * width for width in widths]]
+    lines += [[cells[i] for _, cells in columns] for i in range(len(table))]
+    text = "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+    return text + "\n\n" + _legend(sweep, {title for title, _ in columns}) + "\n"
+
+
+def unregularised(point: Point, sweep: Sweep) -> Point | None:
+    """The run that `point` is compared with: ReLU, coefficient 0, and in all but `sparsity` the same."""
+
+    def without_l1(point: Point) -> bool:
+        sparsity = point.config.sparsity
+        return sparsity.activation == Activation.relu and sparsity.l1_coefficient == 0
+
+    return next((p for p in sweep.points if without_l1(p) and p.outside_sparsity == point.outside_sparsity), None)
+
+
+def _numbers(point: Point, rows: list[Row]) -> Row:
+    """The row of a finished run's last step; empty, which is said, if that row is damaged or gone."""
+    if rows and rows[-1]["step"] == point.config.training.steps:
+        return rows[-1]
+    warn(f"{point.folder / METRICS} has no row of the last step: its numbers are left out")
+    return {}
+
+
+def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
+    """The scores of the sweep's own tasks: another evaluation may have left more of them, or fewer."""
+    try:
+        path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
+        return only(json.loads(regular.content(path)), sweep.tasks) if path.exists() else {}
+    except (CheckpointNotFound, json.JSONDecodeError) as error:
+        warn(f"the scores of {point.checkpoint} are left out: {error}")
+        return {}
+
+
+def _costs(sweep: Sweep, point: Point) -> Row:
+    """What a finished point's benchmark measured: on the kernels, if it ran on them, else in PyTorch."""
+    side: Row = {}
+    if point.is_finished() and (path := sweep.benchmark(point)).exists():
+        sides = json.loads(regular.content(path))["checkpoints"][0]["sides"]
+        side = sides.get("kernels", sides["PyTorch"])
+    found = {}
+    for key in COSTS:
+        phase, _, number = key.partition("_")
+        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has none
+    return found
+
+
+def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
+    reference = unregularised(point, sweep)
+    if reference is None or point.name not in finished or reference.name not in finished:
+        return None
+    mine, base = finished[point.name], finished[reference.name]
+    key = "ce" if None in (mine.get("val_ce"), base.get("val_ce")) else "val_ce"
+    return None if mine.get(key) is None or not base.get(key) else mine[key] / base[key] - 1
+
+
+def _stderr_of_mean(result: dict[str, Any]) -> float | None:
+    """Of the mean of independent scores."""
+    errors = [task["stderr"] for task in result.get("tasks", {}).values()]
+    if result.get("mean") is None or not errors or None in errors:
+        return None
+    return sum(error**2 for error in errors) ** 0.5 / len(errors)
+
+
+def distinct(values: Iterable[Any]) -> str:
+    """5,632, or 5,632 or 8,448."""
+    return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
+
+
+def _legend(sweep: Sweep, titles: set[str]) -> str:
+    """What the columns of these `titles` mean."""
+    configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
+    neurons = distinct(c.model.intermediate_size for c in configs)
+    silence = distinct(c.sparsity.dead_after_tokens for c in configs)
+    multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
+    rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
+    meanings = {
+        "CE": "cross entropy of the last step's batch, nats per token; held-out CE on the validation split",
+        "CE increase": f"over the ReLU run with {COEFFICIENT}=0",
+        "nonzeros": f"feedforward activations per token that are not zero, mean over layers, of {neurons}",
+        "dead": f"neurons, over all layers, that were silent for the last {silence} tokens",
+    }
+    lines = [f"{title}: {meaning}." for title, meaning in meanings.items() if title in titles]
+    if multiplied:
+        lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
+    if titles & TASKS.keys():
+        lines.append(
+            f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc alone."
+        )
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,64 @@
+"""A SiLU model becomes a ReLU one step by step (sparsity.relu_tokens).
+
+Over so many tokens the gate is (1 - a) silu(z) + a relu(z), a going from 0 to 1 in a straight line; PyTorch computes
+these layers (sparsellm.ops.mixed). From the step on in which a is 1, the layers are what they would be without this:
+the kernels, where they run. a follows from the tokens alone, so a resume has the same, and it is data on the device: a
+new value recompiles nothing. The change to pure ReLU recompiles the layers once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.config import SparsityConfig
+from sparsellm.config.schema import relu_share
+from sparsellm.model import Decoder
+from sparsellm.ops import FeedForwardOutput
+from sparsellm.ops.mixed import mixed_feedforward
+from sparsellm.training.plans import Plans
+
+
+class MixedFeedForward(nn.Module):
+    """A gated block on the mixed operator, with the modules, and so the parameters, of `block`. x [B, T, K] -> y [B, T,
+    K] and the operator's statistics."""
+
+    mix: Tensor
+
+    def __init__(self, block: nn.Module, mix: Tensor) -> None:
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self.register_buffer("mix", mix, persistent=False)
+
+    def forward(self, x: Tensor) -> FeedForwardOutput:
+        blocks: Any = self
+        weights = blocks.gate_proj.weight, blocks.up_proj.weight, blocks.down_proj.weight
+        out = mixed_feedforward(x.flatten(0, 1), *weights, self.mix)
+        return out._replace(y=out.y.view(x.shape))
+
+
+class GradualRelu:
+    """Holds the blocks of a decoder at the mix of SiLU and ReLU that a step has."""
+
+    def __init__(self, config: SparsityConfig, decoder: Decoder, plans: Plans | None, device: torch.device) -> None:
+        """`decoder`: on its device, accelerated and in shards already if it is to be; `plans`: those of its layers."""
+        self.config, self.decoder, self.plans = config, decoder, plans
+        self.mix = torch.zeros((), device=device)  # of all layers
+        self.share = 0.0
+        self.blocks: list[Any] = [layer.mlp for layer in decoder.layers]
+        self._take([MixedFeedForward(block, self.mix) for block in self.blocks])
+
+    def at(self, tokens: int) -> None:
+        """Be what the step that ends at `tokens` has. Waits for nothing."""
+        before, self.share = self.share, relu_share(tokens, self.config)
+        if self.share < 1:
+            self.mix.fill_(self.share)
+        elif before < 1:
+            self._take(self.blocks)
+
+    def _take(self, blocks: list[Any]) -> None:
+        for layer, block in zip(self.decoder.layers, blocks, strict=True):
+            layer.mlp = block
+        if self.plans is not None:
+            self.plans.idle = blocks is not self.blocks

@@ -1,0 +1,3 @@
+from inference.conftest import tokenizer_folder
+
+__all__ = ["tokenizer_folder"]

@@ -1,0 +1,139 @@
+"""Rows and their file."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sparsellm.config import ModelConfig
+from sparsellm.runs.metrics import METRICS, MetricsError, MetricsFile, history, mfu, read
+
+
+def test_mfu_is_the_designs():
+    """DESIGN §6: 152k tokens/s of the 0.5B model are 50% of an H200."""
+    model = ModelConfig(num_layers=8)
+    assert mfu(152_000, model, 2_048, 989e12) == pytest.approx(0.50, abs=0.005)
+    assert mfu(152_000, model, 2_048, 8 * 989e12) == pytest.approx(0.50 / 8, abs=0.001)
+
+
+def test_mfu_counts_what_is_multiplied():
+    """An embedding beside an output matrix is looked up; attention's products are as wide as the heads of queries."""
+    model = ModelConfig(vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=2)
+    grouped = replace(model, tie_embeddings=False, num_key_value_heads=1, head_dim=6)
+    both = 100 * 8 + 3 * (3 * 8 * 16 + 2 * 8) + 8
+    assert mfu(1, model, 32, 1) == 6 * (both + 3 * 4 * 8 * 8 + 3 * 32 * 8)
+    assert mfu(1, grouped, 32, 1) == 6 * (both + 3 * 2 * 8 * (12 + 6) + 3 * 32 * 12)
+
+
+def test_the_file_begins_anew_after_the_last_step(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 10, 20)) + '{"step": 3')
+    file = MetricsFile(path, last_step=10)
+    file.write({"step": 11})
+    file.sync()
+    assert read(path) == [{"step": 1}, {"step": 10}, {"step": 11}]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        file.write({"loss": float("nan")})
+
+
+def rows(*steps):
+    return "".join(json.dumps({"step": step, "loss": step / 3}) + "\n" for step in steps)
+
+
+DAMAGES = {
+    "garbage": (b"x{]\n", "line 3: it is no JSON"),
+    "blank": (b"\n", "line 3: it is blank"),
+    "NUL": (b"\0" * 40 + b"\n", "line 3: it is no JSON"),
+    "not UTF-8": (b'{"step": 7, "loss": "\xff"}\n', "line 3: byte 22 is not UTF-8"),
+    "without a key": (b'{"loss": 1}\n', "line 3: it has no step"),
+    "a list": (b"[1]\n", "line 3: it holds a JSON list, and should hold an object"),
+    "another kind": (b'{"step": 7, "loss": "low"}\n', "line 3: its loss cannot be 'low'"),
+    "out of order": (b'{"step": 3}\n', "line 3: its step 3 comes after step 5"),
+    "deep": (b"[" * 100_000 + b"\n", "line 3: it is no JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_row_is_named_by_its_line_and_left_out_only_on_request(tmp_path, damage, capsys):
+    path, (line, words) = tmp_path / METRICS, DAMAGES[damage]
+    whole = rows(1, 5).encode() + line + rows(10, 20).encode()
+    path.write_bytes(whole)
+    with pytest.raises(MetricsError) as refused:
+        MetricsFile(path, last_step=10)
+    assert f"{path} is damaged: {words}" in str(refused.value)
+    assert "run.skip_damaged=true" in str(refused.value)
+    assert path.read_bytes() == whole
+
+    assert [row["step"] for row in read(path)] == [1, 5, 10, 20]
+    assert f"{path} is damaged: {words}; these lines are left out" in capsys.readouterr().err
+
+    MetricsFile(path, last_step=10, skip_damaged=True).close()
+    assert [row["step"] for row in read(path)] == [1, 5, 10]
+    assert (tmp_path / f"{METRICS}.damaged").read_bytes() == whole
+    assert "3 rows are kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"step'], ids=["missing", "empty", "torn"])
+@pytest.mark.parametrize("knows", [True, False])
+def test_rows_that_are_gone_are_not_lost_without_a_word(tmp_path, left, knows):
+    path = tmp_path / METRICS
+    file = MetricsFile(path, last_step=0)
+    file.write({"step": 1})
+    saved = file.saved() if knows else None
+    path.unlink() if left is None else path.write_bytes(left)
+    with pytest.raises(MetricsError, match="bring the file back"):
+        MetricsFile(path, last_step=4, saved=saved)
+    MetricsFile(path, last_step=4, saved=saved, skip_damaged=True).write({"step": 5})
+    assert read(path) == [{"step": 5}]
+
+
+def test_a_changed_number_is_found_by_what_the_checkpoint_knows(tmp_path):
+    path = tmp_path / METRICS
+    file = MetricsFile(path, last_step=0)
+    file.write({"step": 1, "loss": 10.5})
+    saved = file.saved()
+    file.write({"step": 2, "loss": 9.5})
+    path.write_text(path.read_text().replace("9.5", "8.5"))  # after the checkpoint: cut off
+    MetricsFile(path, last_step=1, saved=saved).close()
+    assert read(path) == [{"step": 1, "loss": 10.5}]
+    path.write_text(path.read_text().replace("10.5", "20.5"))
+    assert "a value has changed" in history(path, saved).report(path)
+    with pytest.raises(MetricsError, match="a value has changed"):
+        MetricsFile(path, last_step=1, saved=saved)
+
+
+def test_damage_after_the_checkpoint_is_cut_off_with_what_is_trained_again(tmp_path, capsys):
+    path = tmp_path / METRICS
+    path.write_bytes(rows(1, 10, 20).encode() + b"\0" * 100 + b"\n")
+    MetricsFile(path, last_step=10).close()
+    assert [row["step"] for row in read(path)] == [1, 10]
+    assert "rows that the run writes again are cut off: 1" in capsys.readouterr().err
+
+
+def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_itself(tmp_path):
+    path = tmp_path / METRICS
+    file = MetricsFile(path, last_step=0)
+    file.write({"step": 1})
+    whole, written = file._file, []
+
+    class Full:
+        """Takes three bytes of a row, and no more."""
+
+        def write(self, content):
+            if written:
+                written.clear()
+                raise OSError(28, "No space left on device")
+            written.append(whole.write(content[:3]))
+            return 3
+
+        def __getattr__(self, name):
+            return getattr(whole, name)
+
+    file._file = Full()
+    with pytest.raises(OSError, match="No space left"):
+        file.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n'
+    file._file = whole
+    file.write({"step": 3})
+    assert [row["step"] for row in read(path)] == [1, 2, 3]
+    assert history(path, file.saved()).problems == []
