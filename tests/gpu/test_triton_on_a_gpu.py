@@ -25,7 +25,11 @@ def triton(monkeypatch):
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     monkeypatch.setattr(backend, "_triton", True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+    yield
+    flags.allow_bf16_reduced_precision_reduction = before
 
 
 def forward(engine, x, ws, saving=False, room=320):
