@@ -1,5 +1,5 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
-# make test    sets up, then runs the tests that need no GPU, on up to four cores (ARGS="-n 0": in one process)
+# make test    sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": in one process)
 # make test-fast  the tests that neither start processes nor compile kernels nor train for long: under three minutes
 # make attack  attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations, broken models
 # make check   ruff and mypy
@@ -9,6 +9,8 @@
 # SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
 
 PYTHON ?= python3
+# Many tests wait for processes: one worker more than there are cores, four at most.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
 SETUP ?= 1
 # The version is named in the same pip call as everything else: see constraints.txt for the rest.
 TORCH ?= torch==2.13.0
@@ -50,10 +52,10 @@ train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
 test: $(TOOLS)
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: $(TOOLS)
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not gpu and not slow' $(ARGS)
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not gpu and not slow' $(ARGS)
 
 test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)

@@ -12,7 +12,7 @@ import pytest
 
 from sparsellm.system import streams
 
-WORK = "import sys; from sparsellm import streams; streams.outlast(); "
+WORK = "import sys; from sparsellm.system import streams; streams.outlast(); "
 LOUD = WORK + "print('a' * 10_000); print('b', file=sys.stderr, flush=True); print('c', flush=True); sys.exit(0)"
 LOST = "sparsellm: {} cannot be written ({}): its lines are lost, and the command goes on\n"
 
@@ -93,7 +93,7 @@ def test_a_character_that_the_encoding_lacks_is_spelled_out():
 
 RESULT = """
 import sys
-from sparsellm import streams
+from sparsellm.system import streams
 streams.outlast(result=True)
 try:
     print("x" * 10_000, flush=True)
