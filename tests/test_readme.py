@@ -127,6 +127,15 @@ def test_links_and_pictures_lead_somewhere(document):
         assert not anchor or anchor in anchors(linked), f"{document.name} links to {target}: no such heading"
 
 
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if d != HISTORY], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_file_that_a_document_names_exists(document):
+    for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|yaml|sh|h|cu|cuh|cpp))`", document.read_text()):
+        places = [place / name for place in (ROOT, ROOT / "sparsellm", ROOT / "kernels", ROOT / "kernels/sm90")]
+        assert any(path.exists() for path in places), f"{document.name} names {name}, which does not exist"
+
+
 def test_no_document_needs_files_that_nobody_can_make():
     for document in DOCUMENTS:
         if document != HISTORY and "--activations" in (text := document.read_text()):

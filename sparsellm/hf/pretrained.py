@@ -2,7 +2,7 @@
 
 transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
 every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. A published sparse
-checkpoint becomes a stock model in memory (foreign.py). No other file calls transformers' `from_pretrained`.
+checkpoint becomes a stock model in memory (published.py). No other file calls transformers' `from_pretrained`.
 """
 
 import json
@@ -70,7 +70,7 @@ class BrokenModel(ValueError):
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration; of a published sparse checkpoint (foreign.py), the one of the stock model it becomes.
+    """The model's configuration; of a published sparse checkpoint (published.py), the one of the stock model it becomes.
 
     Raises BrokenModel, and OSError if the hub cannot be read.
     """
@@ -297,7 +297,7 @@ def _config_json(path: str | Path) -> dict[str, Any]:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether transformers does not load it by itself: a published sparse checkpoint (foreign.py)."""
+    """Whether transformers does not load it by itself: a published sparse checkpoint (published.py)."""
     return _config_json(path).get("model_type") == published.MODEL_TYPE
 
 
