@@ -69,6 +69,8 @@ def started(loader: DataLoader) -> Iterator[Any]:
         say_dropped, sys.unraisablehook = sys.unraisablehook, lambda _: None
         error.__traceback__ = None  # with it goes the loader that is half built, whose finalizer fails
         sys.unraisablehook = say_dropped
+        if "killed by signal" in str(error):  # torch's words for a worker that ends while the others start
+            raise DataError(_ended("a data worker", KILLED, loader.num_workers)) from error
         raise DataError(
             f"a data worker cannot be started ({error}): lower runtime.data_workers ({loader.num_workers} now)"
             " or raise the limits of this shell (`ulimit -n` for open files, `ulimit -u` for processes) or the job's"
@@ -81,7 +83,8 @@ def started(loader: DataLoader) -> Iterator[Any]:
 
 
 def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
-    workers = multiprocessing.active_children()
+    # torch's own list: one that has ended by now is no longer among the active children.
+    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
     while True:
         try:
             item = next(iterator)
@@ -103,14 +106,20 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
         yield item
 
 
+KILLED = "was killed, as the system does where memory is short (`dmesg` may say so)"
+
+
 def _why_ended(worker: BaseProcess, workers: int) -> str:
-    which = f"a data worker (process {worker.pid})"
     if worker.exitcode == -signal.SIGKILL:
-        how = "was killed, as the system does where memory is short (`dmesg` may say so)"
+        how = KILLED
     elif (code := worker.exitcode or 0) < 0:
         how = f"died of {signal.Signals(-code).name}"
     else:
         how = f"ended with exit code {code}"
+    return _ended(f"a data worker (process {worker.pid})", how, workers)
+
+
+def _ended(which: str, how: str, workers: int) -> str:
     remedy = f"give the job more memory, or lower runtime.data_workers ({workers} now)"
     return f"{which} {how}: {remedy}; the same command goes on from what is saved"
 

@@ -70,7 +70,7 @@ class BrokenModel(ValueError):
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration; of a published sparse checkpoint (published.py), the one of the stock model it becomes.
+    """The model's configuration; for a published sparse checkpoint (published.py), that of its stock model.
 
     Raises BrokenModel, and OSError if the hub cannot be read.
     """

@@ -211,6 +211,25 @@ def test_workers_that_cannot_start_are_an_error_and_leave_none_behind(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_worker_that_is_killed_while_others_start_was_killed(
+    packed: PackedTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks, fork = [], os.fork
+
+    def kills() -> int:
+        if forks:
+            os.kill(forks[0], signal.SIGKILL)
+            time.sleep(0.5)  # torch hears of it while the next one starts
+        if (child := fork()) != 0:
+            forks.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", kills)
+    with pytest.raises(DataError, match=r"a data worker .*was killed, as the system does where memory is short"):
+        list(zip(range(100), replace(packed, workers=2).batches(None), strict=False))
+    assert not multiprocessing.active_children()
+
+
 def test_workers_without_a_file_left_to_open_are_an_error(packed: PackedTokens) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
