@@ -1,6 +1,6 @@
 # make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test    sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": in one process)
-# make test-fast  the tests that neither start processes nor compile kernels nor train for long: under three minutes
+# make test-fast  the tests of `make test` that are not marked slow
 # make attack  attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations, broken models
 # make check   ruff and mypy
 # make nvcc    installs pip's nvcc into .venv, unless there is an nvcc: without one the tests that compile are skipped
