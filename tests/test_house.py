@@ -1,13 +1,15 @@
-"""The house keeps its order: who may import whom (DESIGN §4), and what never appears in it."""
+"""The structure of the package: which folder may import which, and what no file may contain."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sparsellm"
-# A room imports only from rooms of an earlier floor, or from itself.
+# A room, which is a folder or a file of the package, imports only from rooms of an earlier floor, or from itself. The
+# order is told here alone; docs/dev/MAP.md lists the rooms, and a test below compares its list with this one.
 FLOORS = [
     {"system"}, {"ops", "figures"}, {"config", "distributed", "calibration"}, {"model"}, {"hf"}, {"runs", "inference"},
     {"data"}, {"evaluation"}, {"training", "analysis"}, {"sweep", "benchmark"}, {"commands"}, {"cli"},
@@ -57,6 +59,21 @@ def test_a_file_imports_only_from_lower_floors(path):
     own = room(path)
     for other in imported_rooms(path) - {own}:
         assert floor(other) < floor(own) or path.name == "__main__.py", f"{path.name} ({own}) imports {other}"
+
+
+def test_every_folder_is_on_one_floor():
+    rooms = [name for floor in FLOORS for name in floor]
+    assert len(rooms) == len(set(rooms))
+    assert {room(path) for path in FILES if path.parent != PACKAGE} <= set(rooms) <= {room(path) for path in FILES}
+
+
+def test_the_map_lists_every_folder_from_the_lowest_floor_up():
+    text = (ROOT / "docs" / "dev" / "MAP.md").read_text()
+    tree = re.search(r"^sparsellm/\n(.*?)^\S", text, re.M | re.S)
+    assert tree, "docs/dev/MAP.md has no list of the folders of sparsellm/"
+    listed = re.findall(r"^  (\w+)(?:/|\.py) ", tree[1], re.M)
+    assert sorted(listed) == sorted(set().union(*FLOORS))
+    assert listed == sorted(listed, key=floor), "docs/dev/MAP.md lists a folder above one that it imports"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "config").glob("*.py")), ids=lambda p: p.name)
