@@ -16,13 +16,14 @@ from sparsellm.ops import backend
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "kernels/README.md"]
+DOCUMENTS += [ROOT / "scripts/benchmarks/README.md"]
 HISTORY = ROOT / "docs/dev/LOG.md"  # its commands are what was typed then
-BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.bench_train", "torchrun ")
+BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.benchmarks.bench_train", "torchrun ")
 
 
 class Command(NamedTuple):
     document: Path
-    name: str  # of COMMANDS, or what follows sparsellm. or scripts.
+    name: str  # of COMMANDS, or what follows sparsellm. or scripts.benchmarks.
     arguments: list[str]
     ranks: int
 
@@ -44,7 +45,7 @@ def commands(document: Path) -> list[Command]:
         words = words[: words.index("<")] if "<" in words else words  # what follows is the shell's
         ranks = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
         start = 1 if words[0] == "sparsellm" else words.index("-m") + 1
-        name = words[start].removeprefix("sparsellm.").removeprefix("scripts.")
+        name = words[start].removeprefix("sparsellm.").removeprefix("scripts.benchmarks.")
         if name.isupper():
             continue  # `sparsellm COMMAND`, `python -m sparsellm.X`: said of all commands
         found.append(Command(document, name, words[start + 1 :], ranks))

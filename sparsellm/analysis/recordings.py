@@ -1,7 +1,7 @@
 """What fires in a checkpoint, token by token, as files from which the benchmarks in scripts/ shape their inputs.
 
     python -m sparsellm.analyze checkpoint=PATH recordings=FOLDER
-    python -m scripts.bench_ffn --activations FOLDER
+    python -m scripts.benchmarks.bench_ffn --activations FOLDER
 
 FOLDER/
   firing_patterns.npz           neurons: N; and of each layer i layer{i}_row_counts [M], how many neurons fired on each

@@ -9,7 +9,7 @@
 
 The estimates are seconds on one H200 for everything after the gate product. All engines share the gate product; what
 packing its result costs the sparse engines is estimated as well (PACKING_SECONDS). The constants are fitted to
-scripts/bench_ffn.py; docs/dev/LOG.md, "Constants now in force", names the measurement behind each.
+scripts/benchmarks/bench_ffn.py; docs/dev/LOG.md, "Constants now in force", names the measurement behind each.
 Letters: M tokens, K model width, N neurons.
 """
 

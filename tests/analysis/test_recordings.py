@@ -7,8 +7,7 @@ from analysis.test_activity import small_blocks, small_model
 from analysis.test_analyze import analyzed, rows_of
 from evaluation.conftest import LAST
 
-from scripts import ffn_patterns as patterns
-from scripts import shaped_firing
+from scripts.benchmarks import patterns, shaped_models
 from sparsellm.analysis import AnalysisError, activity, recordings
 from sparsellm.commands import analyze
 
@@ -31,7 +30,7 @@ def test_the_benchmarks_read_the_counts_of_the_analysis(run, tmp_path):
     with np.load(recorded / "firing_patterns.npz") as arrays:
         assert {arrays[name].dtype for name in arrays if name != "neurons"} == {np.dtype("uint16")}
     # A model of another size is shaped to the rates: as often per neuron.
-    rates = shaped_firing.layer_rates(4, 96, recorded, None)
+    rates = shaped_models.layer_rates(4, 96, recorded, None)
     assert rates.shape == (4, 96)
     assert rates[[0, 2]].mean(1) == pytest.approx(fired.mean(1) / tokens, rel=0.05)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts import ffn_patterns
+from scripts.benchmarks import patterns
 from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, cuda, dispatch, feedforward, reference, twell
 from sparsellm.ops.feedforward import output_of
@@ -109,21 +109,21 @@ def layer_of(gate: Tensor, gated: bool, seed: int = 0, k: int = 0) -> tuple[Tens
     return x, [first, *ws[1:]]
 
 
-def recorded(name: str, tokens: int) -> ffn_patterns.Block:
-    """The block of a pattern of ffn_patterns. Skips the test if that needs recordings that are not there."""
-    if problem := ffn_patterns.obstacle(name, ACTIVATIONS):
+def recorded(name: str, tokens: int) -> patterns.Block:
+    """The block of a pattern of patterns. Skips the test if that needs recordings that are not there."""
+    if problem := patterns.obstacle(name, ACTIVATIONS):
         pytest.skip(f"{problem}; SPARSELLM_ACTIVATIONS names their folder")
-    if name not in ffn_patterns.RECORDED:
-        return ffn_patterns.build(name, tokens, DEVICE, ACTIVATIONS)
-    fitted = ffn_patterns.fit(ffn_patterns.recorded(name, ACTIVATIONS)[:tokens].to(DEVICE), ffn_patterns.K)
-    return ffn_patterns._block(fitted.x, fitted.w_gate, 0)
+    if name not in patterns.RECORDED:
+        return patterns.build(name, tokens, DEVICE, ACTIVATIONS)
+    fitted = patterns.fit(patterns.recorded(name, ACTIVATIONS)[:tokens].to(DEVICE), patterns.K)
+    return patterns._block(fitted.x, fitted.w_gate, 0)
 
 
 # Which neurons fire: patterns of a gate, bool [M, N].
 
 SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # nonzeros of every segment, less its words W
 PATTERNS = (
-    *ffn_patterns.SYNTHETIC, "none", "all", "one neuron for every token", "one token for every neuron",
+    *patterns.SYNTHETIC, "none", "all", "one neuron for every token", "one token for every neuron",
     "every other tile", "last columns", *SLOTS, "255 of a tile", "256 of a tile", "full rows",
 )  # fmt: skip
 
@@ -133,8 +133,8 @@ def firing(name: str, m: int, n: int) -> Tensor:
     generator = random(len(name))
     fires = torch.zeros((m, n), dtype=torch.bool, device=DEVICE)
     noise = torch.rand((m, n), device=DEVICE, generator=generator)
-    if name in ffn_patterns.SYNTHETIC:
-        rates = ffn_patterns.firing_rates(ffn_patterns.SYNTHETIC[name] * n / ffn_patterns.N, n)
+    if name in patterns.SYNTHETIC:
+        rates = patterns.firing_rates(patterns.SYNTHETIC[name] * n / patterns.N, n)
         of_tokens = torch.exp(0.8 * torch.randn((m, 1), device=DEVICE, generator=generator))
         fires = noise < torch.from_numpy(rates).to(DEVICE) * of_tokens
     elif name == "all":

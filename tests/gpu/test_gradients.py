@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, product
 
-from scripts import ffn_patterns
+from scripts.benchmarks import patterns
 from sparsellm.ops import Plan, dispatch, feedforward, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -91,7 +91,7 @@ def test_gradients_of_the_dense_engine_are_exact_in_many_rounds(gated):
 
 @GATED
 @ENGINE
-@pytest.mark.parametrize("pattern", [*ffn_patterns.SYNTHETIC, *ffn_patterns.RECORDED])
+@pytest.mark.parametrize("pattern", [*patterns.SYNTHETIC, *patterns.RECORDED])
 def test_gradients_are_as_accurate_as_dense(pattern, engine, gated):
     block = cases.recorded(pattern, 4096)
     x, ws = block.x, [block.w_gate, *([block.w_up] if gated else []), block.w_down]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal, check_exact, check_packed
 
-from scripts import ffn_patterns
+from scripts.benchmarks import patterns
 from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.ops import Plan, cuda, dispatch, reference, twell
 from sparsellm.ops.twell import TOKEN_TILE
@@ -426,7 +426,7 @@ def test_every_engine_is_as_accurate_as_dense_pytorch(m, gated):
         cases.check_accuracy(*cases.normal(m, k, n, gated, rate, seed=m + i), f"M {m}, K {k}, N {n}, rate {rate}")
 
 
-@pytest.mark.parametrize("pattern", ffn_patterns.PATTERNS)
+@pytest.mark.parametrize("pattern", patterns.PATTERNS)
 def test_patterns_as_they_occur(pattern):
     block = cases.recorded(pattern, 4096)
     gated, nongated = [block.w_gate, block.w_up, block.w_down], [block.w_gate, block.w_down]

@@ -1,6 +1,6 @@
 """Whether calibrated costs choose well: at numbers of tokens and ways of firing that the calibration did not time.
 
-    python -m scripts.bench_calibration [--kernels cuda] [--layers 2048x5632 ...] [--m 1 2 ...] [--json FILE]
+    python -m scripts.benchmarks.bench_calibration [--kernels cuda] [--layers 2048x5632 ...] [--m 1 2 ...] [--json FILE]
 
 For each layer, it calibrates (timing that, too), and then times every engine at each number of tokens and density. Of
 two policies, by the calibrated costs and by the package's constants, it prints in how many cells the chosen engine is

@@ -1,9 +1,9 @@
 r"""Throughput, memory and energy of whole training steps, for any configurations, side by side in one process.
 
-    python -m scripts.bench_train COMMON_OVERRIDE... --variant "OVERRIDE ..." --variant "OVERRIDE ..."
-    python -m scripts.bench_train experiment=1p5b training.batch_size=64 --firing recorded --activations DIR \
-        --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32 --json OUT
-    torchrun --standalone --nproc_per_node 8 -m scripts.bench_train ...
+    python -m scripts.benchmarks.bench_train COMMON_OVERRIDE... --variant "OVERRIDE ..." --variant "OVERRIDE ..."
+    python -m scripts.benchmarks.bench_train experiment=1p5b training.batch_size=64 --firing recorded \
+        --activations DIR --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32
+    torchrun --standalone --nproc_per_node 8 -m scripts.benchmarks.bench_train ...
 
 Each variant is the trainer itself on its real data. Variants take turns, and each is built anew in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
@@ -14,7 +14,7 @@ and layer, and each layer's engine after the last step. Ratios are to the first 
 GPU, a variant that runs out of memory is shown as OOM, and the others go on.
 
 --firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
-rates (scripts/shaped_firing.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
+rates (shaped_models.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
 and with it weight decay, which is a multiple of it; all else of a step happens. --locality above 0 replaces the data by
 random texts whose neighbours share neurons: between 0.5 and 0.7, about as many as recorded text does.
 
@@ -37,8 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts import ffn_patterns as patterns
-from scripts import shaped_firing
+from scripts.benchmarks import patterns, shaped_models
 from sparsellm import data
 from sparsellm.benchmark.timing import energy_mj
 from sparsellm.calibration import chosen_by
@@ -165,13 +164,13 @@ def shaped_weights(
 ) -> dict[str, Tensor]:
     """A decoder's weights, on the CPU and equal on all ranks, that fire at `rates` on the first training sequences."""
     length = config.training.sequence_length
-    sequences, found = -(-shaped_firing.CALIBRATION // length), []
+    sequences, found = -(-shaped_models.CALIBRATION // length), []
     with closing(opened.batches(None)) as batches:
         while sum(map(len, found)) < sequences:
             found.append(next(batches)[0][:, :-1])
     tokens = torch.cat(found)[:sequences].to(ranks.device)
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=config.runtime.precision == Precision.bfloat16):
-        decoder = shaped_firing.shaped_decoder(config, tokens, rates, locality)
+        decoder = shaped_models.shaped_decoder(config, tokens, rates, locality)
     for parameter in decoder.parameters():
         dist.broadcast(parameter.data, src=0)
     weights = {name: tensor.cpu() for name, tensor in decoder.state_dict().items()}
@@ -319,7 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.firing is not None:
         model, mean = configs[0].model, None if args.firing == RECORDED else args.firing
         try:
-            rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
+            rates = shaped_models.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
         except ValueError as error:
             parser.error(f"--firing: {error}")
     # all runs compile the same functions, for several shapes and kinds of layer
@@ -329,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
         opened, weights = [data.open_data(config, ranks) for config in configs], None
         if args.locality:
             opened = [
-                shaped_firing.clustered(each, config, ranks, args.locality)
+                shaped_models.clustered(each, config, ranks, args.locality)
                 for each, config in zip(opened, configs, strict=True)
             ]
         if rates is not None:

@@ -8,9 +8,9 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import sparsellm
-from scripts import bench_generate
-from scripts.bench_generate import Case
-from scripts.bench_model import random_model, sharing_copy
+from scripts.benchmarks import bench_generate
+from scripts.benchmarks.bench_generate import Case
+from scripts.benchmarks.bench_model import random_model, sharing_copy
 from sparsellm.config import ModelConfig
 
 NEW = 4

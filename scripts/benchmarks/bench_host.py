@@ -1,6 +1,6 @@
 """How long the host takes for one feedforward block, called eagerly: transformers' own LlamaMLP, and accelerated.
 
-    python -m scripts.bench_host
+    python -m scripts.benchmarks.bench_host
 
 K 2,048, N 5,632, bfloat16, random weights of which enough fire for the automatic choice to be dense. What is timed is
 the enqueueing alone: no call waits for the device, and the device has caught up before each round begins. Microseconds,

@@ -56,6 +56,17 @@ class Block:
     mismatches: int = 0  # entries in which the layer's firing differs from the recorded pattern
 
 
+BASES = ("torch eager", "torch compiled")  # what the operator is measured against: the same layer in dense PyTorch
+
+
+def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return (torch.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
+
+
+def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    return torch.relu(x @ w_up.T) @ w_down.T
+
+
 def add_activations(parser: argparse.ArgumentParser) -> None:
     """Add the option --activations DIR to a parser. It refuses a DIR without a recording."""
 

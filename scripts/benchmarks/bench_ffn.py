@@ -1,11 +1,11 @@
 """The feedforward operators against the best dense PyTorch, for many firing patterns, in one process on one GPU.
 
-    python -m scripts.bench_ffn --activations DIR [--m 2048 16384 131072] [--patterns layer1 ...] [--json OUT]
-    python -m scripts.bench_ffn --activations DIR --decode [--m 1 4 16 64]  few tokens, replayed as CUDA graphs
-    python -m scripts.bench_ffn --activations DIR --training [--m 16384]    forward and backward
-    python -m scripts.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
+    python -m scripts.benchmarks.bench_ffn --activations DIR [--m 2048 16384] [--patterns layer1 ...] [--json OUT]
+    python -m scripts.benchmarks.bench_ffn --activations DIR --decode [--m 1 4 16 64]  few tokens, as CUDA graphs
+    python -m scripts.benchmarks.bench_ffn --activations DIR --training [--m 16384]    forward and backward
+    python -m scripts.benchmarks.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
 
-For each M and pattern (scripts/ffn_patterns.py), one line per variant: its time; how many times as fast as the best
+For each M and pattern (patterns.py), one line per variant: its time; how many times as fast as the best
 dense PyTorch it is, eager or compiled (the gate's line: its time over that of cuBLAS's gate product); and the error
 ||y - ref|| / ||ref|| of its output against float64, on at most 2,048 evenly spaced tokens, with its ratio to the error
 of eager dense PyTorch. `row`, `tile` and `dense` are the operator's engines, as an accelerated model calls them; `auto`
@@ -32,9 +32,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scripts import ffn_patterns as patterns
-from scripts import ffn_training
-from scripts.ffn_dense import BASES, dense_gated, dense_nongated
+from scripts.benchmarks import ffn_training, patterns
+from scripts.benchmarks.patterns import BASES, dense_gated, dense_nongated
 from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.ops import Plan, choose_engine
 from sparsellm.ops.feedforward import forward

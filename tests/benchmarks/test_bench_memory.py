@@ -1,10 +1,10 @@
-"""scripts/bench_memory.py: what it measures and what it prints, where a CPU takes the place of a part of a GPU."""
+"""bench_memory.py: what it measures and what it prints, where a CPU takes the place of a part of a GPU."""
 
 import json
 
-from test_shaped_firing import TINY
+from test_shaped_models import TINY
 
-from scripts import bench_memory
+from scripts.benchmarks import bench_memory
 from sparsellm.training import micro_batch, plans
 
 

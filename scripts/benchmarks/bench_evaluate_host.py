@@ -1,8 +1,8 @@
 """What an evaluation costs the host, by lm-eval alone and by ours, the model left out. No GPU is needed.
 
-    python -m scripts.bench_evaluate_host --data-dir EVAL --tokenizer TOKENIZER [--limit 200]
+    python -m scripts.benchmarks.bench_evaluate_host --data-dir EVAL --tokenizer TOKENIZER [--limit 200]
 
-Both run lm-eval's `evaluate` on as many rows as the seven tasks have on the hub (scripts/whole_tasks.py), and get the
+Both run lm-eval's `evaluate` on as many rows as the seven tasks have on the hub (whole_tasks.py), and get the
 same made-up answers at once. Printed are seconds of CPU time per 1,000 requests: of the thread that a GPU waits for, of
 the thread that builds requests ahead of it, and of the tokenizer's own threads. Then whether the scores and samples of
 both are the same.
@@ -21,7 +21,7 @@ from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts import whole_tasks
+from scripts.benchmarks import whole_tasks
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import building, downstream, tasks
 from sparsellm.hf.hub import offline

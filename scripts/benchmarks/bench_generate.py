@@ -1,9 +1,9 @@
 """Text by a whole model, dense and accelerated, in every way that transformers offers and by sparsellm.Generator.
 
-    python -m scripts.bench_generate --activations DIR [--mean 36] [--layers 28] [--json OUT]
-    python -m scripts.bench_generate --checkpoint PATH --text FILE [--modes ours static] [--batches 1 64] ...
+    python -m scripts.benchmarks.bench_generate --activations DIR [--mean 36] [--layers 28] [--json OUT]
+    python -m scripts.benchmarks.bench_generate --checkpoint PATH --text FILE [--modes ours static] [--batches 1 64] ...
 
-The weights are random, and every neuron fires at a rate that was recorded (scripts/shaped_firing.py), all times one
+The weights are random, and every neuron fires at a rate that was recorded (shaped_models.py), all times one
 factor so that they average to --mean; or they are those of a checkpoint, whose prompts come from a text FILE.
 
 Modes, in each of which dense and accelerated take turns on one set of weights:
@@ -46,9 +46,9 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import sparsellm
-from scripts import ffn_patterns as patterns
-from scripts.bench_model import MODEL, random_model, sharing_copy
-from scripts.shaped_firing import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
+from scripts.benchmarks import patterns
+from scripts.benchmarks.bench_model import MODEL, random_model, sharing_copy
+from scripts.benchmarks.shaped_models import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
 from sparsellm.benchmark.timing import Stopwatch, rate, wait_for
 from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation

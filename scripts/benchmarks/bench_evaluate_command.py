@@ -1,9 +1,9 @@
 """How long `sparsellm.evaluate` takes from the command line to the table, beside the stock `lm_eval` command.
 
-    python -m scripts.bench_evaluate_command --data-dir EVAL --tokenizer TOKENIZER [--model 0p5b] [--ranks 2]
-    python -m scripts.bench_evaluate_command --data-dir EVAL --checkpoint HF_FOLDER [--device cpu] [--limit 20]
+    python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --tokenizer TOKENIZER [--model 0p5b] [--ranks 2]
+    python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --checkpoint HF_FOLDER [--limit 20]
 
-Both commands score the same files of rows, as many as the seven tasks have on the hub (scripts/whole_tasks.py), which
+Both commands score the same files of rows, as many as the seven tasks have on the hub (whole_tasks.py), which
 lm_eval knows under names of their own, whole_TASK; with the same checkpoint, dtype and device, and lm_eval with
 --batch-size. Without --checkpoint the weights are random, of the model --model. Printed are the seconds of each
 command, imports included, of each of --rounds, and the scores of both. With --ranks above 1 torchrun starts both.
@@ -20,7 +20,7 @@ from pathlib import Path
 import lm_eval.tasks
 import torch
 
-from scripts import whole_tasks
+from scripts.benchmarks import whole_tasks
 from sparsellm.config import from_overrides
 from sparsellm.data.tokenizer import end_of_text_id, load, vocabulary_size
 from sparsellm.evaluation.tasks import TASKS, on_local_rows

@@ -1,9 +1,9 @@
 """A checkpoint that is sparse without having been trained, and a text for it: to try commands on, at any size.
 
-    python -m scripts.shaped_checkpoint OUT model=0p5b --mean 36 --locality 0.6
+    python -m scripts.benchmarks.shaped_checkpoint OUT model=0p5b --mean 36 --locality 0.6
     sparsellm benchmark checkpoint=OUT/hf text=OUT/text.txt
 
-OUT/hf is a model of `transformers` with ReLU whose neurons fire at wanted rates (scripts/shaped_firing.py; with
+OUT/hf is a model of `transformers` with ReLU whose neurons fire at wanted rates (shaped_models.py; with
 --activations at recorded ones, all times one factor where --mean is given). OUT/text.txt are random tokens, --sequences
 x --length of them, as words of a tokenizer whose every id is a word. `bench_model` and `bench_train --firing` measure
 such weights on such tokens, so their figures are to be compared with those of `sparsellm benchmark`.
@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from scripts import ffn_patterns as patterns
-from scripts import shaped_firing
+from scripts.benchmarks import patterns, shaped_models
 from sparsellm.config import ConfigError, from_overrides
 from sparsellm.data import tokenizer as vocabularies
 from sparsellm.hf import conversion
@@ -51,17 +50,17 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = from_overrides(args.overrides)
         model = config.model
-        rates = shaped_firing.layer_rates(model.num_layers, model.intermediate_size, args.activations, args.mean)
+        rates = shaped_models.layer_rates(model.num_layers, model.intermediate_size, args.activations, args.mean)
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def text(sequences: int, seed: int) -> torch.Tensor:
-        tokens = shaped_firing.random_text(sequences, args.length, model.vocab_size, device, args.locality, seed)
+        tokens = shaped_models.random_text(sequences, args.length, model.vocab_size, device, args.locality, seed)
         return tokens.clamp_(min=1)  # id 0 ends a text
 
-    sample = text(-(-shaped_firing.CALIBRATION // args.length), seed=1)
-    decoder = shaped_firing.shaped_decoder(config, sample, rates, args.locality)
+    sample = text(-(-shaped_models.CALIBRATION // args.length), seed=1)
+    decoder = shaped_models.shaped_decoder(config, sample, rates, args.locality)
     args.out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = vocabularies.Vocabulary(word_tokenizer(model.vocab_size), END)
@@ -70,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         conversion.export(weights, model, activation, args.out / "hf", Path(folder), 0, torch.bfloat16)
     words = (" ".join(f"w{token}" for token in sequence) for sequence in text(args.sequences, seed=2).tolist())
     (args.out / "text.txt").write_text("\n".join(words))
-    nonzeros, _ = shaped_firing.firing_statistics(decoder, sample)
+    nonzeros, _ = shaped_models.firing_statistics(decoder, sample)
     print(f"{args.out / 'hf'}: {sum(nonzeros) / len(nonzeros):.1f} nonzeros per token; {args.out / 'text.txt'}")
 
 

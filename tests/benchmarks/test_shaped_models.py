@@ -7,8 +7,7 @@ import pytest
 import torch
 from small_run import small_config
 
-from scripts import bench_train, shaped_checkpoint, shaped_firing
-from scripts import ffn_patterns as patterns
+from scripts.benchmarks import bench_train, patterns, shaped_checkpoint, shaped_models
 from sparsellm import data
 from sparsellm.analysis import text
 from sparsellm.distributed.groups import process_group
@@ -25,15 +24,15 @@ QWEN3 = ["model.num_key_value_heads=1", "model.head_dim=48", "model.qk_norm=true
 def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
     config = small_config(*SIZES, "model.num_layers=3", "model.init_std=0.02", *kind)
     rates = np.stack([patterns.firing_rates(mean, 256, seed) for seed, mean in enumerate((8, 16, 4))])
-    tokens = shaped_firing.random_text(64, 128, 1024, "cpu", 0, seed=1)
-    others = shaped_firing.random_text(64, 128, 1024, "cpu", 0, seed=2)
+    tokens = shaped_models.random_text(64, 128, 1024, "cpu", 0, seed=1)
+    others = shaped_models.random_text(64, 128, 1024, "cpu", 0, seed=2)
     fired = []
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-        decoder = shaped_firing.shaped_decoder(config, tokens, rates, locality=0)
-        for mlp in shaped_firing.blocks(decoder):
+        decoder = shaped_models.shaped_decoder(config, tokens, rates, locality=0)
+        for mlp in shaped_models.blocks(decoder):
             mlp.register_forward_hook(lambda _mlp, _args, out: fired.append(out.nnz.item()))
-        nonzeros, unions = shaped_firing.firing_statistics(decoder, tokens)
-        shaped_firing.hidden(decoder, others)
+        nonzeros, unions = shaped_models.firing_statistics(decoder, tokens)
+        shaped_models.hidden(decoder, others)
     assert fired[:3] == [round(nnz * tokens.numel()) for nnz in nonzeros]
     # On the calibrating tokens: each count is rounded, and bfloat16 moves what is near the threshold.
     assert nonzeros == pytest.approx(rates.sum(1), rel=1e-3 if precision == torch.float32 else 0.02)
@@ -45,14 +44,14 @@ def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
 
 
 def test_local_text_stays_in_a_cluster():
-    tokens = shaped_firing.random_text(4, 200, 1024, "cpu", locality=0.5, seed=0)
-    run = tokens[:, : shaped_firing.CLUSTER_RUN] % shaped_firing.CLUSTERS
+    tokens = shaped_models.random_text(4, 200, 1024, "cpu", locality=0.5, seed=0)
+    run = tokens[:, : shaped_models.CLUSTER_RUN] % shaped_models.CLUSTERS
     assert (run == run[:, :1]).all()
     assert tokens.max() < 1024
 
 
 def test_layer_rates_scale_to_the_wanted_mean():
-    assert shaped_firing.layer_rates(3, 512, None, 12.0).sum(1) == pytest.approx([12.0] * 3)
+    assert shaped_models.layer_rates(3, 512, None, 12.0).sum(1) == pytest.approx([12.0] * 3)
     scaled = patterns.scaled_rates(np.random.default_rng(0).random((4, 64)), 9.0)
     assert scaled.sum(1).mean() == pytest.approx(9.0)
 
@@ -60,7 +59,7 @@ def test_layer_rates_scale_to_the_wanted_mean():
 @pytest.mark.parametrize(("mean", "message"), [(0.0, "above 0"), (200.0, "lower"), (5000.0, "lower")])
 def test_a_mean_that_cannot_be_reached_is_refused(mean, message):
     with pytest.raises(ValueError, match=message):
-        shaped_firing.layer_rates(2, 512, None, mean)
+        shaped_models.layer_rates(2, 512, None, mean)
 
 
 def test_recorded_rates_spread_over_the_layers_and_neurons_of_any_model(tmp_path):
@@ -72,12 +71,12 @@ def test_recorded_rates_spread_over_the_layers_and_neurons_of_any_model(tmp_path
         recorded.append(firing.mean(0))
     np.savez(tmp_path / "firing_patterns_0p5b_l1.npz", **arrays)
 
-    rates = shaped_firing.layer_rates(18, patterns.N, tmp_path, None)
+    rates = shaped_models.layer_rates(18, patterns.N, tmp_path, None)
     assert (rates == np.stack([recorded[8 * layer // 18] for layer in range(18)])).all()
-    assert shaped_firing.layer_rates(18, patterns.N, tmp_path, 36.0).sum(1).mean() == pytest.approx(36)
+    assert shaped_models.layer_rates(18, patterns.N, tmp_path, 36.0).sum(1).mean() == pytest.approx(36)
     # Fewer neurons, or more: as often as before on average, up to what quantiles lose.
     for neurons in (96, 8448):
-        assert shaped_firing.layer_rates(8, neurons, tmp_path, None).mean(1) == pytest.approx(
+        assert shaped_models.layer_rates(8, neurons, tmp_path, None).mean(1) == pytest.approx(
             np.mean(recorded, axis=1), rel=0.05
         )
 
@@ -190,7 +189,7 @@ def test_clustered_tokens_differ_by_step_and_rank():
     config = small_config()
     with process_group("cpu") as ranks:
         opened = data.Data(None, 0, None, None)
-        batches = shaped_firing.clustered(opened, config, ranks, 0.5).batches(None)
+        batches = shaped_models.clustered(opened, config, ranks, 0.5).batches(None)
         first, second = next(batches)[0], next(batches)[0]
     assert first.shape == (8, 17)
     assert not torch.equal(first, second)
@@ -220,5 +219,5 @@ def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
     assert tokens.flatten().tolist() == [int(word.removeprefix("w")) for word in words]
     decoder = Decoder(config, activation)
     decoder.load_state_dict(weights)
-    nonzeros, _ = shaped_firing.firing_statistics(decoder, tokens)
+    nonzeros, _ = shaped_models.firing_statistics(decoder, tokens)
     assert sum(nonzeros) / len(nonzeros) == pytest.approx(12, rel=0.2)  # other tokens than those it was shaped with

@@ -1,7 +1,7 @@
 """Whole models with random weights whose neurons fire at wanted rates: our Decoder, or a Hugging Face Llama.
 
 Which rates: layer l of L takes those of layer floor(R l / L) of R recorded layers. Without a recording, rates are
-lognormal (scripts/ffn_patterns.py). If a mean is wanted, all rates are multiplied by one factor.
+lognormal (patterns.py). If a mean is wanted, all rates are multiplied by one factor.
 
 How weights get them: a token's embedding is the sum of a constant direction, a vector of its own of heavy-tailed
 length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary (`shape_embedding`).
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scripts import ffn_patterns as patterns
+from scripts.benchmarks import patterns
 from sparsellm.config import Config
 from sparsellm.data import Data
 from sparsellm.distributed.groups import Ranks

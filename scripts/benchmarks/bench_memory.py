@@ -1,13 +1,13 @@
 r"""What runtime.micro_batch_size=auto makes of a part of a GPU, beside given numbers: speed and memory.
 
-    python -m scripts.bench_memory --limit 77 data=stdlib_docs --locality 0.6 --json OUT
-    python -m scripts.bench_memory --limit 77 --experiments 2b --ways torch sparse --activations DIR OVERRIDE...
+    python -m scripts.benchmarks.bench_memory --limit 77 data=stdlib_docs --locality 0.6 --json OUT
+    python -m scripts.benchmarks.bench_memory --limit 77 --experiments 2b --ways torch sparse OVERRIDE...
 
 Each experiment trains in up to three ways, for a few steps of `--batch` sequences, with frozen weights:
 
     torch     dense PyTorch, runtime.kernels=torch
     dense     with the kernels, weights as a run draws them: how every run starts
-    sparse    with the kernels, weights shaped to fire --firing neurons per token, as scripts/bench_train.py shapes them
+    sparse    with the kernels, weights shaped to fire --firing neurons per token, as bench_train.py shapes them
 
 Printed for each: the micro-batch that auto started with and the one that it ended with, tokens/s and the largest memory
 of tensors (and of the whole GPU, as the driver counts) in the steps after that; tokens/s with half and with twice as
@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from scripts import bench_train, shaped_firing
-from scripts import ffn_patterns as patterns
+from scripts.benchmarks import bench_train, patterns, shaped_models
 from sparsellm import data
 from sparsellm.commands.train import check, device_type
 from sparsellm.config import Config, ConfigError, from_overrides
@@ -71,9 +70,9 @@ def experiment(name: str, args: argparse.Namespace, ranks: Ranks) -> list[dict]:
     first = config_of(args.ways[0], "auto")
     opened, weights = data.open_data(first, ranks), None
     if args.locality:
-        opened = shaped_firing.clustered(opened, first, ranks, args.locality)
+        opened = shaped_models.clustered(opened, first, ranks, args.locality)
     if "sparse" in args.ways:
-        rates = shaped_firing.layer_rates(
+        rates = shaped_models.layer_rates(
             first.model.num_layers, first.model.intermediate_size, args.activations, args.firing
         )
         weights = bench_train.shaped_weights(first, ranks, opened, rates, args.locality)
@@ -131,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step, over all ranks")
     parser.add_argument("--steps", type=int, default=3, help="measured, after a warm-up")
-    parser.add_argument("--firing", type=float, default=shaped_firing.DEFAULT_MEAN, help="neurons per token and layer")
+    parser.add_argument("--firing", type=float, default=shaped_models.DEFAULT_MEAN, help="neurons per token and layer")
     patterns.add_activations(parser)
     parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: random texts instead of data")
     parser.add_argument("--json", type=Path, metavar="OUT")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scripts import ffn_patterns as patterns
-from scripts.ffn_dense import BASES, dense_gated, dense_nongated
+from scripts.benchmarks import patterns
+from scripts.benchmarks.patterns import BASES, dense_gated, dense_nongated
 from sparsellm.ops import (
     Engine,
     FeedForwardOutput,

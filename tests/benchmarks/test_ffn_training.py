@@ -1,12 +1,11 @@
-"""scripts/ffn_training.py: the gradients, errors, saved bytes and tables of bench_ffn --training; tiny, on the CPU."""
+"""ffn_training.py: the gradients, errors, saved bytes and tables of bench_ffn --training; tiny, on the CPU."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts import bench_ffn, ffn_dense, ffn_training
-from scripts import ffn_patterns as patterns
+from scripts.benchmarks import bench_ffn, ffn_training, patterns
 from sparsellm.ops import Plan, feedforward
 
 M, K, N = 300, 32, 64
@@ -26,7 +25,7 @@ def operator(gated: bool, plan: Plan | None):
 
 
 def dense(gated: bool):
-    return ffn_dense.dense_gated if gated else ffn_dense.dense_nongated
+    return patterns.dense_gated if gated else patterns.dense_nongated
 
 
 @GATED

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts import bench_ffn, bench_model
-from scripts import ffn_patterns as patterns
+from scripts.benchmarks import bench_ffn, bench_model, patterns
 from sparsellm.config import ModelConfig
 
 
@@ -128,7 +127,7 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
 def test_scripts_refuse_a_folder_without_a_recording_and_say_how_to_make_one(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script, "--activations", str(tmp_path)])
     with pytest.raises(SystemExit):
-        importlib.import_module(f"scripts.{script}").main()
+        importlib.import_module(f"scripts.benchmarks.{script}").main()
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(rf"--activations: {tmp_path} has no firing_patterns\*\.npz: {HOW}", said)
 

@@ -1,9 +1,9 @@
 """The Triton kernels against compiled dense PyTorch, on recorded patterns, in one process on one GPU.
 
-    python -m scripts.bench_triton --activations DIR [--m 16384 131072] [--patterns sparse layer1 ...] [--kernels]
-    python -m scripts.bench_triton --activations DIR --try sampled=128,64,8,3 gathered=256,64,8,4 resident=1
+    python -m scripts.benchmarks.bench_triton --activations DIR [--m 16384 131072] [--patterns layer1 ...] [--kernels]
+    python -m scripts.benchmarks.bench_triton --activations DIR --try sampled=128,64,8,3 gathered=256,64,8,4 resident=1
 
-Lines for each M and pattern (scripts/ffn_patterns.py): the mean union of 128 tokens, in their own order and ordered;
+Lines for each M and pattern (patterns.py): the mean union of 128 tokens, in their own order and ordered;
 the times of compiled dense PyTorch and of the tile engine in Triton, as the policy orders and the other way, and of the
 dense engine as a layer runs it there; their ratio, and the errors of y against float64 over those of dense PyTorch, on
 2,048 tokens; forward, and, up to --training-m tokens, forward and backward; and which engine `auto` takes for what was
@@ -22,9 +22,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from scripts import ffn_patterns as patterns
-from scripts.ffn_dense import dense_gated
-from scripts.ffn_training import Step, forward_backward
+from scripts.benchmarks import patterns
+from scripts.benchmarks.ffn_training import Step, forward_backward
+from scripts.benchmarks.patterns import dense_gated
 from sparsellm.inference.engine_choice import EngineChoice, NeuronMajor
 from sparsellm.ops import Plan, backend, choose_engine, choose_training_engine, dispatch, feedforward
 from sparsellm.ops.gpu_timing import alternating_ms

@@ -1,12 +1,12 @@
 """Forward speed and energy of whole models, stock Hugging Face ones with ReLU, before and after `sparsellm.accelerate`.
 
-    python -m scripts.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
-    python -m scripts.bench_model --activations DIR --mean 36 --layers 8 18 28 38 --compiled    # the four sizes
-    python -m scripts.bench_model --activations DIR --mean 36 --non-gated --compiled            # 1.5B, N 8,448
-    python -m scripts.bench_model model=qwen3_8b model.num_layers=8 --mean 80 --batch 8
+    python -m scripts.benchmarks.bench_model --activations DIR [--mean 36] [--locality 0.5] [--json OUT]
+    python -m scripts.benchmarks.bench_model --activations DIR --mean 36 --layers 8 18 28 38 --compiled  # four sizes
+    python -m scripts.benchmarks.bench_model --activations DIR --mean 36 --non-gated --compiled          # 1.5B, N 8,448
+    python -m scripts.benchmarks.bench_model model=qwen3_8b model.num_layers=8 --mean 80 --batch 8
 
 The model is the Llama of 1.5B parameters, or what overrides `model=` and `model.` say, in its own class.
-Weights are random, yet every neuron fires at a recorded rate (scripts/shaped_firing.py); with --mean, all rates are
+Weights are random, yet every neuron fires at a recorded rate (shaped_models.py); with --mean, all rates are
 multiplied by one factor so that they average to it. Tokens are random, so the union of 128 tokens, which is printed, is
 larger than in real text, and the tile engine slower; --locality makes it smaller.
 
@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scripts import ffn_patterns as patterns
-from scripts.shaped_firing import (
+from scripts.benchmarks import patterns
+from scripts.benchmarks.shaped_models import (
     CALIBRATION,
     firing_statistics,
     hidden,

@@ -1,10 +1,10 @@
 """Throughput of the downstream evaluation beside lm-eval's own `hf` model, on the same requests in one process.
 
-    python -m scripts.bench_evaluate --data-dir DIR --tokenizer FOLDER [--activations DIR] [--mean 36] [--json OUT]
-    python -m scripts.bench_evaluate --data-dir DIR --checkpoint HF_FOLDER
+    python -m scripts.benchmarks.bench_evaluate --data-dir DIR --tokenizer FOLDER [--activations DIR] [--mean 36]
+    python -m scripts.benchmarks.bench_evaluate --data-dir DIR --checkpoint HF_FOLDER
 
 Without --checkpoint, the model is Hugging Face Llama with ReLU of 1.5B random parameters in bfloat16 (that of
-scripts/bench_model.py), whose neurons fire at recorded rates on the tasks' own texts (scripts/shaped_firing.py).
+bench_model.py), whose neurons fire at recorded rates on the tasks' own texts (shaped_models.py).
 
 The time of a variant is that from the requests of all tasks, task by task, to their answers, tokenization included: in
 seconds of the host's clock, with the GPU idle before and after. Variants take turns in each of --rounds, and each one's
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import sparsellm
-from scripts import ffn_patterns as patterns
-from scripts.bench_model import MODEL, random_model
-from scripts.shaped_firing import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
+from scripts.benchmarks import patterns
+from scripts.benchmarks.bench_model import MODEL, random_model
+from scripts.benchmarks.shaped_models import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.calibration import chosen_by
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.tasks import TASKS, load

@@ -1,6 +1,6 @@
 """How fast prepare_data turns documents into tokens, by cores, beside as many tokenizers that do nothing else.
 
-    python -m scripts.bench_prepare [--cores 1,2,4,8,16] [--tokenizer FOLDER] [--characters 400e6]
+    python -m scripts.benchmarks.bench_prepare [--cores 1,2,4,8,16] [--tokenizer FOLDER] [--characters 400e6]
 
 The documents are made of those of the embedded corpus, joined until each has as many characters as FineWeb-Edu's have
 on average, and again and again, in parquet files on the disk of --folder; --tokenizer is one folder or hub name,
