@@ -62,11 +62,11 @@ def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[flo
 
 
 def draw_gains(text: str) -> Figure:
-    forward = [row for row in table("One layer: the forward pass", text) if row["tokens"] == "131,072"]
+    forward = [row for row in table("One layer: forward pass", text) if row["tokens"] == "131,072"]
     training = table("One layer: forward and backward", text)
-    whole = {row["model"]: row for row in table("A whole model: the forward pass", text)}
-    steps = {row["model"]: row for row in table("A whole model: training steps", text)}
-    paper = {row["model"]: row for row in table("Beside the paper", text)}
+    whole = {row["model"]: row for row in table("Forward pass of whole models", text)}
+    steps = {row["model"]: row for row in table("Training step: speed and memory", text)}
+    paper = {row["model"]: row for row in table("Compared with the paper", text)}
 
     figure = plt.figure(figsize=(WIDTH, 8.5))
     above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.965, bottom=0.686)
@@ -233,7 +233,7 @@ def draw_how_it_works(text: str) -> Figure:
                 2.33, y + height + 0.07, "the kernel packs while it multiplies", ha="center", fontsize=8, color=OURS
             )
 
-    learned = {row["after 400 steps"]: row for row in table("The L1 loss at work", text)}["ReLU + L1 2e-5"]
+    learned = {row["after 400 steps"]: row for row in table("L1 loss: the first 400 steps of 0.5B", text)}["ReLU + L1 2e-5"]
     axes.text(
         0.15, 1.76, "Training with an L1 loss on the activations makes the zeros", fontweight="bold", fontsize=10.5,
         va="top",

@@ -1,4 +1,4 @@
-r"""The training runs behind docs/RESULTS.md, "Many runs of a small model": several at once, over several sessions.
+r"""The training runs behind docs/RESULTS.md, "What sparsity costs": several at once, over several sessions.
 
     python -m scripts.evidence_runs docs/mini.jsonl experiment=mini 'data.files=[TEXT/*.parquet]' \
         --tasks EVAL --root RUNS --at-once 2 --minutes 9

@@ -13,7 +13,7 @@ a width of their own). Between a micro-batch's forward and its backward pass a c
 and beside them, whatever the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps
 more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
 
-On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "Training within 80 GB", by at most
+On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "Training in 80 GB", by at most
 0.5%, with recomputation by 2.5%. tests/gpu/test_memory_on_a_gpu.py measures it anew.
 """
 
