@@ -233,7 +233,7 @@ def draw_how_it_works(text: str) -> Figure:
                 2.33, y + height + 0.07, "the kernel packs while it multiplies", ha="center", fontsize=8, color=OURS
             )
 
-    learned = {row["after 400 steps"]: row for row in table("L1 loss: the first 400 steps of 0.5B", text)}["ReLU + L1 2e-5"]
+    learned = {row["after 400 steps"]: row for row in table("L1 loss: the first 400 steps", text)}["ReLU + L1 2e-5"]
     axes.text(
         0.15, 1.76, "Training with an L1 loss on the activations makes the zeros", fontweight="bold", fontsize=10.5,
         va="top",
