@@ -1,20 +1,21 @@
-# make train   sets up, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
-# make test    sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": in one process)
-# make test-fast  the tests of `make test` that are not marked slow
-# make attack  attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations, broken models
-# make check   ruff and mypy
-# make nvcc    installs pip's nvcc into .venv, unless there is an nvcc: without one the tests that compile are skipped
-# make kernels builds the CUDA kernels and reports their resources; needs nvcc, neither a GPU nor a CUDA build of torch
-# make wheel   builds the kernels, and a wheel in dist/ that holds them: where it is installed, no nvcc is needed
-# SETUP=0      uses the `python3` on PATH (or PYTHON=...) as it is, and installs nothing
+# make train      sets up .venv, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
+# make test       sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": one process)
+# make test-fast  runs the tests of `make test` that are not marked slow
+# make test-gpu   runs tests/gpu, on a Hopper GPU
+# make attack     attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations and models
+# make check      runs ruff and mypy
+# make nvcc       installs pip's nvcc into .venv if there is no nvcc; without one, tests that compile are skipped
+# make kernels    builds the CUDA kernels and reports their resources; needs nvcc, but no GPU and no CUDA build of torch
+# make wheel      builds the kernels and a wheel in dist/ that contains them; installing the wheel needs no nvcc
+# SETUP=0         uses the `python3` on PATH (or PYTHON=...) unchanged, and installs nothing
 
 PYTHON ?= python3
-# Many tests wait for processes: one worker more than there are cores, four at most.
+# Many tests wait for processes, so use one worker more than there are cores, but at most four.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
 SETUP ?= 1
-# The version is named in the same pip call as everything else: see constraints.txt for the rest.
+# Named in the same pip call as all other packages, whose versions are in constraints.txt.
 TORCH ?= torch==2.13.0
-# Pip's CUDA compiler, all of one release: nvidia-cuda-nvcc itself asks for no version of its parts.
+# Pip's CUDA compiler. All parts must be of one release, and nvidia-cuda-nvcc does not pin the versions of its parts.
 NVCC ?= nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
 	nvidia-cuda-runtime==13.0.96
 
@@ -26,7 +27,7 @@ else
 RUN := .venv/bin/python
 READY := .venv/.ready
 TOOLS := .venv/.tools
-# Compiling all that is installed takes half a minute, and a run imports a part of it: imports compile what they need.
+# Byte-compiling all packages takes half a minute, and a run imports only some: imports compile what they need.
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt '$(TORCH)'
 unexport PYTHONDONTWRITEBYTECODE
 endif
@@ -41,12 +42,12 @@ setup: $(TOOLS)
 	@$(INSTALL) -e .
 	@touch $@
 
-# What tests and checks need beside the package.
+# What tests and checks need in addition to the package.
 .venv/.tools: .venv/.ready
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
-# Threads that wait for each other sleep: spinning ones slow a machine that does something else, too, by a factor of ten.
+# Waiting threads sleep: spinning threads slow training tenfold on a machine that is busy with other work.
 train: export OMP_WAIT_POLICY ?= passive
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
