@@ -1,4 +1,4 @@
-"""The two pictures of README.md, drawn anew from the tables of docs/RESULTS.md and from the rows of a run.
+"""The two pictures of README.md, drawn from the tables of docs/RESULTS.md and from the rows of a run.
 
     python -m scripts.draw_readme
 
@@ -88,7 +88,7 @@ def draw_gains(text: str) -> Figure:
         _bars(
             figure.add_subplot(below[column]), title, theirs, {m: 100 * gain for m, gain in ours.items()}, column == 0
         )
-    figure.text(0.06, 0.603, "Whole models: gain in %, beside what the paper prints", fontsize=9.5, fontweight="bold")
+    figure.text(0.06, 0.603, "Whole models: gain in %, ours and the paper's", fontsize=9.5, fontweight="bold")
     figure.legend(
         [Rectangle((0, 0), 1, 1, color=OURS), Rectangle((0, 0), 1, 1, color=PAPER)],
         ["sparsellm: one GPU, against compiled PyTorch", "the paper: 8 x H100 PCIe, against its own dense model"],
@@ -96,13 +96,11 @@ def draw_gains(text: str) -> Figure:
     )  # fmt: skip
     figure.text(
         0.52, 0.312,
-        "Ours: one H200 (forward: one H100), weights frozen at 36 firing neurons per token (the paper: 29 to 39).\n"
-        "Hardware and baselines differ: each is a gain on its own ground. No bar: not measured, or not comparable.",
+        "Ours: one H200 (forward: one H100), weights frozen at 36 active neurons per token (the paper: 29 to 39).\n"
+        "Hardware and baselines differ: each gain is over its own baseline. No bar: not measured, or not comparable.",
         ha="center", fontsize=8, color="#555555", linespacing=1.3,
     )  # fmt: skip
-    figure.text(
-        0.06, 0.262, "A run from its first step on: 0.5B, 150M tokens, two H100s", fontsize=9.5, fontweight="bold"
-    )
+    figure.text(0.06, 0.262, "A run from its first step: 0.5B, 150M tokens, two H100s", fontsize=9.5, fontweight="bold")
     _run(figure, [json.loads(line) for line in (DOCS / "0p5b_150m.jsonl").read_text().splitlines()])
     return figure
 
@@ -114,7 +112,7 @@ def _run(figure: Figure, runs: list[dict]) -> None:
     fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
     ours = rows["kernels"]
     fires.plot([row["step"] for row in ours], [row["nnz_mean"] for row in ours], color=OURS, linewidth=1.8)
-    fires.set_title("neurons that fire for a token", fontsize=9, loc="left")
+    fires.set_title("active neurons per token", fontsize=9, loc="left")
     fires.set_yscale("log")
     fires.set_yticks((50, 200, 1000, 2816), ("50", "200", "1,000", "2,816"))
     fires.minorticks_off()
@@ -146,7 +144,7 @@ def _run(figure: Figure, runs: list[dict]) -> None:
 
 def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple[list[float], list[float]]) -> None:
     axes.set_title(
-        "One feedforward layer: how many times as fast as compiled dense PyTorch (one H200)", loc="left",
+        "One feedforward layer: speedup over compiled dense PyTorch (one H200)", loc="left",
         fontweight="bold",
     )  # fmt: skip
     axes.axvspan(36, 116, color=OURS, alpha=0.09, linewidth=0)
@@ -166,7 +164,7 @@ def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple
     axes.set_xlim(18, 3200)
     axes.set_ylim(0, 4)
     axes.set_yticks(range(5), [f"{n}x" for n in range(5)])
-    axes.set_xlabel("neurons that fire for a token, of 5,632 (a new model fires half of them: 2,816)")
+    axes.set_xlabel("active neurons per token, of 5,632 (half of them, 2,816, in a new model)")
     axes.grid(axis="y")
 
 
@@ -204,7 +202,7 @@ def draw_how_it_works(text: str) -> Figure:
 
     for top, title, sparse in (
         (5.48, "A dense layer multiplies by every weight", False),
-        (3.60, "sparsellm multiplies by the weights of the neurons that fire", True),
+        (3.60, "sparsellm multiplies by the weights of active neurons only", True),
     ):
         color = OURS if sparse else DENSE
         axes.text(0.15, top, title, fontweight="bold", fontsize=10.5, va="top", color=color if sparse else INK)
@@ -215,7 +213,7 @@ def draw_how_it_works(text: str) -> Figure:
         _below(axes, 1.62, y, "gate weights: all")
         if sparse:
             _packed(axes, 3.02, y, height, fires)
-            _below(axes, 3.55, y, "packed: who fires, and how much")
+            _below(axes, 3.55, y, "packed: active neurons, values")
         else:
             _cells(axes, 2.60, y, 1.9, height, fires, color)
             _below(axes, 3.55, y, "relu(gate): 99% zeros, a row per token")
@@ -235,7 +233,7 @@ def draw_how_it_works(text: str) -> Figure:
 
     learned = {row["after 400 steps"]: row for row in table("L1 loss: the first 400 steps", text)}["ReLU + L1 2e-5"]
     axes.text(
-        0.15, 1.76, "Training with an L1 loss on the activations makes the zeros", fontweight="bold", fontsize=10.5,
+        0.15, 1.76, "Training with an L1 loss makes the activations sparse", fontweight="bold", fontsize=10.5,
         va="top",
     )  # fmt: skip
     for place, step in enumerate(("step 1", "step 200", "step 400")):
@@ -245,7 +243,7 @@ def draw_how_it_works(text: str) -> Figure:
         cells = np.zeros(20 * 44, dtype=bool)
         cells[np.random.default_rng(place).permutation(cells.size)[: round(share * cells.size)]] = True
         _cells(axes, left, 0.62, 1.6, 0.75, cells.reshape(20, 44), OURS, line=0.15)
-        _below(axes, left + 0.8, 0.62, f"{step}: {nonzeros:,.0f} of 5,632 fire")
+        _below(axes, left + 0.8, 0.62, f"{step}: {nonzeros:,.0f} of 5,632 active")
         if place:
             _arrow(axes, left - 0.24, left - 0.03, 1.0)
     axes.text(
@@ -283,7 +281,7 @@ def _cells(
 
 
 def _packed(axes: Axes, x: float, y: float, height: float, fires: np.ndarray) -> None:
-    """Draws each token's own short list: one box for each neuron that fires, with the neuron's number."""
+    """Draws each token's own short list: one box for each active neuron, with the neuron's number."""
     step = height / len(fires)
     for row, token in enumerate(fires):
         bottom = y + height - (row + 1) * step
