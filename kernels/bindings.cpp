@@ -1,7 +1,7 @@
 // The engines of engines.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
 // torch 2.10 and later. An operator allocates its results and workspace with torch's allocator, and launches on the
-// current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls with no tokens;
-// here it is only checked that every tensor is contiguous, 16-byte aligned and on that device.
+// current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls an operator
+// without tokens; this file checks only that every tensor is contiguous, 16-byte aligned and on that device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -37,7 +37,7 @@ Tensor made_by(const char* what, Make make) {
   throw std::runtime_error(std::string("sparsellm_cuda: torch could not ") + what);
 }
 
-// One call of an operator: its device, its stream, its name in errors, and how it allocates memory.
+// One call of an operator: its device, its stream, its name for error messages, and its memory allocation.
 class Call {
  public:
   Call(const char* op, const Tensor& first) : op_(op), device_(first.get_device_index()), guard_(device_) {
@@ -64,7 +64,7 @@ class Call {
   Tensor bytes(int64_t count) const { return empty({count}, aoti_torch_dtype_uint8()); }
   Tensor bf16(const std::vector<int64_t>& sizes) const { return empty(sizes, aoti_torch_dtype_bfloat16()); }
 
-  // A matrix as a tensor that does not own its memory.
+  // A tensor that refers to a matrix without owning its memory.
   Tensor view(const sparsellm::Matrix& a) const {
     const int64_t sizes[] = {a.rows, a.columns}, strides[] = {a.by_column ? 1 : a.columns, a.by_column ? a.rows : 1};
     return made_by("make a view", [&](AtenTensorHandle* made) {
@@ -97,7 +97,7 @@ class Call {
   void* stream_ = nullptr;
 };
 
-// Elements [first, first + count) of `whole`, as a tensor of one dimension that shares the memory of `whole`.
+// Elements [first, first + count) of `whole`, as a one-dimensional tensor that shares the memory of `whole`.
 Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
   const int64_t stride = 1;
   return made_by("make a view", [&](AtenTensorHandle* made) {
@@ -112,7 +112,7 @@ Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, 
   return {data(x), data(w_gate), data(w_up), data(w_down_t), x.numel() / k, k, w_up.size(0)};
 }
 
-// The statistics that an operator returns, all [0] if not wanted: l1 float32 [], fired bool [N], counts int64 [4].
+// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4]; all [0] if not wanted.
 struct Statistics {
   Statistics(const Call& call, int64_t n, bool wanted = true)
       : l1(call.empty(std::vector<int64_t>(wanted ? 0 : 1), aoti_torch_dtype_float32())),
@@ -142,7 +142,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, T
   return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
 }
 
-// y, and if `counting` the statistics. If not, these go into the workspace: each result takes some 5 us of the host.
+// Returns y and, if `counting`, the statistics. Otherwise the statistics go to the workspace, because the host needs
+// some 5 us for each result.
 std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
   const Call call("row_forward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
@@ -179,7 +180,7 @@ sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t
   refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: tile_forward saves so many for no such layer");
 }
 
-// The gradients that a backward pass returns: of x, w_gate (without rows if the layer is not gated), w_up, w_down.
+// The gradients that a backward pass returns: of x, w_gate (no rows in a non-gated layer), w_up, w_down.
 struct Made {
   Made(const Call& call, const Layer& a, bool float_weights) : float_weights(float_weights) {
     const int32_t dtype = float_weights ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
@@ -293,7 +294,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("transpose", TORCH_BOX(&transpose));
 }
 
-// Operators on numbers alone: they take no tensors, and so have no device.
+// Operators on numbers alone: they take no tensors, so they have no device.
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("tile_saved_bytes", TORCH_BOX(&tile_saved_bytes));
   library.impl("limit", TORCH_BOX(&limit));

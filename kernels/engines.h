@@ -1,12 +1,13 @@
 // The feedforward engines: one forward and one backward function for each (row has no backward), free of torch. This
-// header is the seam. What stands above it (bindings.cpp, and through it Python) knows tensors and policy. What stands
-// below it (sm90/) knows how a pass is cut into kernels, in which order they are launched, and how every buffer between
-// them is laid out.
+// header is the seam. Code above it (bindings.cpp, and through it Python) knows tensors and policy. Code below it
+// (sm90/) knows how a pass is divided into kernels, in which order they are launched, and how every buffer between them
+// is laid out.
 //
-// The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, where a backward
-// pass follows, one saved buffer of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned and
-// undefined at first. Every function launches on `stream` of the current device, waits for nothing, allocates nothing,
-// and returns cudaSuccess or the first error. Tensors are contiguous and 16-byte aligned; bf16 pointers are void*.
+// The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, if a backward pass
+// follows, one saved buffer of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned, and
+// their contents may be undefined. Every function launches on `stream` of the current device, waits for nothing,
+// allocates nothing, and returns cudaSuccess or the first error. Tensors are contiguous and 16-byte aligned; bf16
+// pointers are void*.
 //
 // Letters: M tokens, K model width, N neurons; K and N are multiples of 8 up to 65,536.
 #pragma once
@@ -18,13 +19,13 @@
 namespace sparsellm {
 
 // The packed format (README.md).
-constexpr int kTokenTile = 128;                         // tokens of a token tile
-constexpr int kColumnTile = 256;                        // columns of a column tile, and of a segment
-constexpr int kCompression = 8;                         // columns for each word of a packed segment
+constexpr int kTokenTile = 128;                         // tokens per token tile
+constexpr int kColumnTile = 256;                        // columns per column tile, and per segment
+constexpr int kCompression = 8;                         // columns per word of a packed segment
 constexpr int kTileWords = kColumnTile / kCompression;  // W, the words of a segment
-constexpr int kSectorWords = 8;  // words of a segment that lie side by side: 32 bytes, the unit that memory is read in
+constexpr int kSectorWords = 8;  // words of a segment that are contiguous: 32 bytes, the unit of a memory read
 
-// One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T); not gated (w_gate null): h = relu(x w_up^T).
+// One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T). Non-gated (w_gate null): h = relu(x w_up^T).
 struct Layer {
   const void* x;         // bf16 [M, K]
   const void* w_gate;    // bf16 [N, K], or null
@@ -34,48 +35,50 @@ struct Layer {
 
   bool gated() const { return w_gate != nullptr; }
   const void* thresholded() const { return gated() ? w_gate : w_up; }  // the weight whose product passes the ReLU
-  const void* multiplier() const { return gated() ? w_up : nullptr; }  // the weight whose product g is multiplied by
+  const void* multiplier() const { return gated() ? w_up : nullptr; }  // the weight whose product multiplies g
 };
 
-// What a forward pass returns. The four entries of counts are: the nonzeros of the gate; the segments of the packed
-// gate that did not fit their words; 1 where the tile engine's lists had no room, so that slower kernels computed the
-// call, else 0; the neurons that fire in each token tile, summed over the tiles. Behind these, counts has room for what
-// the kernels count for themselves: counts_length() integers in all.
+// What a forward pass returns. The four entries of counts are:
+//   0  nonzeros of the gate
+//   1  segments of the packed gate whose nonzeros did not fit in their words
+//   2  1 if the call exceeded the capacity of the tile engine's lists and took the slower overflow path, else 0
+//   3  neurons that fire in each token tile, summed over the tiles
+// The allocation continues behind them with the kernels' own counters: counts_length() integers in all.
 struct Result {
   void* y;         // bf16 [M, K]
   float* l1;       // float32 [1]: sum of |h|
-  uint8_t* fired;  // [N], 8-byte aligned: 1 where the neuron fires for some token, else 0
+  uint8_t* fired;  // [N], 8-byte aligned: 1 if the neuron fires for some token, else 0
   int64_t* counts;
 };
 int64_t counts_length();
-// A result whose statistics nobody reads: they lie in `memory`, 256-byte aligned, of statistics_bytes(N).
+// A result whose statistics nobody reads: they are in `memory`, 256-byte aligned, of statistics_bytes(N) bytes.
 int64_t statistics_bytes(int64_t n);
 Result with_statistics_in(void* memory, int64_t n, void* y);
 
 // A plain matrix product, which the caller's library computes.
 //
-// A bf16 matrix [rows, columns], which stands in memory row by row or column by column.
+// A bf16 matrix [rows, columns], stored row by row or column by column.
 struct Matrix {
   const void* data;
   int64_t rows, columns;
   bool by_column;
 };
-// Writes a b to `out`, row by row, or with `add` adds it to what stands there. May throw.
+// Writes a b to `out`, row by row; with `add`, adds it to the contents of `out`. May throw.
 using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 
-// Row: multiplies each token by the weight rows of its own neurons. There is no backward pass.
+// Row: multiplies each token by the weight rows of its own neurons. It has no backward pass.
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
 cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* workspace, const Result& result,
                         cudaStream_t stream);
 
-// Tile: multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the tile (README.md). A
-// TileShape is all that the sizes of its buffers depend on.
+// Tile: multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the tile (README.md). The
+// sizes of its buffers depend on a TileShape alone.
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold; slower kernels compute a batch that has more
+  int64_t capacity;       // nonzeros that the lists hold; a batch with more takes the overflow path
   int64_t long_capacity;  // of those, how many may be in rows of more than 512 nonzeros
-  bool ordered;           // tokens are ordered, so that a tile's tokens fire the same neurons; else they stand as given
+  bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };
 // The shape whose lists hold `capacity` nonzeros (1 to tile_max_capacity(); rounded up to a multiple of 128).
 // long_capacity: -1 if all of them may be in long rows.
@@ -84,39 +87,40 @@ TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capaci
 int64_t tile_max_tokens(bool saving);  // the largest M; saving: a backward pass follows
 int64_t tile_max_capacity();
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving);
-// The bytes of a saved buffer. Their number modulo 16 says which engine filled the buffer: 0 dense, 2 tile with tokens
-// as given, 6 tile with ordered tokens. So tile_shape_of_saved finds the shape again from the length alone; the
-// capacity that it returns is -1 if tile_forward saves that many bytes for no such layer.
+// The bytes of a saved buffer. Their number modulo 16 identifies the engine that filled the buffer: 0 dense, 2 tile
+// with tokens in their original order, 6 tile with ordered tokens. So tile_shape_of_saved recovers the shape from the
+// length alone; it returns capacity -1 if tile_forward saves that many bytes for no such layer.
 int64_t tile_saved_bytes(const TileShape& shape);
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated);
 // saved: where to write what tile_backward needs, or null.
 cudaError_t tile_forward(const Layer& layer, const TileShape& shape, void* workspace, void* saved, const Result& result,
                          cudaStream_t stream);
 
-// Where a backward pass writes the gradients, which it computes from dy, bf16 [M, K], and dl1, float32 [1].
+// Where a backward pass writes the gradients. It computes them from dy, bf16 [M, K], and dl1, float32 [1].
 struct Gradients {
   void* dx;               // bf16 [M, K]
-  void *dw_gate, *dw_up;  // [N, K]; dw_gate: null if the layer is not gated
+  void *dw_gate, *dw_up;  // [N, K]; dw_gate: null if the layer is non-gated
   void* dw_down;          // [K, N]
-  bool float_weights;     // the gradients of the weights are float32, which only tile_backward can give; else bf16
+  bool float_weights;     // the gradients of the weights are float32, which only tile_backward supports; else bf16
 };
 int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights);
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
                           void* workspace, const Gradients& gradients, cudaStream_t stream);
 
-// Where a field of the tile engine's plan, named as in README.md, lies in a saved buffer; for the tests of single
-// stages. element_bytes is 0 if there is no field of that name.
+// Where a field of the tile plan, named as in README.md, is in a saved buffer; for the tests of single stages.
+// element_bytes is 0 if no field has that name.
 struct Field {
   int64_t offset, count;  // in bytes, in elements
   int element_bytes;
 };
 Field tile_saved_field(const TileShape& shape, const char* name);
 
-// Dense: plain matrix products, which the caller's library computes, and kernels for all between them.
-// fused: for many tokens, one kernel computes h, and one dz, du and h from dy w_down, without dh in memory; for few,
-// the products take all the time, so the library computes them, and elementwise kernels follow. What is saved is g and,
-// of gated layers, u, bf16 [M, N] each; not fused, it is z, g before the ReLU. w_down: bf16 [K, N].
-// Not fused, a forward pass may go without its statistics: l1, fired and counts are then null.
+// Dense: plain matrix products, which the caller's library computes, and kernels for everything between them.
+// fused: for many tokens, one kernel computes h, and one computes dz, du and h from dy w_down, so that dh is never in
+// memory. Not fused: for few tokens the products take all the time, so the library computes them, and elementwise
+// kernels follow.
+// The saved buffer has g and, in a gated layer, u, bf16 [M, N] each; if not fused, it has z, g before the ReLU. w_down:
+// bf16 [K, N]. A forward pass that is not fused may skip its statistics: then l1, fired and counts are null.
 int64_t dense_saved_bytes(const Layer& layer);
 int64_t dense_workspace_bytes(const Layer& layer, bool fused, bool saving);
 cudaError_t dense_forward(const Layer& layer, const void* w_down, bool fused, const Multiply& multiply, void* workspace,
@@ -126,12 +130,12 @@ cudaError_t dense_backward(const Layer& layer, const void* w_down, bool fused, c
                            const float* dl1, const void* saved, void* workspace, const Gradients& gradients,
                            cudaStream_t stream);
 
-// relu(x w^T) in the packed form (README.md): what the row and the tile engine start from.
+// relu(x w^T) in the packed format (README.md): the input of the row and the tile engine.
 struct PackedGate {
   uint32_t* words;      // [M, 4, ceil(N / 256), 8]
   void* wide;           // bf16 [M, N]
   uint32_t* mask;       // [ceil(M / 128), 8 ceil(N / 256)]
-  int32_t* row_counts;  // [row_counts_length(M, N)]; the first M are each token's nonzeros, the others scratch
+  int32_t* row_counts;  // [row_counts_length(M, N)]; the first M are each token's nonzeros, the others are scratch
   uint8_t* fired;       // fired and counts are as in Result
   int64_t* counts;
 };
@@ -139,8 +143,8 @@ int64_t row_counts_length(int64_t m, int64_t n);
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream);
 
-// Writes the transpose of from [rows, columns] to `to` [columns, rows]. Each is float32 or bf16; bf16 to float32 is
-// cudaErrorInvalidValue. rows and columns are multiples of 8.
+// Writes the transpose of `from` [rows, columns] to `to` [columns, rows]. Each is float32 or bf16; bf16 to float32
+// returns cudaErrorInvalidValue. rows and columns are multiples of 8.
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream);
 

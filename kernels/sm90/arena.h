@@ -1,7 +1,7 @@
-// Arrays side by side in one piece of memory. A layout is one sequence of `take`s over an Arena, which runs twice:
-// without a base (null) the arena only counts bytes, with a base it also hands out addresses. So the size that a caller
-// must provide and the addresses that kernels use cannot disagree. take<float>(10), then take<int32_t>(100): the first
-// array is at byte 0, the second at byte 256, and bytes() is 768.
+// Packs arrays into one piece of memory. A layout is one sequence of `take`s over an Arena, which runs twice: without a
+// base (null), the arena only counts bytes; with a base, it also returns addresses. So the size that a caller must
+// provide and the addresses that kernels use cannot disagree. An example: after take<float>(10) and take<int32_t>(100),
+// the first array is at byte 0, the second at byte 256, and bytes() is 768.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
 
-  // Takes room for `count` elements of T, at a multiple of kAlignment bytes from the base.
+  // Reserves memory for `count` elements of T, at a multiple of kAlignment bytes from the base.
   template <typename T>
   T* take(int64_t count) {
     const int64_t at = bytes_;
