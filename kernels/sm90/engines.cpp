@@ -7,7 +7,7 @@
 #include "arena.h"
 #include "launch.h"
 
-// Returns the error of `call`, if there is one: the stages behind it would have no input.
+// Returns the error of `call`, if there is one, because the later stages would have no input.
 #define SPARSELLM_TRY(call)                                                   \
   do {                                                                        \
     if (const cudaError_t error = (call); error != cudaSuccess) return error; \
@@ -16,12 +16,12 @@
 namespace sparsellm {
 namespace {
 
-// Kernels count words in uint32, in strides of up to 4,096. The last stride must not pass 2^32.
+// Kernels count words in uint32, with strides of up to 4,096. The last stride must not exceed 2^32.
 constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
-// What the tile engine adds to a saved buffer's length, a multiple of 16: 2, and 4 more if tokens are ordered.
+// The tile engine adds this to a saved buffer's length, which is a multiple of 16: 2, and 4 more if tokens are ordered.
 constexpr int64_t kTileEngine = 2, kOrdered = 4;
-// Scratch behind the counters, in int64: totals, then tickets. Stages find it zero and leave it zero.
+// Scratch behind the counters, in int64: totals, then tickets. It is zero when a stage starts and when it ends.
 constexpr int kScratch = (kTotals + kRowTickets) / 2;
 constexpr int kCountsLength = kCounters + kScratch;
 
@@ -45,11 +45,11 @@ Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) 
   return packed;
 }
 
-// What the tile engine's forward pass leaves to its backward pass: the layout of the saved buffer. A forward pass that
-// saves nothing lays the same plan out in its workspace, without `ups`.
+// What the tile engine's forward pass saves for its backward pass: the layout of the saved buffer. A forward pass that
+// saves nothing puts the same plan into its workspace, without `ups`.
 struct Kept {
   TilePlan plan;  // without `rows`, which backward does not read
-  void* ups;      // bf16 [capacity]: u beside each word of the lists; null if not saved, or not gated
+  void* ups;      // bf16 [capacity]: u for each word of the lists; null if not saved, or non-gated
 
   Kept(Arena& arena, const TileShape& s, bool saving) : plan(), ups(nullptr) {
     const int64_t tiles = tiles_of(s.m), column_tiles = column_tiles_of(s.n);
@@ -72,8 +72,8 @@ struct TileWorkspace {
   Packed packed;
   uint32_t* rows;
   float* l1_partials;
-  uint32_t* hidden;   // h in the places of g; null where backward does not need g: then h replaces g in the lists
-  void* temporaries;  // of token_order, and later of row_rest
+  uint32_t* hidden;   // h in the places of g; null if backward does not need g: then h replaces g in the lists
+  void* temporaries;  // for token_order, and later for row_rest
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
     packed = lay_out_packed(arena, s.m, s.n, result);
@@ -84,15 +84,15 @@ struct TileWorkspace {
   }
 };
 
-// What the tile engine's backward pass needs beside the saved buffer.
+// What the tile engine's backward pass needs in addition to the saved buffer.
 struct BackwardWorkspace {
   NeuronPlan plan;
   int32_t *drawn, *tickets, *arrivals;  // counters of tile_gradient, tile_weights, rest_backward
-  int64_t zeroed;                       // bytes from the start on that must be zero at first
+  int64_t zeroed;                       // bytes at the start that must be zero before the pass
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
   void *operand, *second_operand;
-  void* planes;     // of rest_backward
+  void* planes;     // for rest_backward
   void* dw_down_t;  // [N, K], which is transposed last
 
   BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)
@@ -130,8 +130,8 @@ struct BackwardWorkspace {
   }
 };
 
-// A product of the plan's lists, or of others with the same places, with weights by neuron: y [M, K]. The second list
-// and weight may be null.
+// A product of the plan's lists, or of other lists with the same places, and weights by neuron: y [M, K]. The second
+// list and weight may be null.
 struct Lists {
   const uint32_t *first, *second;
 };
@@ -156,7 +156,7 @@ Spmm product_over(const TilePlan& plan, const Layer& a, Lists lists, Weights wei
   return product;
 }
 
-// What the dense engine saves: g, or z where it does not fuse, and of gated layers u. Null if nothing is saved.
+// What the dense engine saves: g (z if it does not fuse) and, in a gated layer, u. Null if nothing is saved.
 struct DensePlanes {
   void *g, *u;
 
@@ -165,12 +165,12 @@ struct DensePlanes {
 };
 
 struct DenseWorkspace {
-  void *h, *u;  // u: of gated layers, unless it is saved, or computed and used by one kernel
+  void *h, *u;  // u: in a gated layer, unless u is saved, or computed and used by one kernel
   float* l1_partials;
 
   DenseWorkspace(Arena& arena, const Layer& a, bool fused, bool saving) : u(nullptr) {
     h = arena.take<uint16_t>(a.m * a.n);
-    // dense_hidden and pointwise leave different numbers of partial sums of l1: the larger one serves both.
+    // dense_hidden and pointwise write different numbers of partial sums of l1. The larger number is enough for both.
     const int64_t columns = std::max(2 * column_tiles_of(a.n), (a.n + kPointwiseColumns - 1) / kPointwiseColumns);
     l1_partials = arena.take<float>(tiles_of(a.m) * columns);
     if (a.gated() && !fused && !saving) u = arena.take<uint16_t>(a.m * a.n);
@@ -252,7 +252,7 @@ int64_t tile_max_tokens(bool saving) { return saving ? kMaxSplitTokens : kMaxWor
 TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
                      bool ordered) {
   // Rounded up to 128, arrays of `capacity` words or halfwords fill the arena's units of 256 bytes. So the size of a
-  // saved buffer grows by exactly 4 bytes for each nonzero of capacity, gated by 6, and tile_shape_of_saved can divide.
+  // saved buffer grows by exactly 4 bytes (gated: 6) per nonzero of capacity, and tile_shape_of_saved can divide.
   capacity = (capacity + kCapacityUnit - 1) / kCapacityUnit * kCapacityUnit;
   if (long_capacity < 0) long_capacity = std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
   return {m, k, n, gated, capacity, long_capacity, ordered};
@@ -271,7 +271,7 @@ int64_t tile_saved_bytes(const TileShape& shape) {
   return arena.bytes() + kTileEngine + (shape.ordered ? kOrdered : 0);
 }
 
-// For example (docs/dev/TILE_ENGINE.md): 33,105,158 = 1,647,872 (all arrays but lists and ups) + 6 * 5,242,880 + 2 + 4.
+// For example (docs/dev/SEAM.md): 33,105,158 = 1,647,872 (all arrays except lists and ups) + 6 * 5,242,880 + 2 + 4.
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated) {
   const bool ordered = length % 16 == kTileEngine + kOrdered;
   const int64_t lists = length - tile_saved_bytes({m, k, n, gated, 0, 0, ordered});
@@ -305,7 +305,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
                         kept.ups, w.l1_partials, result.l1, stream));
   const Spmm product = product_over(plan, a, {hidden, nullptr}, {a.w_down_t, nullptr}, result.y);
   SPARSELLM_TRY(tile_spmm(product, stream));
-  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // the lists have room for any batch
+  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // the lists can hold any batch
   return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, w.packed, plan.totals, w.temporaries,
                   tickets_of(result.counts), result.l1, result.y, stream);
 }
@@ -364,7 +364,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
 }
 
 Field tile_saved_field(const TileShape& s, const char* name) {
-  // Without a base, an arena only counts bytes. Addresses are counted from this one, and nothing is read there.
+  // Without a base, an arena only counts bytes. So offsets are relative to this base, from which nothing is read.
   static char base[1];
   Arena arena(base);
   const Kept kept(arena, s, true);

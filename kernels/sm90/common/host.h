@@ -20,8 +20,8 @@ inline cudaError_t multiprocessors(int* count) {
   return error;
 }
 
-// Describes a bf16 matrix [rows, columns] with contiguous rows to TMA, which copies it in boxes of `box_rows` rows and
-// 64 columns (128 bytes, swizzled). Reads beyond the matrix's edges give zeros; writes beyond them are dropped.
+// Describes a bf16 matrix [rows, columns] with contiguous rows to TMA, which copies boxes of `box_rows` rows and 64
+// columns (128 bytes, swizzled). Reads beyond the matrix's edges give zeros; writes beyond them are dropped.
 inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -47,8 +47,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   };
   CUresult result = describe();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // This thread has not called CUDA before, and the driver's functions do not, as the runtime's do, make the context
-    // of the current device its own.
+    // This thread has not called CUDA before. Unlike the runtime's functions, the driver's functions do not make the
+    // current device's context current, so cudaSetDevice must.
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaSetDevice(device);
@@ -58,9 +58,9 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Lets `kernel` be launched on the current device with `bytes` of dynamic shared memory. The limit is only ever raised:
-// it belongs to the kernel, not to a launch, so a thread that lowered it for a narrow layer could make another thread's
-// launch for a wide layer fail.
+// Allows launches of `kernel` on the current device with `bytes` of dynamic shared memory. The limit belongs to the
+// kernel, not to a launch, so it is only ever raised: a thread that lowered it for a narrow layer could make another
+// thread's launch for a wide layer fail.
 inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, uint32_t> allowed;  // by kernel and device
@@ -76,13 +76,13 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   return error;
 }
 
-// Launches `kernel`. cluster: how many CTAs form a cluster. early: the kernel may start while the kernel before it in
-// the stream still ends. It must then call griddepcontrol_wait before it touches what that kernel, or an earlier one
-// that may not be done, reads or writes.
+// Launches `kernel`. cluster: the number of CTAs per cluster. early: the kernel may start before the previous kernel in
+// the stream has ended. It must then call griddepcontrol_wait before it accesses anything that this kernel, or an
+// earlier one that may still run, reads or writes.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 0) {  // even below 48 KB: with the kernel's static memory it may be more
+  if (shared_bytes > 0) {  // even below 48 KB: the total with the kernel's static memory may be more
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }

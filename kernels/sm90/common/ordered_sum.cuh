@@ -13,10 +13,11 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// The share of thread `thread` of `threads` of the sum of values[0, count), which are 16-byte aligned and written by
-// other CTAs: quads thread, thread + threads, ..., and of up to three values behind the last quad, one.
+// One thread's part of the sum of values[0, count), which are 16-byte aligned and written by other CTAs. Thread
+// `thread` of `threads` adds quads thread, thread + threads, ..., and one of the up to three values behind the last
+// quad.
 __device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {
-  constexpr int kBatch = 8;  // loads in flight in each thread
+  constexpr int kBatch = 8;  // loads in flight per thread
   const int64_t quads = count / 4;
   float sum = 0.0f;
   for (int64_t start = thread; start < quads; start += kBatch * threads) {
@@ -34,8 +35,8 @@ __device__ __forceinline__ float strided_sum(const float* values, int64_t count,
   return sum;
 }
 
-// Sum of values[0, count) by all threads of a CTA, valid in thread 0. The order depends on the number of threads, too.
-// scratch: shared, a float for each warp.
+// Sum of values[0, count) by all threads of a CTA, valid in thread 0. The order also depends on the number of threads.
+// scratch: shared, one float per warp.
 __device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
   const float sum = warp_sum(strided_sum(values, count, threadIdx.x, blockDim.x));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;

@@ -1,12 +1,12 @@
-// The product of gate_pack, dense_hidden and dense_gradient, x w^T or x w, one finished tile after the other.
+// The product x w^T or x w of gate_pack, dense_hidden and dense_gradient, one finished tile after another.
 //
 // One persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles, the same 256 columns for
 // two neighbouring token tiles, and each of its CTAs fetches half of the tile of w for both. Roles:
 //
 //   producer         warp 0: TMA
-//   finishing warps  warps 1-3 make of a finished tile, bf16 in shared memory, what is wanted while the next one is
-//                    multiplied. The first thread of warp 1 draws the pairs: the first two rounds of pairs are dealt,
-//                    and what follows goes to the cluster that is there first.
+//   finishing warps  warps 1-3 turn a finished tile, bf16 in shared memory, into the kernel's results while the next
+//                    tile is multiplied. The first thread of warp 1 draws the pairs: the first two rounds of pairs are
+//                    dealt by a fixed rule, and every later pair goes to the first cluster that is free.
 //   consumers        warps 4-11
 #pragma once
 
@@ -19,12 +19,12 @@
 namespace sparsellm {
 
 constexpr int kFinishWarps = 3;
-constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; 0 is that of __syncthreads
+constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; __syncthreads uses 0
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs up to that of
-// round p + 2 and no later one. So the first CTA begins round p + 3 at most, and while it works on that it draws the
-// pair of round p + 5: the pairs of rounds p to p + 5 can be in use at once, six. Where no fired neurons are counted,
-// the warps that finish tiles do not wait for one another, and one of them may be a round ahead: seven.
+// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs up to round p +
+// 2. So the first CTA starts round p + 3 at most, and while it works on p + 3 it draws the pair of round p + 5. The
+// pairs of rounds p to p + 5 can therefore be in use at once: six. If the kernel does not count fired neurons, the
+// finishing warps do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -33,16 +33,17 @@ struct PairShared {
   uint64_t tile_full;
   uint64_t tile_free;
   uint64_t drawn[kRounds];
-  uint32_t pairs[kRounds];  // [r % kRounds] what the cluster multiplies in round r; behind the last pair, nothing
-  uint32_t fired[2][8];     // bits of the neurons that fire for some token of the tile; two tiles are in flight
+  uint32_t pairs[kRounds];  // [r % kRounds] the pair of round r; a number that is no pair after the last one
+  uint32_t fired[2][8];     // one bit per neuron that fires for some token of the tile; two tiles are in flight
 };
 
-constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // and a bit per neuron
+constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // plus one bit per
+                                                                                                 // neuron
 static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
 
 // Pairs are visited column tile by column tile for one pair of token tiles, then for the next pair of token tiles. So
-// the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is done in bands of
-// columns, one after the other; this is the size of a band.
+// the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is processed in bands
+// of columns, one after another; this is the size of a band.
 constexpr int64_t kBandBytes = 24 << 20;
 
 // What is multiplied: tokens by column tiles of 256.
@@ -53,15 +54,15 @@ struct PairProduct {
   __host__ __device__ uint32_t row_pairs() const { return static_cast<uint32_t>((m + 2 * kTileM - 1) / (2 * kTileM)); }
 };
 
-// Of tokens [m, k] by `column_tiles` tiles.
+// For tokens [m, k] and `column_tiles` tiles.
 inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // at most
   const int64_t band_tiles = ceil_div(column_tiles, ceil_div(column_tiles, in_band));
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs early; the kernel before it is that of `clear`, which is not early. neurons: how many a
-// column tile has, 0 if the kernel does not count which neurons fire.
+// Launches a kernel of pairs early; the kernel before it is `clear`, which is not early. neurons: neurons per column
+// tile, or 0 if the kernel does not count which neurons fire.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
 struct PairMemory {
   uint32_t stages, tile;
   PairShared* shared;
-  uint32_t* fired;  // [column tiles, kWords] the neurons that this CTA has said to fire
+  uint32_t* fired;  // [column tiles, kWords] the neurons that this CTA has already reported as firing
 
   __device__ __forceinline__ explicit PairMemory(uint8_t* raw)
       : stages((ptx::smem_address(raw) + 1023) & ~1023u),
@@ -94,8 +95,8 @@ struct PairMemory {
 // A finished tile, as the warps that finish it see it.
 struct FinishedTile {
   int64_t token_tile;
-  int column_tile, rows;  // rows: those with tokens, <= 0 beyond the last token
-  uint32_t parity;        // of the tile's number among the CTA's tiles
+  int column_tile, rows;  // rows: number of rows with tokens, <= 0 beyond the last token
+  uint32_t parity;        // parity of the tile's number among the CTA's tiles
 
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
@@ -125,11 +126,12 @@ struct PairCta {
         row_pairs(product.row_pairs()),
         pairs(row_pairs * product.column_tiles) {}
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 1);
-      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // of both CTAs: half of each stage comes from the other
+      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // by both CTAs: half of each stage comes from the other
+                                                              // CTA
     }
     ptx::mbarrier_init(tile_full, kConsumerWarps);
     ptx::mbarrier_init(tile_free, kFinishWarps);
@@ -141,15 +143,15 @@ struct PairCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Waits until a round's pair is known, and returns it. A number that is not less than `pairs` is no pair.
+  // Waits until a round's pair is known, and returns it. A number >= `pairs` is no pair.
   __device__ __forceinline__ uint32_t pair_in(uint32_t round) const {
     ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
     return shared.pairs[round % kRounds];
   }
 
-  // The tile of this CTA in a pair. Of 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are column tiles 0
-  // and 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2 and 3 of the
-  // first.
+  // The tile of this CTA in a pair. An example with 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are
+  // column tiles 0 and 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2
+  // and 3 of the first.
   __device__ __forceinline__ FinishedTile tile_of_pair(uint32_t pair, uint32_t round) const {
     const uint32_t band_pairs = row_pairs * product.band_tiles;
     const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
@@ -159,8 +161,8 @@ struct PairCta {
     return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
   }
 
-  // By the drawing thread of each CTA: fetches the pair of the round kDealtRounds after this one. The first CTA of the
-  // cluster draws it, for both.
+  // Called by the drawing thread of each CTA: fetches the pair of the round kDealtRounds after this one. The first CTA
+  // of the cluster draws the pair for both.
   __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
     const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
     ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
@@ -171,7 +173,7 @@ struct PairCta {
   }
 };
 
-// The producer, one thread: copies this CTA's tile of x, and, by `fetch`, its share of w.
+// The producer, one thread: copies this CTA's tile of x and, through `fetch`, its share of w.
 template <class Fetch>
 __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                               Fetch fetch) {
@@ -193,9 +195,9 @@ __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensor
   }
 }
 
-// Passes on the bits of the neurons that fire in a tile, which the finishing warps have set: all of them to `tell`, and
-// to `said` those that this CTA has not said before. By one warp, of which lanes 4 w .. 4 w + 3 have word w. Returns
-// how many neurons fire.
+// Reports the neurons that fire in a tile, whose bits the finishing warps have set: passes all bits to `tell`, and
+// writes to `said` those that this CTA has not reported before. Called by one warp, in which lanes 4 w .. 4 w + 3 have
+// word w. Returns the number of neurons that fire.
 template <int kWords, class Tell>
 __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile& of, uint8_t* said, Tell tell) {
   constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
@@ -205,7 +207,7 @@ __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile
   int in_union = 0;
   __syncwarp(kActive);
   if (lane % 4 == 0) {
-    cta.shared.fired[of.parity][lane / 4] = 0;  // set again two tiles on, behind another barrier
+    cta.shared.fired[of.parity][lane / 4] = 0;  // set again two tiles later, after another barrier
     cta.memory.fired[of.column_tile * kWords + lane / 4] = known | word;
     tell(of, lane, word);
     in_union = __popc(word);
@@ -221,7 +223,7 @@ template <int kWords, class Take, class Tell, class End>
 __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
                                              Tell tell, End end) {
   const int finisher = cta.warp - 1;
-  ptx::griddepcontrol_wait();  // until the kernel of `clear` has zeroed the counters
+  ptx::griddepcontrol_wait();  // until `clear` has zeroed the counters
   unsigned long long in_union = 0;
   uint32_t round = 0, pair;
   for (; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
@@ -235,17 +237,17 @@ __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long l
       if (finisher == 0 && of.rows > 0 && cta.lane < 4 * kWords) in_union += tell_fired<kWords>(cta, of, said, tell);
     }
   }
-  cta.pair_in(round + kDealtRounds - 1);  // no one needs this pair, but its arrival must come before this CTA ends
+  cta.pair_in(round + kDealtRounds - 1);  // no one needs this pair, but it must arrive before this CTA ends
   end(finisher);
   if (in_union != 0) atomicAdd(counters + kUnion, in_union);
 }
 
-// A consumer warp: multiplies tile after tile, and leaves each as bf16 in shared memory.
+// A consumer warp: multiplies tile after tile, and writes each as bf16 to shared memory.
 template <int kMajorMN, class Bf16>
 __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   const uint32_t lane = cta.lane;
   const int warpgroup = cta.warp / 4 - 1;
-  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // whose address this lane gives to stmatrix
+  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // the row whose address this lane gives to stmatrix
   Ring ring;
   bool more = true;
   for (uint32_t round = 0; more; ++round) {
@@ -269,16 +271,16 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
 }
 
 // The whole body of a kernel of pairs.
-//   kWords                    how many words of 32 neurons a column tile has; 0 if the kernel does not count who fires
+//   kWords                    words of 32 neurons per column tile; 0 if the kernel does not count which neurons fire
 //   kMajorMN                  whether w is MN-major, as in multiply
-//   kFinishRegisters          registers of a thread that finishes tiles; what these have more, the consumers have less
-//   counters                  where kDrawn and kUnion are counted
-//   said                      uint8 [neurons]: 1 is written where a neuron fires
+//   kFinishRegisters          registers per finishing thread; the more these have, the fewer the consumers have
+//   counters                  kDrawn and kUnion are counted here
+//   said                      uint8 [neurons]: 1 is written for a neuron that fires
 //   fetch(column_tile, rank, kb, b, full)  starts the copy of CTA `rank`'s share of w to the stage's B of both CTAs
-//   bf16(j, low, high)        rounds two sums, which are of the tile's 16 columns from 16 j on
+//   bf16(j, low, high)        rounds two sums, which belong to the tile's 16 columns from 16 j on
 //   take(tile, warp, fired)   what finishing warp 0, 1 or 2 does with a finished tile; sets bits of neurons that fire
-//   tell(tile, lane, word)    by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
-//   end(warp)                 by the finishing warps, after the last tile
+//   tell(tile, lane, word)    called by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
+//   end(warp)                 called by the finishing warps after the last tile
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
           class Tell, class End>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
@@ -287,7 +289,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
                                                Take take, Tell tell, End end) {
   constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
   static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "registers are given in eights");
-  enum Warp { kProducer = 0, kFirstConsumer = 4 };  // those between them finish tiles
+  enum Warp { kProducer = 0, kFirstConsumer = 4 };  // the warps between them finish tiles
   const PairCta cta(memory, product);
   if (threadIdx.x == 0) cta.init_barriers();
   if (threadIdx.x < 16) cta.shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;

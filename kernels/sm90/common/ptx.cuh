@@ -1,9 +1,9 @@
 // PTX of sm_90a, one instruction (or one idiom) per function, no policy. Names follow the PTX ISA.
 //
-// Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA the async one.
-// WGMMA and bulk copies read through the async proxy. So what the generic proxy wrote needs a fence_proxy_async()
-// before such a read: in the writing thread, before the barrier that hands the data over; or, for cp.async, whose
-// writes are complete only when its barrier is, in the reading thread after that barrier.
+// Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA the async
+// proxy. WGMMA and bulk copies read through the async proxy. So a fence_proxy_async() is needed between a write of the
+// generic proxy and such a read: in the writing thread, before the barrier that hands the data over. The writes of
+// cp.async are complete only when its barrier is, so for those the fence is in the reading thread, after that barrier.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Arrives at the barrier that has this shared address in CTA `rank` of the cluster. The arrival says that a stage has
-// been read; it hands over no data.
+// been read; it publishes no data.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
       : "memory");
 }
 
-// Returns once the phase of this parity has completed: phases are numbered from 0, and parity is 0 for even ones.
+// Returns once the phase of this parity has completed. Phases are numbered from 0, and the parity of even ones is 0.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n .reg .pred done;\n WAIT:\n"
@@ -97,8 +97,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// For an arrival that hands over no data, or only barriers behind fence_mbarrier_init: unlike cluster_arrive, it does
-// not wait for the thread's accesses before it.
+// For an arrival that publishes no data, or only barriers after fence_mbarrier_init. Unlike cluster_arrive, it does not
+// wait for the thread's earlier accesses.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -119,34 +119,34 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Programmatic dependent launch: griddepcontrol_wait waits for the kernel before this one in the stream, and
-// griddepcontrol_launch_dependents lets the next kernel start. What a kernel reads after the wait it reads with
-// ordinary loads: __ldg promises that data never change, so the compiler may move it before the wait.
+// Programmatic dependent launch: griddepcontrol_wait waits for the previous kernel in the stream, and
+// griddepcontrol_launch_dependents lets the next kernel start. After the wait, a kernel must read with ordinary loads:
+// __ldg promises that data never change, so the compiler may move it before the wait.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The warp's index in its CTA, in a uniform register. The compiler does not know that threadIdx.x / 32 is the same in
-// all lanes; that a shuffle from lane 0 is, it knows, and computes what follows from the index once for a warp.
+// The warp's index in its CTA, in a uniform register. The compiler does not know that threadIdx.x / 32 is equal in all
+// lanes. It does know that of a shuffle from lane 0, so it computes what follows from the index once per warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
-// One bit for each lane up to this one: of lane 2, 0b111.
+// One bit for each lane up to this one: 0b111 for lane 2.
 __device__ __forceinline__ uint32_t lanes_up_to() {
   uint32_t lanes;
   asm("mov.u32 %0, %%lanemask_le;" : "=r"(lanes));
   return lanes;
 }
 
-// Adds to a word of global memory. A thread that finds the sum there, and then passes a fence, sees what this thread
-// wrote before, and what others wrote before this thread met them at a barrier. A fence in this thread would do the
-// same, but would also discard L1.
+// Adds to a word of global memory, with release semantics. A thread that reads the sum and then passes a fence sees
+// what this thread wrote before, and what other threads wrote before they met this thread at a barrier. A fence in this
+// thread would have the same effect, but would also invalidate L1.
 __device__ __forceinline__ void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // Reads a word of global memory that another CTA writes. If that CTA wrote other data, passed a fence, and then wrote
-// this word, those data are visible after this read.
+// this word, the data are visible after this read.
 __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -155,9 +155,9 @@ __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
 
 // --- copies ---
 
-// Copies 16 bytes of row `row` from global to shared memory; rows begin at `base`, `pitch` bytes apart. If `bytes` is
-// 0, nothing is read, and zeros are written. The address is computed within the same asm statement: left to the
-// compiler, the products of all rows of a loop would be computed ahead and fill the registers.
+// Copies 16 bytes of row `row` from global to shared memory; rows start at `base`, `pitch` bytes apart. If `bytes` is
+// 0, nothing is read, and zeros are written. The address is computed within the asm statement, because the compiler
+// would otherwise compute the products of all rows of a loop in advance, which would fill the registers.
 __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void* base, uint32_t row, uint32_t pitch,
                                                 uint32_t bytes) {
   asm volatile(
@@ -178,28 +178,28 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
-// Arrives at the barrier once all cp.async that this thread has issued have written. The arrival is one of those that
-// the barrier was initialised to expect (noinc).
+// Arrives at the barrier once all cp.async that this thread has issued have written. The barrier's initial count
+// includes this arrival (noinc).
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// A thread's own groups of cp.async: commit ends a group; wait returns when all but the thread's last kPending groups
-// have written.
+// A thread's own groups of cp.async: commit ends a group; wait returns when all except the thread's last kPending
+// groups have written.
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Stores 16 bytes at an aligned global address, with one store. A plain assignment may become four stores, where the
-// compiler does not see the alignment: through a pointer to bf16, for example.
+// Stores 16 bytes at an aligned global address, with one store. A plain assignment may become four stores if the
+// compiler does not see the alignment, for example through a pointer to bf16.
 __device__ __forceinline__ void st_global_v4(void* destination, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// Fetches the line around a global address to L2. The line is 128 bytes, to judge by what loading them later costs.
+// Prefetches the line around a global address to L2. Measured by the cost of later loads, the line is 128 bytes.
 __device__ __forceinline__ void prefetch_l2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
@@ -236,8 +236,8 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
-// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load. There is no branch, because the
-// compiler would serialise the WGMMAs around one.
+// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load. It has no branch, because the
+// compiler would serialize the WGMMAs around one.
 __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, const void* source, uint32_t bytes,
                                              uint32_t barrier) {
   asm volatile(
@@ -257,8 +257,8 @@ __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, u
 
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits for this thread's groups of bulk_store: bulk_wait_read until all but the last kPending have read shared memory,
-// which may then be written again; bulk_wait until all have written global memory.
+// Waits for this thread's groups of bulk_store: bulk_wait_read until all except the last kPending have read shared
+// memory, which may then be written again; bulk_wait until all have written global memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -269,7 +269,7 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) 
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies a box of a 2-D tensor, its first element at (column, row), to shared memory, and completes its bytes on
+// Copies a box of a 2-D tensor, whose first element is at (column, row), to shared memory, and completes its bytes on
 // `barrier`.
 __device__ __forceinline__ void tma_load_2d(uint32_t destination, const CUtensorMap* map, int column, int row,
                                             uint32_t barrier) {

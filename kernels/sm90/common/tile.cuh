@@ -1,9 +1,9 @@
-// What the products share that multiply by WGMMA: 128 rows x up to 256 columns, k in stages of 64.
+// The parts that all WGMMA products share: 128 rows x up to 256 columns, k in stages of 64.
 //
-// A CTA has three warpgroups: one that fills shared memory and does what else is to do (its four warps have roles of
-// their own), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them
-// under full/empty barriers. In pairs.cuh there are three stages of 48 KB, and 64 KB more hold a finished 128 x 256
-// tile while the next one is multiplied; the other kernels say how many stages they have.
+// A CTA has three warpgroups: one that fills shared memory and does all other work (its four warps have different
+// roles), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them under
+// full/empty barriers. In pairs.cuh there are three stages of 48 KB, and 64 KB more hold a finished 128 x 256 tile
+// while the next tile is multiplied; the other kernels define their own number of stages.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -26,16 +26,16 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
-// Registers of a thread. A kernel of kThreads is launched with 168 for each; if the roles ask for more than all have
-// together, setmaxnreg waits for ever.
+// Registers per thread. A kernel of kThreads is launched with 168 each. If the roles ask for more than that in total,
+// setmaxnreg waits forever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "no more than there are");
 
 constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
 
-// A position in the circle of stages. Producer and consumers advance alike: of three stages, the k-th step is in stage
-// k % 3, and its phase is the parity of k / 3.
+// A position in the ring of stages. Producer and consumers advance in the same way: with three stages, step k is in
+// stage k % 3, and its phase is the parity of k / 3.
 template <int kCount>
 struct RingOf {
   uint32_t stage = 0;
@@ -61,10 +61,11 @@ struct Nothing {
 };
 
 // d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
-// may be filled again; ahead() is done while the last one is multiplied. b_offset: bytes from a stage's B to this
-// warpgroup's. kCopied: cp.async wrote (part of) the stages, and memory is what limits: a stage is released before the
-// next one is begun, while the other warpgroup's product runs, rather than after. B is K-major [64 kBlocks, 64] or
-// MN-major [64, 64 kBlocks] in panels of 64 columns.
+// may be filled again; ahead() runs while the last stage is multiplied. b_offset: bytes from a stage's B to this
+// warpgroup's B.
+// kCopied: cp.async wrote (part of) the stages, and the kernel is memory-bound. Then a stage is released before the
+// next one is started, while the other warpgroup's product runs, rather than after.
+// B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
 template <int kBlocks, int kBMajorMN, bool kCopied = true, int kCount, class Release, class Ahead = Nothing>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release,
@@ -108,7 +109,7 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount
   release(previous);
 }
 
-// Lets `count` stages pass that this warpgroup does not need.
+// Skips `count` stages that this warpgroup does not need.
 template <int kCount, class Release>
 __device__ __forceinline__ void pass_by(RingOf<kCount>& ring, int count, uint32_t full, Release release) {
   for (int i = 0; i < count; ++i) {

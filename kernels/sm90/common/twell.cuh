@@ -1,4 +1,4 @@
-// The packed format's arithmetic, shared by its writers and readers. The format itself: kernels/README.md.
+// The packed format's arithmetic, shared by its writers and readers. kernels/README.md describes the format.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -8,14 +8,15 @@ namespace sparsellm {
 
 __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
-// The counts of all segments of a packed gate of up to kCountedTokens tokens: [NT, kCountedTokens], undefined from M
+// The counts of all segments of a packed gate with up to kCountedTokens tokens: [NT, kCountedTokens], undefined from M
 // on.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
 
-// Where a segment begins, a token's words of a column tile, and how far from there its word `index` is: 8 words are
-// side by side, and the next 8 come behind those of all column tiles. With 10 column tiles, word 9 is at 80 + 1.
+// segment_of is the address of a segment (a token's words of one column tile), and word_offset the distance of its word
+// `index` from there: 8 words are contiguous, and the next 8 follow those of all column tiles. With 10 column tiles,
+// word 9 is at 80 + 1.
 __device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles) {
   return packed.words + token * (column_tiles * kTileWords) + tile * kSectorWords;
 }
@@ -29,21 +30,21 @@ __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   return i & 1 ? w >> 16 : w & 0xffff;
 }
 
-// All bits of a half are set where its value is not zero. NaN is not zero, -0.0 is.
+// Sets all bits of a half whose value is not zero. NaN is not zero, -0.0 is.
 __device__ __forceinline__ uint32_t nonzero_halves(uint32_t pair) {
   return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(pair), __nv_bfloat162(0.0f, 0.0f));
 }
 
-// Bit i set where half i is not zero.
+// Sets bit i if half i is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4& v) {
   const uint32_t spread = (nonzero_halves(v.x) & 0x00010001) | (nonzero_halves(v.y) & 0x00040004) |
                           (nonzero_halves(v.z) & 0x00100010) | (nonzero_halves(v.w) & 0x00400040);
   return (spread | spread >> 15) & 0xff;
 }
 
-// Bit 8 j + i set where half i of v[j] is not zero.
+// Sets bit 8 j + i if half i of v[j] is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
-  uint32_t spread[2] = {};  // of two v each: bits of even halves; above, those of odd ones
+  uint32_t spread[2] = {};  // one word per two v: bits of even halves below, bits of odd halves above
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint32_t pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
@@ -53,14 +54,14 @@ __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
   return __byte_perm(spread[0] | spread[0] >> 16, spread[1] | spread[1] >> 16, 0x5410);
 }
 
-// Byte b of the result is how many bits are set in byte b of v.
+// Byte b of the result is the number of bits that are set in byte b of v.
 __device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
   v -= v >> 1 & 0x55555555;
   v = (v & 0x33333333) + (v >> 2 & 0x33333333);
   return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
-// The sum of the values of the lanes before this one: values 2, 0, 3, ... give 0, 2, 2, 5, ...
+// The sum of the values of the lower lanes: values 2, 0, 3, ... give 0, 2, 2, 5, ...
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane) {
   uint32_t sum = value;
 #pragma unroll
@@ -72,19 +73,19 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 }
 
 // Packs the segments of four rows in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of the
-// four; the s-th of these eight lanes has columns first + 64 j + 8 s .. + 7 for j = 0..3. Lane 10 has columns 16 to 23,
-// 80 to 87, 144 to 151 and 208 to 215 of row 1. chunks: the shared address of the lane's columns for j = 0; those for j
-// are kApart j bytes on. Writes all words of the segment but word 0, the count, which it returns. If the nonzeros do
-// not fit the words, it writes the segment's values to `wide`, which points to the row's column `first`. Nothing is
-// written for a row that is not `some`, nor of columns >= n. Sets bit 8 j + i of `seen` where column i of the lane's
-// eight for j is not zero.
+// four; lane s of these eight has columns first + 64 j + 8 s .. + 7 for j = 0..3. For example, lane 10 has columns 16
+// to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
+// chunks: the shared address of the lane's columns for j = 0; those for j are kApart j bytes further. Writes all words
+// of the segment except word 0, the count, which it returns. If the nonzeros do not fit in the words, it writes the
+// segment's values to `wide`, which points to the row's column `first`. It writes nothing for a row that is not `some`,
+// and nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t* words, __nv_bfloat16* wide,
                                                    uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
-  uint32_t there = 0;  // Behind the last column w is read as zeros, but zero times an infinite x is NaN.
+  uint32_t there = 0;  // Beyond the last column, w is read as zeros, but zero times an infinite x is NaN.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     v[j] = ptx::ld_shared_v4(chunks + kApart * j);
@@ -93,17 +94,17 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   const uint32_t bits = nonzero_bits(v) & (some ? there : 0);
   if (!__any_sync(~0u, bits != 0)) return 0;
   seen |= bits;
-  const uint32_t mine = popc_bytes(bits);  // byte j is how many j has
+  const uint32_t mine = popc_bytes(bits);  // byte j is the count for j
   uint32_t sums = mine;
 #pragma unroll
   for (int offset = 1; offset < 8; offset *= 2) {
     const uint32_t other = __shfl_up_sync(~0u, sums, offset, 8);
     if (lane % 8 >= offset) sums += other;
   }
-  const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 a byte
+  const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 per byte
   const uint32_t count = __dp4a(totals, 0x01010101u, 0u);
   if (count < kTileWords) {
-    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many of the row lie before those of j
+    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many nonzeros of the row come before those of j
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
       const uint32_t value = ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i);

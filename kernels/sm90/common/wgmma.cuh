@@ -1,9 +1,9 @@
 // WGMMA, bf16 x bf16 + float32, m64 n(64 * kBlocks) k16: one warpgroup, both operands in shared memory.
 //
-// A [64, 16] is K-major; B is K-major ([n, k] rows of k) or MN-major ([k, n] rows of n). Every operand lies in panels
-// of 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r & 7), panels aligned
-// to 1,024 bytes. Accumulator: d[4 j + 0, 1] are row lane / 4, columns 8 j + 2 (lane % 4) + 0, 1 of the warp's 16 rows;
-// d[4 j + 2, 3] the same columns of row lane / 4 + 8.
+// A [64, 16] is K-major; B is K-major ([n, k] rows of k) or MN-major ([k, n] rows of n). Every operand is in panels of
+// 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r & 7), panels aligned to
+// 1,024 bytes. Accumulator: d[4 j + 0, 1] are row lane / 4, columns 8 j + 2 (lane % 4) + 0, 1 of the warp's 16 rows;
+// d[4 j + 2, 3] are the same columns of row lane / 4 + 8.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
          ((address & 0x3ffff) >> 4);
 }
 
-// The descriptor of what lies `bytes` (a multiple of 16) behind, in the same shared memory.
+// The descriptor of the data `bytes` (a multiple of 16) further, in the same shared memory.
 __device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & ~0xffffffffull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
