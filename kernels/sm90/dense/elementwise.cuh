@@ -1,5 +1,5 @@
-// The dense engine's arithmetic between its products, two bf16 values at a time: in kernels of their own
-// (pointwise.cu), and where a product ends (hidden.cu, gradient.cu).
+// The dense engine's arithmetic between its products, two bf16 values at a time: in kernels of its own (pointwise.cu),
+// and at the end of a product (hidden.cu, gradient.cu).
 //
 // Numerics: h = g u is rounded to bf16 once; dh + dl1 sign(h) in float32, times g or u, rounded to bf16 once.
 #pragma once
@@ -34,7 +34,7 @@ __device__ __forceinline__ float magnitudes(const uint4& h) {
   return (of_two(h.x) + of_two(h.y)) + (of_two(h.z) + of_two(h.w));
 }
 
-// dz, du and h of eight entries (DESIGN.md §2). Not gated: u is not looked at, and du is undefined.
+// dz, du and h of eight entries (DESIGN.md §2). Non-gated: u is not read, and du is undefined.
 struct Gradients {
   uint4 dz, du, h;
 };
@@ -52,7 +52,7 @@ __device__ __forceinline__ Gradients gradients(const uint4& g8, const uint4& u8,
     for (int side = 0; side < 2; ++side) {
       const auto value = [&](uint32_t pair) { return __uint_as_float(side == 0 ? pair << 16 : pair & 0xffff0000); };
       const float g = value(gs[i]), h = value(hs[i]), u = kGated ? value(us[i]) : 1.0f;
-      const float sign = !kGated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // of NaN, NaN
+      const float sign = !kGated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // NaN for NaN
       const float total = value(dhs[i]) + dl1 * sign;
       dz2[side] = g != 0.0f ? total * u : 0.0f;
       du2[side] = total * g;

@@ -1,11 +1,11 @@
-// dense_gradient: dz, du and h as dense matrices, from dh = dy w_down, g and u; dh itself is never written. Not gated
-// (u is null): dz and h alone.
+// dense_gradient: dz, du and h as dense matrices, from dh = dy w_down, g and u; dh itself is never written. Non-gated
+// (u is null): only dz and h.
 //
-// A product of pairs (common/pairs.cuh). A finished tile is dh. Three warps make dz, du and h of it, with g and u from
-// memory, while the next tile is multiplied. w_down [K, N] is an MN-major operand: its rows run along N.
+// A product of pairs (common/pairs.cuh). A finished tile is dh. Three warps compute dz, du and h from it, with g and u
+// from memory, while the next tile is multiplied. w_down [K, N] is an MN-major operand: its rows run along N.
 //
-// Numerics: dh is accumulated in float32 over K and rounded to bf16 once; what follows is in elementwise.cuh. The bits
-// are the same in every run.
+// Numerics: dh is accumulated in float32 over K and rounded to bf16 once; elementwise.cuh has the arithmetic that
+// follows. The bits are the same in every run.
 #include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "dense/elementwise.cuh"

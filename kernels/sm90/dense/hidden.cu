@@ -1,15 +1,16 @@
 // dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics: l1, which neurons fire, how
-// many nonzeros g has. The factors g and u are written only if the caller asks for them. Not gated (w_up is null): h =
+// many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null): h =
 // relu(x w_gate^T).
 //
-// A product of pairs (common/pairs.cuh). Gated, a column tile of 256 columns is 128 neurons twice: 128 rows of w_gate,
-// which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second CTA fetches. So a finished
-// tile has g in columns 0 to 127 and u beside it, and three warps make h of them while the next tile is multiplied.
+// A product of pairs (common/pairs.cuh). In a gated layer, a column tile of 256 columns is 128 neurons twice: 128 rows
+// of w_gate, which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second CTA fetches. So
+// a finished tile has g in columns 0 to 127 and u in columns 128 to 255, and three warps compute h from them while the
+// next tile is multiplied.
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
-// h is rounded to bf16 once. A neuron is active where g is not zero; NaN is active. l1 is a float32 sum of |h| as
-// rounded, in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. The bits are the
-// same in every run.
+// h is rounded to bf16 once. A neuron is active if g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
+// in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. The bits are the same in
+// every run.
 #include "common/clear.cuh"
 #include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
@@ -23,7 +24,7 @@ struct Hidden {
   float* l1_partials;        // [MT, column tiles]
   float* l1;
   uint8_t* fired;
-  unsigned long long* counters;  // [kCounters], and behind them the tickets
+  unsigned long long* counters;  // [kCounters], followed by the tickets
 
   __device__ __forceinline__ unsigned long long* tickets() const { return counters + kCounters; }
 };
@@ -33,11 +34,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     dense_hidden_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
                         const __grid_constant__ CUtensorMap up_map, const PairProduct pairs, int64_t n,
                         const Hidden out) {
-  constexpr int kNeurons = kGated ? kTileN / 2 : kTileN;  // of a column tile
-  constexpr int kLanes = kNeurons / 8;                    // of a row
-  constexpr int kStep = 32 / kLanes;                      // rows that a warp has at once
+  constexpr int kNeurons = kGated ? kTileN / 2 : kTileN;  // neurons per column tile
+  constexpr int kLanes = kNeurons / 8;                    // lanes per row
+  constexpr int kStep = 32 / kLanes;                      // rows that a warp processes at once
   extern __shared__ uint8_t raw[];
-  __shared__ float l1_warps[2][kFinishWarps];  // of two tiles, for warps may be a tile apart
+  __shared__ float l1_warps[2][kFinishWarps];  // for two tiles, because warps may be a tile apart
   __shared__ bool last;
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto take = [&](const FinishedTile& of, int warp, uint32_t* fired) {
     const int64_t column = static_cast<int64_t>(of.column_tile) * kNeurons + 8 * chunk;
-    const int rows = column < n ? of.rows : 0;  // w is zero behind the last neuron, but zero times an infinite x is not
+    const int rows = column < n ? of.rows : 0;  // w is zero beyond the last neuron, but zero times an infinite x is not
     uint32_t seen = 0;
     float sum = 0.0f;
 #pragma unroll 2

@@ -1,13 +1,13 @@
-// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. It is the dense engine's
+// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. This is the dense engine's
 // elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has eight columns
-// of several rows, and loads them all before it uses any. pointwise_hidden computes h alone, where nobody looks at the
-// statistics; pointwise_gradient is the same half of the backward pass.
+// of several rows, and loads them all before it uses any. pointwise_hidden computes h alone, for callers that do not
+// read the statistics; pointwise_gradient is the elementwise half of the backward pass.
 //
-// h may be z or u itself (every element is read before its own thread writes it), and must not overlap them otherwise.
-// Not gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
+// h may be z or u itself (a thread reads every element before it writes it), but must not overlap them otherwise.
+// Non-gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
 //
 // Numerics: relu(z) is exact, -0.0 gives 0.0, and NaN gives the canonical NaN; h is rounded to bf16 once. A neuron is
-// active where relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order: within a
+// active if relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order: within a
 // thread, a warp, a CTA, then over the CTAs by the last one. The bits are the same in every run.
 #include "common/clear.cuh"
 #include "common/host.h"
@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kPointwiseThreads = 256;
 constexpr int kPointwiseWarps = kPointwiseThreads / 32;
-constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // that share a row
-constexpr int kPointwiseRows = 32 / kPointwiseLanes * kPointwiseWarps;  // that the CTA loads at once
+constexpr int kPointwiseLanes = kPointwiseColumns / 8;                  // lanes that share a row
+constexpr int kPointwiseRows = 32 / kPointwiseLanes * kPointwiseWarps;  // rows that the CTA loads at once
 constexpr int kPointwiseBatch = kTokenTile / kPointwiseRows;
 
 // One CTA's statistics, in shared memory.
@@ -36,7 +36,7 @@ struct CtaStatistics {
 // in order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
-  ptx::griddepcontrol_wait();  // until the kernel of `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // until `clear` has zeroed the statistics
   if (threadIdx.x < kPointwiseColumns && (own.seen_words[threadIdx.x / 32] >> threadIdx.x % 32 & 1) != 0) {
     fired[first_column + threadIdx.x] = 1;
   }
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_hidden_kernel(const uint4* z, const uint4* u, int64_t eights, uint4* h) {
-  ptx::griddepcontrol_wait();  // until the product before it is done
+  ptx::griddepcontrol_wait();  // until the previous product is done
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPointwiseThreads + threadIdx.x;
   if (at >= eights) return;
   const uint4 g = dense::relu(z[at]);

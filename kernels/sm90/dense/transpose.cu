@@ -1,5 +1,5 @@
 // transpose: transposes a matrix in tiles of 64 x 64 through shared memory, reading and writing 16 bytes at a time.
-// Numerics: float32 to bf16 is rounded to nearest even; else values are copied.
+// Numerics: float32 is rounded to bf16 to nearest even; all other values are copied.
 #include "common/host.h"
 #include "engines.h"
 #include "common/ptx.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void convert(float from, __nv_bfloat16& to) { to = __
 template <class From, class To>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const From* from, int64_t rows, int64_t columns, To* to) {
-  // [column][row], padded so that reads and writes have no more bank conflicts than they must; bf16 is read in pairs.
+  // [column][row], padded to the fewest possible bank conflicts of reads and writes; bf16 is read in pairs.
   constexpr int kPitch = kSide + (sizeof(To) == 2 ? 2 : 1);
   __shared__ alignas(16) To tile[kSide * kPitch];
   const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kSide, row0 = static_cast<int64_t>(blockIdx.y) * kSide;

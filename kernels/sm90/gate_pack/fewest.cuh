@@ -1,12 +1,13 @@
-// gate_pack for the fewest tokens (decoding): the product is a stream of w, on which SMs should pull from the first
-// moment to the last, and latency is the rest.
+// gate_pack for the fewest tokens (decoding). The product is limited by reading w, which SMs should do from the first
+// moment to the last; all other time is latency.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, one CTA to an SM: with more and smaller CTAs, some
-// SMs would have one and some two, and those that have two would be the last. The warps of a CTA share K, and each
-// multiplies all neurons and tokens of the CTA by mma.sync. What a lane multiplies of w it copies itself, through
-// shared memory of its own. x is read once by a cluster: each CTA copies its share of the tokens to all four, a round
-// of K at a time. No warp waits for another's w before all have their sums. The sums are added in order, warp by warp,
-// and meet as bf16 in the first CTA's shared memory, which packs them. Numerics as of the kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, with one CTA per SM: with more and smaller CTAs,
+// some SMs would have one CTA and some two, and those with two would finish last. The warps of a CTA share K, and each
+// multiplies all neurons and tokens of the CTA with mma.sync. A lane copies the part of w that it multiplies itself,
+// through its own shared memory. A cluster reads x once: each CTA copies its share of the tokens to all four, a round
+// of K at a time. No warp waits for another warp's w before all have their sums. The sums are added in order, warp by
+// warp, and sent as bf16 to the first CTA's shared memory, and the first CTA packs them. Numerics: as in the kernel for
+// many tokens.
 #pragma once
 
 #include "gate_pack/pack.cuh"
@@ -17,26 +18,27 @@ constexpr int kFewestTokens = 16;
 
 namespace fewest {
 
-constexpr int kWarps = 8;             // that multiply
-constexpr int kFeedingWarp = kWarps;  // one more, which feeds x
+constexpr int kWarps = 8;             // warps that multiply
+constexpr int kFeedingWarp = kWarps;  // one more warp, which fetches x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 4;          // pieces of a warp in flight, each 32 columns of k of all the CTA's neurons
-constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 a lane
+constexpr int kDepth = 4;          // pieces in flight per warp, each 32 columns of k of all the CTA's neurons
+constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 per lane
 constexpr int kNeuronCopies = kNeurons / 8;
 constexpr uint32_t kPiece = kNeuronCopies * kCopied;
 constexpr uint32_t kOfWarp = kDepth * kPiece;
 constexpr int kRound = 64 * kWarps;                // columns of k: two pieces of each warp
-constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 64 of two rows lie in all banks
-// There is room for the rows of three rounds of 16 tokens, or for more rounds of fewer tokens, up to kSlots.
+constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 64 bytes of two rows together use all
+                                                   // banks
+// Shared memory holds the rows of three rounds of 16 tokens, or of more rounds of fewer tokens, up to kSlots.
 constexpr int kTokenRows = 3 * kFewestTokens;
 constexpr int kSlots = 8;
-constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens lie in all banks
+constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens together use all banks
 constexpr uint32_t kPitch =
-    kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight lie in all banks
+    kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight together use all banks
 
-// The lowest four bits, a byte each: of 0b1011, 0x01000101.
+// Spreads the lowest four bits to a byte each: 0b1011 gives 0x01000101.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
 struct Shared {
@@ -52,7 +54,7 @@ static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory"
 static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
 
-// One CTA. Arrays in registers are locals: as members they would keep the scalars beside them in local memory until
+// One CTA. Arrays in registers are locals: as members, they would keep the scalars next to them in local memory until
 // loops are unrolled.
 struct FewestCta {
   Shared& shared;
@@ -100,7 +102,7 @@ struct FewestCta {
     if (++slot == slots) slot = 0, parity ^= 1;
   }
 
-  // The feeding warp, while the others begin to fetch w.
+  // Called by the feeding warp while the others start to fetch w.
   __device__ __forceinline__ void init() const {
     shared.totals.clear(lane);
     if (lane < kColumnTile / 32) shared.fired[lane] = 0;
@@ -116,10 +118,11 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // The feeding warp: this CTA's tokens, rank, rank + 4, ..., to all CTAs of the cluster, a round of k at a time.
+  // The feeding warp: copies this CTA's tokens, rank, rank + 4, ..., to all CTAs of the cluster, a round of k at a
+  // time.
   __device__ __forceinline__ void feed(int zeroed) {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
-    ptx::cluster_wait();  // all barriers are there
+    ptx::cluster_wait();  // all barriers exist
     if (lane == 0) {
       for (int round = 0; round < rounds; ++round, advance()) {
         const uint32_t barrier = full + 8 * slot;
@@ -136,14 +139,14 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, of tokens as of neurons. As operands of
-  // mma.sync these are other columns of k than the instruction's, but for both operands the same: the sum is over the
-  // same products. A warp has two pieces of a round, side by side.
+  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, for tokens and for neurons. As operands of
+  // mma.sync, these are not the columns of k that the instruction defines, but they are equal for both operands, so the
+  // sum is over the same products. A warp has two neighbouring pieces of a round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
   }
 
-  // A piece of w, this lane's share of all the CTA's neurons.
+  // Fetches this lane's part of a piece of w, for all neurons of the CTA.
   __device__ __forceinline__ void fetch(int round, int half, uint32_t to) const {
     if (round < rounds) {
       const int from = column_of(round, half);
@@ -153,21 +156,21 @@ struct FewestCta {
                              from < k && neuron + 8 * j < n ? 16 : 0);
       }
     }
-    ptx::cp_async_commit_group();  // empty behind the last piece: groups are counted
+    ptx::cp_async_commit_group();  // empty after the last piece, because groups are counted
   }
 
-  // This lane's chunk of a token's row, in the first slot. For a token that is not there, some other stands in: nothing
-  // reads its sums.
+  // This lane's chunk of a token's row, in the first slot. A token that does not exist is replaced by an existing one,
+  // because nothing reads its sums.
   __device__ __forceinline__ uint32_t row_of(int token) const {
     return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
   }
 
-  // The other warps: compute all products over their share of K, in float32, and leave them in `sums`.
+  // The other warps: compute all products over their share of K, in float32, and write them to `sums`.
   __device__ __forceinline__ void multiply(float* sums) {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
-    ptx::cluster_wait();  // all barriers are there
+    ptx::cluster_wait();  // all barriers exist
 
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
     float d[kNeuronCopies][4] = {};
@@ -177,7 +180,7 @@ struct FewestCta {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ptx::cp_async_wait_group<kDepth - 1>();
-        uint4 b[kNeuronCopies], low = {}, high = {};  // tokens 0..7, 8..15: zeros behind column k
+        uint4 b[kNeuronCopies], low = {}, high = {};  // tokens 0..7, 8..15: zeros beyond column k
 #pragma unroll
         for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
         if (column_of(round, half) < k) {
@@ -193,14 +196,14 @@ struct FewestCta {
         stage += kPiece;
         if (stage == mine + kOfWarp) stage = mine;
       }
-      if (round + slots < rounds) {  // whoever copies x waits for all warps that read it
+      if (round + slots < rounds) {  // the warp that copies x waits for all warps that read it
         __syncwarp();
         if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * slot, lane);
       }
     }
 
     float* to = sums + warp * (kOfWarp / 4) + lane / 4 * kSumPitch + lane % 4 * 2;
-    __syncwarp();  // all lanes have read their last pieces, whose place the sums take
+    __syncwarp();  // all lanes have read their last pieces, which the sums overwrite
 #pragma unroll
     for (int j = 0; j < kNeuronCopies; ++j) {
       *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[j][0], d[j][1]);
@@ -228,7 +231,7 @@ struct FewestCta {
     }
   }
 
-  // The first CTA of a cluster packs the tile, four tokens to a warp. counts: it adds to the counters.
+  // The first CTA of a cluster packs the tile, four tokens per warp. counts: also adds to the counters.
   __device__ __forceinline__ void pack(uint32_t tile, bool counts) const {
     ptx::mbarrier_wait(finished, 0);
     if (const int first = 4 * warp; first < m) {
@@ -259,11 +262,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const Packed out, int zeroed) {
   extern __shared__ uint4 raw[];
   FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
-  float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // [tokens, kSumPitch] of each warp, at last
+  float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // [tokens, kSumPitch] of each warp, at the end
   if (cta.warp == kFeedingWarp) cta.init();
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
-  // Only after the wait: the kernel after this one counts on all that comes before gate_pack being done.
+  // Only after the wait, because the next kernel relies on everything before gate_pack being done.
   ptx::griddepcontrol_launch_dependents();
   if (cta.warp == kFeedingWarp) {
     cta.feed(zeroed);
@@ -278,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace fewest
 
-// zeroed: as for gate_pack_small.
+// zeroed: as in gate_pack_small.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                     int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;

@@ -1,4 +1,4 @@
-// How the kernels of gate_pack for few tokens (small.cuh, fewest.cuh) pack their finished tiles.
+// Packs finished tiles for gate_pack's kernels for few tokens (small.cuh, fewest.cuh).
 #pragma once
 
 #include "common/host.h"
@@ -6,7 +6,7 @@
 
 namespace sparsellm {
 
-// What a CTA adds to the counters, in shared memory.
+// A CTA's contribution to the counters, in shared memory.
 struct Sums {
   uint32_t counts[kCounters];
 
@@ -16,8 +16,8 @@ struct Sums {
 };
 
 // Packs the segments of four tokens in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 pass the same
-// `token`, the r-th of the four; `some` is false where there is no such token. chunks, kApart and the result, `seen`,
-// are those of pack_four_rows. counts: also add to row_counts and to the CTA's sums.
+// `token`, the r-th of the four; `some` is false if there is no such token. chunks, kApart, the result and `seen` are
+// those of pack_four_rows. counts: also add to row_counts and to the CTA's sums.
 template <uint32_t kApart>
 __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
                                                 int column_tile, int column_tiles, const Packed& out, Sums& sums,

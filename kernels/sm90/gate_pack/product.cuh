@@ -1,10 +1,10 @@
-// Packs a gate product that stands in memory: for 65 to 1,535 tokens, which leave most SMs without one of gate_pack's
-// large tiles, so that the caller's library multiplies faster.
+// Packs a gate product that is already in memory, for 65 to 1,535 tokens. So few tokens make too few of gate_pack's
+// large tiles to occupy all SMs, so the caller's library multiplies faster.
 //
-// The product z is where the values of wide segments belong (Packed::wide), and of these relu(z) takes z's place. A CTA
-// has 128 tokens of one column tile; each of its warps packs four rows at a time.
+// The product z is where the values of wide segments belong (Packed::wide), and in wide segments relu(z) replaces z. A
+// CTA has 128 tokens of one column tile; each of its warps packs four rows at a time.
 //
-// Numerics: z is as the product left it, bf16; relu(z) is exact. The rest is as of gate_pack.
+// Numerics: z is as the product wrote it, bf16; relu(z) is exact. Everything else is as in gate_pack.
 #pragma once
 
 #include "common/clear.cuh"
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int64_t row = first_row + 4 * kWarps * step;
-    __syncwarp();  // the four rows before have been packed
+    __syncwarp();  // the previous four rows have been packed
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(chunks + 128 * j) = dense::relu(z[step][j]);
     __syncwarp();
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
   add_fired(fired, seen, lane);
   __syncthreads();
 
-  ptx::griddepcontrol_wait();  // until the kernel of `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // until `clear` has zeroed the statistics
   ptx::griddepcontrol_launch_dependents();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

@@ -1,9 +1,9 @@
-// gate_pack for few tokens (17 to 64): the product is a stream of w, so it is cut by columns over many SMs.
+// gate_pack for few tokens (17 to 64): the product is limited by reading w, so it is divided by columns over many SMs.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for one another.
-// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA says which
-// of its own neurons fire, and packs a quarter of the tokens: the CTAs copy to one another's shared memory what each
-// needs. Numerics as of the kernel for many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for all four.
+// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA finds
+// which of its own neurons fire, and packs a quarter of the tokens. For that, each CTA copies the values of its neurons
+// to the shared memory of the CTA that packs the token. Numerics: as in the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -12,28 +12,30 @@
 
 namespace sparsellm {
 
-constexpr int kSmallTokens = kCountedTokens;  // at most: there is room for the counts of so many tokens' segments
+constexpr int kSmallTokens = kCountedTokens;  // at most: row_counts holds the segments' counts of this many tokens
 
 namespace small {
 
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kTokens = kSmallTokens / kCluster;  // that a CTA packs
-constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes of a token and one CTA's neurons: eight chunks lie in all banks
+constexpr int kTokens = kSmallTokens / kCluster;  // tokens that one CTA packs
+constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes of a token and one CTA's neurons: eight chunks together use all
+                                                // banks
 constexpr uint32_t kPart = kTokens * kPitch;
-constexpr int kWarps = 4;             // that multiply and pack
-constexpr int kFeedingWarp = kWarps;  // one more, which feeds
+constexpr int kWarps = 4;             // warps that multiply and pack
+constexpr int kFeedingWarp = kWarps;  // one more warp, which fetches w and x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
 constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
 constexpr int kDepth = 11;       // stages in flight
-constexpr int kAhead = 2;        // of those, whose w is asked for before the first x: an x behind more of w comes late
-constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; 0 is that of __syncthreads
+constexpr int kAhead = 2;        // stages whose w is requested before the first x: an x requested after more of w
+                                 // arrives late
+constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; __syncthreads uses 0
 
 struct Shared {
   uint64_t full[kDepth];
   uint64_t empty[kDepth];
-  uint64_t finished;  // barrier: what this CTA packs
+  uint64_t finished;  // barrier: the values that this CTA packs
   Sums sums;
 };
 
@@ -50,8 +52,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
-// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member they would keep the scalars beside them
-// in local memory until loops are unrolled.
+// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member, they would keep the scalars next to
+// them in local memory until loops are unrolled.
 struct SmallCta {
   using Accumulators = float[kSmallTokens / 2];
   const CUtensorMap& x_map;
@@ -71,8 +73,8 @@ struct SmallCta {
   int ahead;
   RingOf<kDepth> ring;
 
-  // stages: [kDepth]; then own, [CTAs, their tokens] of this CTA's neurons, for the others to pack; then the tile,
-  // [CTAs, this one's tokens] of their neurons.
+  // stages: [kDepth]. Then `own`, [CTAs, their tokens] of this CTA's neurons, for the others to pack. Then the tile,
+  // [CTAs, this CTA's tokens] of their neurons.
   __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                       int m, int64_t n, int k_blocks, const Packed& out, bool counts)
       : x_map(x_map),
@@ -100,7 +102,7 @@ struct SmallCta {
 
   __device__ __forceinline__ int tokens_of(int cta) const { return max(min(m - cta * kTokens, kTokens), 0); }
 
-  // The feeding warp.
+  // Called by the feeding warp.
   __device__ __forceinline__ void init() const {
     if (lane < kDepth) {
       ptx::mbarrier_init(full + 8 * lane, 1);
@@ -129,7 +131,7 @@ struct SmallCta {
                                (1 << kCluster) - 1);
   }
 
-  // The feeding warp: `ahead` stages' w before the first x, then stage after stage.
+  // The feeding warp: the w of `ahead` stages before the first x, then stage after stage.
   __device__ __forceinline__ void fetch_ahead() const {
     for (int kb = 0; lane == 0 && kb < ahead; ++kb) fetch_w(kb, kb);
     __syncwarp();
@@ -159,7 +161,7 @@ struct SmallCta {
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
-      if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the stage before has been read, and will be filled again
+      if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the previous stage has been read, and will be filled again
         if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * previous, lane);
       }
       previous = ring.stage;
@@ -168,7 +170,7 @@ struct SmallCta {
     ptx::wgmma_wait_group<0>();
   }
 
-  // Sends the products, as bf16, to the CTAs of the cluster: to each the part of its tokens.
+  // Sends the products, as bf16, to the CTAs of the cluster: to each CTA those of its tokens.
   __device__ __forceinline__ void hand_out(const Accumulators& d) const {
 #pragma unroll
     for (int j = 0; j < kCluster; ++j) {
@@ -189,12 +191,13 @@ struct SmallCta {
     __syncwarp();
   }
 
-  // Whether this lane's two neurons, lane / 4 and lane / 4 + 8 of the warp's 16, fire for one of this lane's tokens.
+  // Finds whether this lane's two neurons, lane / 4 and lane / 4 + 8 of the warp's 16, fire for one of this lane's
+  // tokens.
   __device__ __forceinline__ void find_fired(const Accumulators& d, uint32_t (&fires)[2]) const {
 #pragma unroll
     for (int j = 0; j < kSmallTokens / 8; ++j) {
       const int first = 8 * j + lane % 4 * 2;
-      // Behind the last token x is read as zeros, but zero times an infinite weight is NaN.
+      // Beyond the last token, x is read as zeros, but zero times an infinite weight is NaN.
       const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
       fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
       fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
@@ -218,7 +221,7 @@ struct SmallCta {
   __device__ __forceinline__ void pack() const {
     ptx::mbarrier_wait(finished, 0);
     __syncwarp();
-    ptx::cluster_arrive_relaxed();  // this CTA has what it wants of the others
+    ptx::cluster_arrive_relaxed();  // this CTA has received everything that it needs from the others
     const int token = 4 * warp + lane / 8;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
                        column_tile, column_tiles, out, shared.sums, counts);
@@ -242,14 +245,14 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   }
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
-  // Only after the wait: the kernel after this one counts on all that comes before gate_pack being done.
+  // Only after the wait, because the next kernel relies on everything before gate_pack being done.
   ptx::griddepcontrol_launch_dependents();
   if (feeds) {
     cta.fetch_ahead();
   } else if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < zeroed; i += 32 * kWarps) out.counters[i] = 0;
   }
-  ptx::cluster_wait();  // all barriers are there: CTAs fetch for one another, and give back what they have read
+  ptx::cluster_wait();  // all barriers exist: CTAs fetch for one another, and release what they have read
 
   SmallCta::Accumulators d;
   if (feeds) {
@@ -267,13 +270,13 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   } else {
     ptx::cluster_arrive_relaxed();
   }
-  ptx::cluster_wait();  // the others have what they copy from here
+  ptx::cluster_wait();  // the others have received what they copy from here
 }
 
 }  // namespace small
 
-// zeroed: if not 0, this kernel counts nothing, and zeroes so many int64 from the counters on. If 0, it adds to
-// counters that are zero already.
+// zeroed: if not 0, this kernel counts nothing, and zeroes this many int64 from the counters on. If 0, it adds to
+// counters that are already zero.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                    int64_t zeroed, cudaStream_t stream) {
   using namespace small;

@@ -1,5 +1,5 @@
-// What the kernels of token_order share: sizes, the workspace, chunks of tokens, a token's neurons. The algorithm is in
-// order.cu.
+// Definitions that the kernels of token_order share: sizes, the workspace, chunks of tokens, a token's neurons.
+// order.cu has the algorithm.
 #pragma once
 
 #include "common/host.h"
@@ -8,11 +8,11 @@
 namespace sparsellm::order {
 
 constexpr int kThreads = 1024;
-constexpr int kChunk = 8192;           // tokens of a chunk, at most
-constexpr int kClusters = 128;         // of a chunk, at most
+constexpr int kChunk = 8192;           // tokens per chunk, at most
+constexpr int kClusters = 128;         // clusters per chunk, at most
 constexpr uint32_t kMaxOverlap = 255;  // overlaps are counted in bytes
-// Nonzeros of a row that are looked at. Of a row with more than 255, every other sixteen are: of 495, those are 15
-// sixteens and 15 more, 255.
+// Nonzeros of a row that are read. In a row with more than 255, only every other sixteen are: in a row of 495, those
+// are 15 sixteens and 15 more, 255.
 constexpr uint32_t kMaxCount = 495;
 
 struct Order {
@@ -21,25 +21,25 @@ struct Order {
   int64_t m;
   int n, chunks;
   int ranges, range;     // the neurons are cut into `ranges` parts of `range` neurons, a multiple of 128
-  int words;             // of a profile's mask, a multiple of 4
+  int words;             // words of a profile's mask, a multiple of 4
   uint4* leaders;        // [chunks][n + 1] bit c of row r: the leader of cluster c fires neuron r; row n is empty
   uint4* profiles;       // [chunks][n + 1] bit c of row r: neuron r is in the profile of cluster c; row n is empty
   uint32_t* masks;       // [chunks][kClusters][words] the same profiles, cluster by cluster
   int32_t* prices;       // [chunks][ranges][kClusters] sum of f over the profile's neurons in this part (order.cu)
   int32_t* sizes;        // [chunks][ranges][kClusters] neurons of the profile in this part
   uint32_t* similarity;  // [chunks][kClusters][kClusters] similarity << 7 | 127 - column; undefined on the diagonal
-  uint8_t* clusters;     // [chunks][kChunk] the cluster of each token that `assign` has looked at
+  uint8_t* clusters;     // [chunks][kChunk] the cluster of each token that `assign` has processed
   uint32_t* arrivals;    // [chunks] CTAs of the last `assign` that have written their part of `similarity`
 };
 
-// Tokens [first, first + tokens) and how many clusters they form.
+// Tokens [first, first + tokens), and the number of clusters they form.
 struct Chunk {
   int64_t first;
   int tokens, clusters;
 };
 
-// Chunks are cut between token tiles, as evenly as can be. The clusters of a chunk are 16, 32, 64 or 128, so that each
-// has at most 64 tokens in the mean: 1,000 tokens form 16 clusters, 8,192 tokens 128.
+// Chunks are cut between token tiles, as evenly as possible. A chunk has 16, 32, 64 or 128 clusters, so that a cluster
+// has at most 64 tokens on average: 1,000 tokens form 16 clusters, 8,192 tokens 128.
 __device__ __forceinline__ Chunk chunk_of(const Order& order, int index) {
   const int64_t tiles = (order.m + kTokenTile - 1) / kTokenTile;
   Chunk chunk;
@@ -56,13 +56,14 @@ __device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int sam
   return chunk.first + static_cast<uint32_t>(index) * static_cast<uint32_t>(chunk.tokens) / samples;
 }
 
-// How many nonzeros of a token's row are looked at.
+// The number of nonzeros of a token's row that are read.
 __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t token) {
   return min(static_cast<uint32_t>(order.row_counts[token]), kMaxCount);
 }
 
-// Calls use(neuron) for the neurons of one token. Eight lanes share the row, of which this one has share `piece`; a
-// lane has four loads in flight. The first load does not wait for `count`: every row has room for what it reads.
+// Calls use(neuron) for the neurons of one token. Eight lanes share the row, of which this lane has share `piece`; a
+// lane has four loads in flight. The first load does not wait for `count`, because the memory that it reads exists for
+// every row.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t toke
   }
 }
 
-// How many bits are set.
+// The number of bits that are set.
 __device__ __forceinline__ int bits_of(const uint4& v) { return __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w); }
 
 }  // namespace sparsellm::order

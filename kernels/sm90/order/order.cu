@@ -1,20 +1,21 @@
-// token_order: an order of the tokens in which neighbours fire the same neurons, because a token tile costs what the
-// union of its tokens' neurons costs. Tokens are assigned to clusters, and the clusters stand one after the other.
-// Nothing is kept from one call to the next.
+// token_order: an order of the tokens in which neighbours fire the same neurons, because the cost of a token tile grows
+// with the union of its tokens' neurons. Tokens are assigned to clusters, and the clusters are placed one after
+// another. Nothing is kept from one call to the next.
 //
-// Chunks of at most 8,192 tokens, cut between token tiles, are ordered each by itself. A cluster has a profile, which
-// is a set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:
-//   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is how many of
-//             them fire neuron n
+// Chunks of at most 8,192 tokens, cut between token tiles, are ordered separately. A cluster has a profile, which is a
+// set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:
+//   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is the number of
+//             leaders that fire neuron n
 //   assign    4,096 evenly spaced tokens each go to the cluster with the largest score C |token & profile| - (sum of f
-//             over the profile): C times what the token's overlap has above that of a mean leader
+//             over the profile): C times the token's overlap in excess of a mean leader's
 //   profile   a cluster's new profile: the neurons that at least 1/16 of its tokens fire
 //   assign    all tokens, by the new profiles
-//   sort      a greedy chain of the clusters c, d, ... by |c & d| / (|c| + |d|), from the one least like all others;
-//             within a cluster tokens by count, fewest first, in every other cluster of the chain fewest last
-// Ties go to the lowest index, and all is integer sums and fixed orders: the result is the same in every run.
-// An overlap is counted in a byte: of a row with more than 255 nonzeros every other sixteen count, twice each, and of
-// no row more than the first 495.
+//   sort      a greedy chain of the clusters c, d, ... by |c & d| / (|c| + |d|), starting with the one least similar to
+//             all others; within a cluster tokens by count: fewest first, in every other cluster of the chain fewest
+//             last
+// Ties go to the lowest index, and everything is integer sums in fixed orders, so the result is the same in every run.
+// An overlap is counted in a byte. So in a row with more than 255 nonzeros, every other sixteen count, twice each, and
+// only the first 495 nonzeros of a row are read.
 #include <algorithm>
 #include <type_traits>
 
@@ -29,13 +30,14 @@ namespace {
 using namespace order;
 
 constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`, at most
-// Ranges of all chunks together, at least: times the 16 groups of clusters, `profile` has 128 CTAs, about one for each
-// SM.
+// Minimum number of ranges of all chunks together. Times the 16 groups of clusters, this gives `profile` 128 CTAs,
+// about one per SM.
 constexpr int kMinParts = 8;
-constexpr int kSharedTokens = 96;      // from so many tokens per CTA on, a copy of the table in shared memory pays
-constexpr int kMaxTable = 208 * 1024;  // bytes of a table that shared memory has room for
+constexpr int kSharedTokens = 96;      // from this many tokens per CTA on, a copy of the table in shared memory pays
+                                       // off
+constexpr int kMaxTable = 208 * 1024;  // bytes of a table that fits in shared memory
 
-// Sets the sizes, and lays the arrays out in the workspace; returns its bytes. workspace: null to count bytes only.
+// Sets the sizes, and lays out the arrays in the workspace; returns its bytes. workspace: null to count bytes only.
 int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;
   order.n = static_cast<int>(n);

@@ -1,18 +1,18 @@
-// token_order: the clusters' profiles: at first those of the leaders, then those of the tokens that were assigned to
-// each cluster (order.cu: the algorithm).
+// token_order: the clusters' profiles: first those of the leaders, then those of the tokens that were assigned to each
+// cluster (order.cu has the algorithm).
 #pragma once
 
 #include "order/common.cuh"
 
 namespace sparsellm::order {
 
-constexpr int kSamples = 4096;  // tokens that the profiles are made of
-constexpr int kGroup = 8;       // clusters that a CTA of `profile` has: a byte of each table row
+constexpr int kSamples = 4096;  // tokens from which profiles are made
+constexpr int kGroup = 8;       // clusters per CTA of `profile`: a byte of each table row
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kShare = 16;  // a neuron is in a cluster's profile if 1 / kShare of the cluster's tokens fire it
 
-// Sets the leaders' bits in `rows`: rows [first, first + range) of the table, all zero before. Returns a leader's
-// price, over the neurons of these rows, in the leader's eight lanes. By all threads of a CTA.
+// Sets the leaders' bits in `rows`, which are rows [first, first + range) of the table, all zero before. Returns a
+// leader's price, over the neurons of these rows, in the leader's eight lanes. Called by all threads of a CTA.
 __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
                                             uint4* rows) {
   static_assert(kThreads == 8 * kClusters, "eight lanes to a leader");
@@ -38,8 +38,8 @@ __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chu
   return price;
 }
 
-// Makes the leaders' table and their prices, where the table is too large for the shared memory of `assign`. A CTA has
-// one range of one chunk's neurons.
+// Makes the leaders' table and their prices, if the table is too large for the shared memory of `assign`. A CTA has one
+// range of one chunk's neurons.
 __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   extern __shared__ uint4 shared[];  // this range of the table
   ptx::griddepcontrol_launch_dependents();
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
 }
 
-// Lists the sampled tokens that belong to a group of 8 clusters, and counts each cluster's tokens (members). Tokens
-// stand in any order: integers are summed over them, so no result depends on it.
+// Lists the sampled tokens that belong to a group of 8 clusters, and counts each cluster's tokens (members). Tokens are
+// listed in any order: integers are summed over them, so no result depends on it.
 __device__ __forceinline__ void list_members(const Order& order, int index, int group, int samples,
                                              uint16_t (&list)[kSamples], int& listed, int (&members)[kGroup]) {
   static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
@@ -92,8 +92,8 @@ __device__ __forceinline__ void count_neurons(const Order& order, const Chunk& c
   __syncthreads();
 }
 
-// Writes the part of the group's profiles that lies in this range. A neuron is in a cluster's profile if at least one
-// in kShare of the cluster's tokens fire it: of 40 tokens, three. Profiles go to the table, as a byte for each neuron,
+// Writes the part of the group's profiles that is in this range. A neuron is in a cluster's profile if at least one in
+// kShare of the cluster's tokens fire it: with 40 tokens, three. Profiles go to the table, as a byte for each neuron,
 // and to the masks; their prices and sizes are added to price_sums and size_sums.
 __device__ __forceinline__ void make_profiles(const Order& order, int index, int group, uint32_t first, uint32_t lane,
                                               const uint4* shared, const int (&members)[kGroup],
@@ -106,7 +106,7 @@ __device__ __forceinline__ void make_profiles(const Order& order, int index, int
     price[c] = 0;
   }
   const int64_t table = static_cast<int64_t>(index) * (order.n + 1);
-  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // by whole warps: range is a multiple of 128
+  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // by whole warps, because range is a multiple of 128
     const int neuron = first + i;
     const uint4 counts = shared[i];
     const int weight = neuron < order.n ? bits_of(__ldcg(order.leaders + table + neuron)) : 0;

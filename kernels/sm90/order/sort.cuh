@@ -10,13 +10,13 @@ constexpr int kChainers = 128;  // threads that read the similarities; one warp 
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;
 
-// Named barriers; 0 is that of __syncthreads.
+// Named barriers; __syncthreads uses 0.
 enum SortBarrier { kSorterBarrier = 1, kChainerBarrier = 2 };
 
 // Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`; key(k) is the key of a
-// position. rank[k] counts the equal keys before the position in its warp; before[warp][key] those of the warps before
-// and, where kSpread, all smaller keys; totals[key] all equal keys. Of one warp with keys 3, 1, 3: ranks 0, 0, 1,
-// totals[3] is 2, and before[0][3], where kSpread, is 1.
+// position. rank[k] counts the equal keys before the position in its warp. before[warp][key] counts the equal keys of
+// the previous warps and, if kSpread, all smaller keys. totals[key] counts all equal keys. An example of one warp with
+// keys 3, 1, 3: ranks 0, 0, 1; totals[3] is 2; before[0][3], if kSpread, is 1.
 template <int kKeys, bool kSpread, class Key>
 __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
                                           int* totals, uint16_t (&rank)[kSortItems], Key key) {
@@ -53,22 +53,22 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
   ptx::bar_sync(kSorterBarrier, kSorters);
 }
 
-// Variables of the kernel, one by one and not a struct, so that the compiler knows that a store to one changes none of
-// the others.
+// Variables of the kernel, declared one by one rather than as a struct, so that the compiler knows that a store to one
+// changes none of the others.
 struct SortShared {
-  uint8_t (&clusters)[kChunk];  // of each token
-  uint16_t (&sorted)[kChunk];   // tokens, by fullness; at last in the order of the chunk
+  uint8_t (&clusters)[kChunk];  // the cluster of each token
+  uint16_t (&sorted)[kChunk];   // tokens, by fullness; at the end in the order of the chunk
   uint16_t (&before)[kSortWarps][kClusters];
-  uint32_t (&likeness)[kClusters];  // of each cluster with all others
-  int (&totals)[kClusters];         // tokens of each cluster
+  uint32_t (&likeness)[kClusters];  // similarity of each cluster to all others
+  int (&totals)[kClusters];         // tokens per cluster
   int (&start)[kClusters];          // where each cluster's tokens begin
   int (&chain)[kClusters];          // the clusters in their order
-  int (&place)[kClusters];          // of each cluster in the chain
-  int& nonzeros;                    // of all tokens
+  int (&place)[kClusters];          // the place of each cluster in the chain
+  int& nonzeros;                    // nonzeros of all tokens
 };
 
-// The chainers: the chain begins with the cluster that is least like the others, and goes on with the one most like the
-// last, of those that are left. Once `arrivals` are complete, the similarities are there.
+// The chainers: the chain starts with the cluster that is least similar to the others, and continues with the remaining
+// cluster that is most similar to the last one. The similarities are available once `arrivals` are complete.
 __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& chunk, int parts, uint4* similarity,
                                                const SortShared& shared, uint32_t warp, uint32_t lane) {
   const int thread = threadIdx.x - kSorters;
@@ -116,8 +116,9 @@ __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& 
   }
 }
 
-// The sorters: the tokens by fullness, in 32 steps of an eighth of the mean, and so within their clusters. This
-// thread's tokens, those at its positions in the order of fullness, and their ranks in their clusters.
+// The sorters: order tokens by fullness, in 32 steps of an eighth of the mean, and within their clusters in the same
+// way. Returns this thread's tokens, those at its positions in the order of fullness, and their ranks in their
+// clusters.
 __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chunk, const SortShared& shared,
                                             uint32_t warp, uint32_t lane, uint16_t (&item)[kSortItems],
                                             uint16_t (&rank)[kSortItems]) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chu
                               [&](int k) { return static_cast<uint32_t>(shared.clusters[item[k]]); });
 }
 
-// One warp: where each cluster's tokens begin, along the chain.
+// One warp: computes where each cluster's tokens begin, along the chain.
 __device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortShared& shared, uint32_t lane) {
   int size[4], sum = 0;
 #pragma unroll
@@ -170,10 +171,10 @@ __device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortSha
   }
 }
 
-// The order of one chunk. The chain is one warp's work, a step at a time; meanwhile the sorters rank the tokens, within
-// their clusters once these are known. The chain begins before `assign` ends: this kernel starts once all CTAs of
-// `assign` are past their own wait. So what was before `assign` is done (the rows' counts, `arrivals` at zero), no CTA
-// of `assign` waits for room, and `arrivals` tell when the similarities are there.
+// Orders one chunk. One warp makes the chain, one step at a time; meanwhile the sorters rank the tokens, and rank them
+// within their clusters once these are known. The chain starts before `assign` ends: this kernel starts once all CTAs
+// of `assign` are past their own wait. So everything before `assign` is done (the rows' counts, `arrivals` at zero),
+// all CTAs of `assign` are already resident, and `arrivals` tell when the similarities are available.
 __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
   extern __shared__ uint4 similarity[];
   __shared__ uint8_t clusters[kChunk];
@@ -198,8 +199,8 @@ __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order 
   __syncthreads();
   if (warp == 0) start_clusters(chunk, shared, lane);
   __syncthreads();
-  // Within a cluster, tokens go from sparse to full and, in every other cluster of the chain, from full to sparse:
-  // neighbours are about as full where clusters meet, too.
+  // Within a cluster, tokens go from sparse to full, and in every other cluster of the chain from full to sparse, so
+  // that neighbours are similarly full also where two clusters meet.
   if (warp < kSortWarps) {
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {

@@ -1,8 +1,9 @@
-// rest_backward: the gradients of a feedforward layer for a batch whose nonzeros had no room in the tile engine's
-// lists. It computes them densely, from the inputs alone, in one launch that ends at once where there is no rest. It
-// keeps no matrix of M x N: the gradients of the weights are computed for 128 neurons at a time and all tokens, then
-// that of x for 512 tokens at a time and all neurons. z, u and dh are computed anew for each of the two, so this
-// multiplies twice as much as dense PyTorch; and it multiplies by plain warp-wide products (mma.sync), not WGMMA.
+// rest_backward, the overflow path of backward: the gradients of a feedforward layer for a batch whose nonzeros
+// exceeded the capacity of the tile engine's lists. It computes them densely, from the inputs alone, in one launch that
+// ends at once if the lists did not overflow. It keeps no matrix of M x N: it computes the gradients of the weights for
+// 128 neurons at a time and all tokens, then that of x for 512 tokens at a time and all neurons. z, u and dh are
+// computed again for each of the two, so it multiplies twice as much as dense PyTorch, and with warp-wide products
+// (mma.sync) instead of WGMMA.
 //
 // Numerics: those of sparsellm/ops/reference.py. Products are in float32 and rounded to bf16 once (gradients of float32
 // weights are not rounded); elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
@@ -14,11 +15,12 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRestThreads = 256;
-constexpr int kRows = 128, kColumns = 64;  // of an output tile: 4 x 2 warps of 32 x 32
-constexpr int kDepth = 64;                 // how much of the inner dimension is multiplied at a time
+constexpr int kRows = 128, kColumns = 64;  // size of an output tile: 4 x 2 warps of 32 x 32
+constexpr int kDepth = 64;                 // columns of the inner dimension that are multiplied at a time
 constexpr int kNeurons = 128;              // neurons whose hidden values are kept at a time, for all tokens
 constexpr int kTokens = 512;               // tokens whose hidden values are kept at a time, for all neurons
-constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours use other banks
+constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours use different
+                                           // banks
 
 using Bf16 = __nv_bfloat16;
 
@@ -30,9 +32,9 @@ static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It
-// lies in shared memory as in global memory: where kSideFast, neighbouring sides are side by side, else neighbours in
-// the inner dimension.
+// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It has
+// the same layout in shared as in global memory: if kSideFast, neighbouring sides are contiguous, otherwise neighbours
+// in the inner dimension.
 template <int kSide, bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
@@ -57,8 +59,8 @@ struct Operand {
       ptx::st_shared_v4(ptx::smem_address(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8), quads[q]);
     }
   }
-  // The matrices of sides [side, side + 16) and k [k, k + 16): both of the first 8 k first if kByDepth, else both of
-  // the first 8 sides.
+  // The matrices of sides [side, side + 16) and k [k, k + 16): if kByDepth, both of the first 8 k come first, otherwise
+  // both of the first 8 sides.
   template <bool kByDepth>
   static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const Bf16* tile, int side, int k) {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -69,14 +71,14 @@ struct Operand {
   }
 };
 
-// What a thread has of an output tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
+// A thread's part of an output tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
 using Sums = float[2][4][4];
 __device__ __forceinline__ int row_of(int i, int r) {
   return threadIdx.x / 64 * 32 + 16 * i + 8 * r + threadIdx.x % 32 / 4;
 }
 __device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 % 2 * 32 + 8 * j + threadIdx.x % 4 * 2; }
 
-// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values, as Operand::load has `at`.
+// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values, like `at` of Operand::load.
 template <bool kRowsFast, bool kColumnsFast, class A, class B>
 __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a, B b) {
   using Left = Operand<kRows, kRowsFast>;
@@ -86,7 +88,7 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   left.load(0, depth, a);
   right.load(0, depth, b);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    __syncthreads();  // all threads have read the operands of the step before
+    __syncthreads();  // all threads have read the operands of the previous step
     left.store(tiles.a);
     right.store(tiles.b);
     __syncthreads();
@@ -113,8 +115,8 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   }
 }
 
-// A barrier of all CTAs, which are all on the device at once (one to an SM). `arrivals` grows by their number each
-// time, so behind the third barrier of 132 CTAs it is 396; `passed` is what it must be for this CTA to go on.
+// A barrier of all CTAs, which are all resident at once (one per SM). `arrivals` grows by their number each time, so
+// after the third barrier of 132 CTAs it is 396; `passed` is the value that lets this CTA continue.
 __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
   __syncthreads();
   passed += gridDim.x;
@@ -130,8 +132,8 @@ __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
 
 __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static_cast<const Bf16*>(pointer); }
 
-// Columns from `left` on of dW_g (which: 0), dW_u (1) or dW_d (2) of these neurons: the transpose of a plane times x or
-// dy.
+// Columns from `left` on of dW_g (which: 0), dW_u (1) or dW_d (2) for these neurons: the transpose of a plane times x
+// or dy.
 __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0,
                                             int neurons) {
   void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
@@ -160,7 +162,7 @@ __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles,
   }
 }
 
-// Rows from `top` and columns from `left` on of dx of these tokens: dz W_g + du W_u.
+// Rows from `top` and columns from `left` on of dx for these tokens: dz W_g + du W_u.
 __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0,
                                            int tokens) {
   const int k = p.k, n = p.n;
@@ -187,9 +189,9 @@ __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, 
   }
 }
 
-// Computes dz, du and h of tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons), and writes them
+// Computes dz, du and h for tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons), and writes them
 // to three planes of [tokens, neurons]. The arguments are passed one by one rather than as a struct, and the stores are
-// in this function, because of ptxas: otherwise the guards of the other products' loads no longer fit the registers,
+// in this function, because of ptxas: otherwise the guards of the other products' loads no longer fit in the registers,
 // and are computed in the loops (204 instructions instead of 198).
 __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
                                        const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
@@ -249,8 +251,8 @@ __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const Re
   const auto planes = static_cast<Bf16*>(p.planes);
   int passed = 0;
 
-  // The gradients of the weights: each one's rows of these neurons are sums over all tokens. Output tiles are dealt to
-  // the CTAs in turn.
+  // The gradients of the weights: the rows of these neurons are sums over all tokens. Output tiles are dealt to the
+  // CTAs in turn.
   const int across = (k + kColumns - 1) / kColumns;
   for (int neuron0 = 0; neuron0 < n; neuron0 += kNeurons) {
     const int neurons = min(kNeurons, n - neuron0);
