@@ -1,98 +1,102 @@
-// The row engine for up to some 1,500 tokens: a cluster of eight CTAs for each row; of four, where rows are too many
-// for all to have eight at once. Of few tokens (decoding) latency is all.
+// The row engine for fewer than 1,536 tokens: a cluster of eight CTAs for each row, or of four if the rows are too many
+// for all to have eight at once. For few tokens (decoding), latency is the only concern.
 //
 // A row's nonzeros are dealt in chunks of eight to the warps of a CTA, the same chunk to the same warp of all eight
-// CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. Of a chunk, each CTA computes one h, from
-// a whole row of W_u, and sends it to the same warp of the others. Each CTA then multiplies all eight h by its own
-// eighth of the columns of W_d. So nothing but one number for each nonzero passes between CTAs, through shared memory,
-// and only the sums of a CTA's own warps are left to add. Weights go to registers: those of W_u for the next chunk, and
-// those of W_d for this one, while h is exchanged. All are fetched to L2 beforehand, a chunk ahead of that. In a
-// cluster of four, a chunk is four nonzeros, and a CTA's columns are a quarter.
+// CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. For a chunk, each CTA computes one h,
+// from a whole row of W_u, and sends it to the same warp of the other CTAs. Each CTA then multiplies all eight h by its
+// own eighth of the columns of W_d. So CTAs exchange only one number per nonzero, through shared memory, and only the
+// sums of a CTA's own warps must be added. Weights go to registers: those of W_u for the next chunk, and those of W_d
+// for this chunk, while h is exchanged. All are prefetched to L2, one chunk before that. In a cluster of four, a chunk
+// is four nonzeros, and a CTA has a quarter of the columns.
 //
-// Where there are more rows than clusters, a cluster does several in turn, and fetches the next row's list and x under
-// the row before. A cluster's first row is the row of its number; the longer that is, the shorter the rows after it.
+// If there are more rows than clusters, a cluster computes several rows in turn, and fetches the next row's list and x
+// while it computes the current row. A cluster's first row is the row with its number; the longer its first row, the
+// shorter the rows after it.
 //
-// A row of very many nonzeros is cut into pieces, and a cluster does a piece as if it were a row. Pieces leave float32
-// sums in global memory, and of the CTAs that have the same columns the last to come adds them in order. No cluster
-// waits for another: they need not all be on the device at once.
+// A row with very many nonzeros is cut into pieces, and a cluster computes a piece as if it were a row. Pieces write
+// float32 sums to global memory, and the last of the CTAs that have the same columns adds them in order. No cluster
+// waits for another, so they need not all be resident at once.
 //
-// More tokens than 64 are divided in runs. A row costs its nonzeros and kRowCost; the costs of all rows, one row after
-// the other, are cut into equal runs, one for each cluster. A cluster does the rows that begin in its run, whole, but
-// for rows of more than kWhole nonzeros: those are cut where a run ends, in whole rounds. So the work is even, however
-// uneven the rows are, and a cluster leaves pieces of two rows at most. Runs of 100 and rows that begin at 0, 60 and
-// 110: the first cluster has rows 0 and 1, the second has row 2; were row 1 long, it would be cut at 100. From
-// kLongRunTokens on, CTAs have four warps and are twice as many: where a row ends fewer warps wait for each other, and
-// a row fills its last round better.
+// More than 64 tokens are divided into runs. A row costs its nonzeros plus kRowCost. The costs of all rows, one row
+// after another, are cut into equal runs, one for each cluster. A cluster computes the rows that begin in its run, and
+// computes them whole. The exception is rows of more than kWhole nonzeros: those are cut where a run ends, in whole
+// rounds. So the work is even, however uneven the rows are, and a cluster writes pieces of at most two rows. An example
+// with runs of 100 and rows that begin at 0, 60 and 110: the first cluster has rows 0 and 1, the second has row 2; if
+// row 1 were long, it would be cut at 100. From kLongRunTokens on, CTAs have four warps instead of eight, and there are
+// twice as many: then fewer warps wait for each other at the end of a row, and a row fills its last round better.
 #pragma once
 
 #include "row/counts.cuh"
 
 namespace sparsellm::row {
 
-constexpr int kClusterWarps = 8;                // of a CTA
-constexpr int kRunWarps = 4;                    // of a CTA, where runs are long: CTAs are smaller, and twice as many
-constexpr int kLongRunTokens = 512;             // M from which on they are
-constexpr int kClusterTokens = kCountedTokens;  // M at most, where rows are dealt
-constexpr int kRunTokens = 1536;                // M at most, where they are divided in runs
-constexpr int kRowCost = 16;                    // what a row costs beside its nonzeros, in nonzeros
+constexpr int kClusterWarps = 8;                // warps per CTA
+constexpr int kRunWarps = 4;                    // warps per CTA if runs are long: CTAs are smaller, and twice as many
+constexpr int kLongRunTokens = 512;             // M from which on runs are long
+constexpr int kClusterTokens = kCountedTokens;  // M at most, if rows are dealt
+constexpr int kRunTokens = 1536;                // M at most, if rows are divided into runs
+constexpr int kRowCost = 16;                    // what a row costs in addition to its nonzeros, in nonzeros
 constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
 
-// Clusters of `cluster` CTAs of `warps` warps, at most: one warp adds the l1 of all, and their CTAs have tickets.
+// The largest number of clusters of `cluster` CTAs with `warps` warps: one warp adds the l1 of all, and their CTAs have
+// tickets.
 constexpr int max_clusters(int cluster, int warps) { return 2048 / warps / cluster; }
 constexpr int kMaxClusters = max_clusters(4, kRunWarps);
 static_assert(5 * kMaxClusters <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
 
-// tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it is there (|h| sums to
-// no negative number). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's columns. A cut
-// row's place there is that of its second piece among all second and later pieces, cuts[row] (ClusterCta); in runs,
-// that of the cluster in whose run it begins.
+// tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it has been written (a
+// sum of |h| is never negative). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's
+// columns. A cut row's index there is that of its second piece among all second and later pieces, cuts[row]
+// (ClusterCta); with runs, it is the cluster in whose run the row begins.
 struct ClusterArguments : RowArguments {
-  float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others; in runs
-                    // [clusters, 2, k], of a run's first row, if it began before, and of its last, if it goes on
+  float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others; with runs
+                    // [clusters, 2, k], of a run's first row if it began earlier, and of its last row if it continues
 };
 
-// One CTA of a cluster of kCluster; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the most there is room for.
-// All methods are called by all threads of the CTA, unless they say which. Arrays in registers are locals, passed by
-// reference: as members they would keep the scalars beside them in local memory until loops are unrolled.
-// kDealt: of few tokens, whose rows are dealt to the clusters by their lengths, and cut, and which this kernel counts.
+// One CTA of a cluster of kCluster; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that fits.
+// kDealt: for few tokens; the rows are dealt to the clusters by their lengths, and cut, and this kernel counts.
+// All methods are called by all threads of the CTA, unless their comment says otherwise. Arrays in registers are
+// locals, passed by reference: as members, they would keep the scalars next to them in local memory until loops are
+// unrolled.
 template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 struct ClusterCta {
-  static constexpr int kSlices = kVectors / kCluster;    // vectors of y in a lane
-  static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps have at a time
-  // A row of no more nonzeros than that, or than a cluster's share of all, is not cut.
+  static constexpr int kSlices = kVectors / kCluster;    // vectors of y per lane
+  static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps process at a time
+  // A row is not cut if it has no more nonzeros than this, or than a cluster's share of all nonzeros.
   static constexpr uint32_t kWhole = 4 * kRound;
   static constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
   static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector each
-  static constexpr int kAdderBarrier = 1;       // their named barrier; 0 is that of __syncthreads
+  static constexpr int kAdderBarrier = 1;       // their named barrier; __syncthreads uses 0
   static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");
   using Up = uint4[kVectors];             // a lane's part of a row of W_u
   using Down = uint4[kCluster][kSlices];  // a lane's part of the CTA's columns of a chunk's rows of W_d
   using UnitSums = float[kSlices][8];     // a lane's part of the CTA's columns of y
 
-  // Warps with a task beside their nonzeros. The last warps have the least to compute, so they fetch what comes next.
+  // Warps with a task in addition to their nonzeros. The last warps have the least to compute, so they fetch what comes
+  // next.
   enum Warp { kPlanning = 0, kCounting = 1, kCopyingX = kWarps - 2, kListing = kWarps - 1 };
 
-  // Shared memory. Its variables are declared one by one in the kernel, and not as one struct, so that the compiler
-  // knows that a store to one changes none of the others: as one struct, the loops came out with other registers. [2]:
-  // two rows, two parts of lists, two chunks take turns.
+  // Shared memory. The kernel declares its variables one by one rather than as a struct, so that the compiler knows
+  // that a store to one changes none of the others: as a struct, the loops compiled to other registers. [2]: two rows,
+  // two parts of lists, two chunks in turn.
   struct Shared {
     uint4 (&x)[2][kGated ? 32 * kVectors : 1];
     float4 (&sums_of)[kWarps][kSlices][2][32];
     uint32_t (&list)[2][kClusterListed];
     float (&hidden)[2][kWarps][kCluster];
-    uint64_t (&received)[2][kWarps];                  // barrier: all h of a chunk are there
-    uint64_t (&x_full)[2];                            // barrier: x of a row is there
-    uint32_t (&starts)[kDealt ? 1 : kRunTokens + 1];  // the cost of all rows before a row; behind the last row, of all
-    uint32_t (&counts)[kClusterTokens];  // nonzeros of each row; this and the next five: where rows are dealt
+    uint64_t (&received)[2][kWarps];                  // barrier: all h of a chunk have arrived
+    uint64_t (&x_full)[2];                            // barrier: x of a row has arrived
+    uint32_t (&starts)[kDealt ? 1 : kRunTokens + 1];  // the cost of all earlier rows; behind the last row, of all rows
+    uint32_t (&counts)[kClusterTokens];  // nonzeros of each row; this and the next five are used if rows are dealt
     uint32_t (&keys)[kClusterTokens];
-    // How many second and later pieces all rows before a row have. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
+    // The number of second and later pieces of all earlier rows. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
     // and, behind the last row, 3: all of them.
     uint32_t (&cuts)[kClusterTokens + 1];
-    uint32_t& piece;                // nonzeros of a piece of a row that is cut
-    int (&row_of)[kClusterTokens];  // of a unit that is a row or its first piece
-    int& place_of_next;             // this cluster's place among all from its second unit on
+    uint32_t& piece;                // nonzeros per piece of a row that is cut
+    int (&row_of)[kClusterTokens];  // the row of a unit that is a row or its first piece
+    int& place_of_next;             // this cluster's place among all clusters from its second unit on
     float (&l1_of)[kWarps];
     bool& last;
   };
@@ -103,7 +107,7 @@ struct ClusterCta {
     int row;
     uint32_t begin, end;
   };
-  // What is listed at a time of a unit.
+  // The part of a unit that is listed at a time.
   struct List {
     const uint32_t* words;
     uint32_t size;
@@ -114,12 +118,12 @@ struct ClusterCta {
   int warp;
   uint32_t lane, rank;
   int cluster, clusters;
-  int vectors;         // of 16 bytes, in a row
-  int slice;           // of those, this CTA's: from slice * rank on
-  int units = 0;       // in runs, the number of rows
+  int vectors;         // vectors of 16 bytes per row
+  int slice;           // this CTA's vectors: from slice * rank on
+  int units = 0;       // with runs, the number of rows
   uint32_t share = 0;  // the length of a run
   uint32_t turn = 0, exchanges = 0;
-  uint32_t listed = 0;  // which of the two lists is at hand
+  uint32_t listed = 0;  // which of the two lists is current
   float l1 = 0.0f;      // of this warp's nonzeros
 
   __device__ __forceinline__ ClusterCta(const ClusterArguments& a, const Shared& shared)
@@ -142,14 +146,14 @@ struct ClusterCta {
 
   __device__ __forceinline__ void run() {
     init_barriers();
-    if constexpr (kGated) ptx::cluster_sync();  // before any CTA sends to another, all barriers are there
+    if constexpr (kGated) ptx::cluster_sync();  // all barriers exist before any CTA sends to another
     ptx::griddepcontrol_wait();
-    // gate_pack of 17 tokens and more, where it comes next, gains a microsecond by that; of fewer it took 0.4 longer. For
-    // one token see multiply_list.
+    // This makes a following gate_pack a microsecond faster for 17 or more tokens, but 0.4 microseconds slower for
+    // fewer. For one token see multiply_list.
     if (a.m > kNextEarlyAbove) ptx::griddepcontrol_launch_dependents();
 
     if constexpr (kDealt) {
-      // The first row is begun before it is known which rows are cut.
+      // Start the first row before it is known which rows are cut.
       if (cluster < a.m) {
         copy_x(cluster, 0);
         list_part(cluster, 0, 0);
@@ -163,7 +167,7 @@ struct ClusterCta {
       units = a.m;
     }
     int unit = first_unit();
-    if ((!kDealt || cluster >= a.m) && unit < units) {  // dealt, it is a piece of some other row
+    if ((!kDealt || cluster >= a.m) && unit < units) {  // if rows are dealt, this is a piece of some other row
       const Unit u = unit_at(unit);
       copy_x(u.row, 0);
       list_part(u.row, u.begin, 0);
@@ -207,9 +211,9 @@ struct ClusterCta {
     ptx::bulk_load(ptx::smem_address(shared.x[place]), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, barrier);
   }
 
-  // Where each row begins, and where runs end.
+  // Computes where each row begins, and where runs end.
   __device__ __forceinline__ void divide() {
-    constexpr int kRows = kRunTokens / (32 * kWarps);  // of a thread
+    constexpr int kRows = kRunTokens / (32 * kWarps);  // rows per thread
     uint32_t cost[kRows], mine = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -219,7 +223,7 @@ struct ClusterCta {
     }
     uint32_t before = exclusive_scan(mine, lane);
     if (lane == 31) shared.counts[warp] = before + mine;
-    if (threadIdx.x < kWarps) shared.l1_of[threadIdx.x] = 0.0f;  // of a cluster without rows
+    if (threadIdx.x < kWarps) shared.l1_of[threadIdx.x] = 0.0f;  // for a cluster without rows
     __syncthreads();
     uint32_t all = 0;
 #pragma unroll
@@ -237,7 +241,7 @@ struct ClusterCta {
     __syncthreads();
   }
 
-  // The planning warp: which rows are cut, and which cluster does which row second. Each lane has two rows.
+  // The planning warp: decides which rows are cut, and which cluster computes which row second. Each lane has two rows.
   __device__ __forceinline__ void deal_rows() const {
     constexpr int kRows = kClusterTokens / 32;
     uint32_t count[kRows] = {}, more[kRows] = {}, all = 0, most = 0;
@@ -249,7 +253,8 @@ struct ClusterCta {
       most = max(most, count[i]);
     }
     // A piece is a cluster's share of all nonzeros, in whole rounds. So there are fewer second and later pieces than
-    // clusters: of 8 clusters and rows of 2,000 and 48 nonzeros a share is 256, and the first row is cut into eight.
+    // clusters. For example, with 8 clusters and rows of 2,000 and 48 nonzeros, a share is 256, and the first row is
+    // cut into eight.
     uint32_t length = 0, before = 0;
     if (__any_sync(~0u, most > kWhole)) {
       const uint32_t share = (__reduce_add_sync(~0u, all) + clusters - 1) / clusters;
@@ -271,12 +276,12 @@ struct ClusterCta {
     rank_rows(count, length != 0);
   }
 
-  // Each cluster's first row is that of its number. Of the rows beyond, the longest goes where the first is shortest:
-  // rows are ranked by key, first rows above all others, longer rows above shorter ones.
+  // Each cluster's first row is the row with its number. Of the remaining rows, the longest goes to the cluster whose
+  // first row is shortest: rows are ranked by key, first rows above all others, longer rows above shorter ones.
   template <int kRows>
   __device__ __forceinline__ void rank_rows(const uint32_t (&count)[kRows], bool cut) const {
     const bool ranked = a.m > clusters || (a.m == clusters && cut);
-    uint32_t key[kRows];  // rows from m on have no nonzeros and the highest numbers, so the least keys
+    uint32_t key[kRows];  // rows from m on have no nonzeros and the highest numbers, so the lowest keys
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = kRows * lane + i;
@@ -306,7 +311,7 @@ struct ClusterCta {
     return (shared.starts[row + 1] - 1) / share - shared.starts[row] / share + 1;
   }
 
-  // In runs: the row's nonzeros; and how many of them come before `cost`.
+  // With runs: the row's nonzeros, and how many of them come before `cost`.
   __device__ __forceinline__ uint32_t count_of(int row) const {
     return shared.starts[row + 1] - shared.starts[row] - kRowCost;
   }
@@ -337,11 +342,11 @@ struct ClusterCta {
     return u;
   }
 
-  // In runs, a unit is called by its row.
+  // With runs, a unit's number is its row's.
   __device__ __forceinline__ int first_unit() const {
     if constexpr (kDealt) return cluster;
     const uint32_t begin = cluster * share;
-    int row = 0, end = a.m;  // the first row that begins in the run, or behind it
+    int row = 0, end = a.m;  // the first row that begins in the run, or after it
     while (row < end) {
       const int middle = (row + end) / 2;
       if (shared.starts[middle] < begin) {
@@ -357,26 +362,26 @@ struct ClusterCta {
     return row < a.m && shared.starts[row] < (cluster + 1) * share;
   }
 
-  // Clusters that have a run; dealt, a unit.
+  // Clusters that have a run; if rows are dealt, that have a unit.
   __device__ __forceinline__ int used() const {
     if constexpr (kDealt) return min(clusters, units);
     return static_cast<int>((shared.starts[kRunTokens] + share - 1) / share);
   }
 
-  // What this cluster does after the unit at hand.
+  // The unit that this cluster computes after the current one.
   __device__ __forceinline__ int unit_after(int unit) const {
     if constexpr (kDealt) return static_cast<int>(turn + 1) * clusters + shared.place_of_next;
     return begins_here(unit + 1) ? unit + 1 : units;
   }
 
-  // 16 bytes of the row of weights that a packed word names.
+  // 16 bytes of the weight row that a packed word refers to.
   __device__ __forceinline__ const uint4* weights_of(const __nv_bfloat16* weights, uint32_t word,
                                                      uint32_t vector) const {
     const uint32_t at = (word & 0xffff) * (16 * vectors) + 16 * vector;  // bytes, less than 2^30
     return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(weights) + at);
   }
 
-  // This CTA's nonzero of the chunk from `at` on: its whole row of W_u.
+  // Loads the W_u row of this CTA's nonzero of the chunk that starts at `at`.
   __device__ __forceinline__ void load_up(Up& up, const List& list, uint32_t at) const {
     if (at + rank >= list.size) return;
     const uint4* weights = weights_of(a.w_up, list.words[at + rank], lane);
@@ -386,7 +391,7 @@ struct ClusterCta {
     }
   }
 
-  // All nonzeros of the chunk: this CTA's columns of their rows of W_d.
+  // Loads this CTA's columns of the W_d rows of all nonzeros of the chunk.
   __device__ __forceinline__ void load_down(Down& down, const List& list, uint32_t at) const {
     if (at >= list.size) return;
     uint32_t word_of[kCluster];
@@ -400,13 +405,13 @@ struct ClusterCta {
       const uint4* weights = weights_of(a.w_down_t, word_of[j], vector_of(0));
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
-        down[j][s] = make_uint4(0, 0, 0, 0);  // where there is no nonzero, its h is zero too
+        down[j][s] = make_uint4(0, 0, 0, 0);  // if there is no nonzero, its h is zero too
         if (at + j < list.size && is_mine(s)) down[j][s] = __ldg(weights + 32 * s);
       }
     }
   }
 
-  // Fetches to L2 the rows that will be loaded, 128 bytes a lane: of W_d, 32 / kCluster lanes have one nonzero.
+  // Prefetches to L2 the rows that will be loaded, 128 bytes per lane; for W_d, 32 / kCluster lanes have one nonzero.
   __device__ __forceinline__ void prefetch(const List& list, uint32_t at, bool with_up) const {
     constexpr int kLanes = 32 / kCluster, kStep = 8;
     const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);
@@ -422,7 +427,7 @@ struct ClusterCta {
     }
   }
 
-  // Computes `sums`: the unit's h times W_d in this CTA's columns; each warp does its own chunks.
+  // Computes `sums`: the unit's h times W_d in this CTA's columns; each warp computes its own chunks.
   __device__ __forceinline__ void multiply_unit(const Unit& u, int unit, UnitSums& sums) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -434,7 +439,7 @@ struct ClusterCta {
       multiply_list(u, unit, from, ends, sums);
       listed ^= 1;
       if (ends) break;
-      __syncthreads();  // this list has been read, the next is there
+      __syncthreads();  // this list has been read, the next list has been written
     }
   }
 
@@ -450,9 +455,10 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // Of one token the next kernel may start now: in a decoder a product, whose weights so queue behind these loads.
+    // For one token, the next kernel may start now. In a decoder it is a product, whose weights then queue behind these
+    // loads.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
-    // This comes behind the loads, because the other warps do not wait to know what comes next.
+    // This comes after the loads, because the other warps need not wait to know what comes next.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {
       const Unit then = ends ? unit_at(unit_after(unit)) : Unit{u.row, from + kClusterListed};
       list_part(then.row, then.begin, listed ^ 1);
@@ -479,16 +485,16 @@ struct ClusterCta {
     }
   }
 
-  // Exchanges the h of the chunk from `at` on: sends this CTA's h to the same warp of all CTAs, and receives theirs.
-  // Meanwhile the chunk's rows of W_d are loaded, and the next chunk's row of W_u.
+  // Exchanges the h of the chunk that starts at `at`: sends this CTA's h to the same warp of all CTAs, and receives
+  // theirs. Meanwhile, loads the chunk's rows of W_d and the next chunk's row of W_u.
   __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, Down& down,
                                                   float (&h)[kCluster]) {
     float mine = at + rank < list.size ? dot_x(up) : 0.0f;
     load_down(down, list, at);
     mine = warp_sum(mine);
     if (at + rank < list.size) mine = hidden_of(list.words[at + rank], mine);
-    // Two places take turns, b = 0, 1, 0, ...: a CTA sends to place b again only once it has what this warp sent to
-    // place b ^ 1, and this warp sent that after it had read place b.
+    // Two places alternate, b = 0, 1, 0, ... A CTA sends to place b again only after it has received what this warp
+    // sent to place b ^ 1, and this warp sent that after it had read place b.
     const uint32_t b = exchanges % 2;
     const uint32_t barrier = ptx::smem_address(&shared.received[b][warp]);
     if (lane < kCluster) {
@@ -524,14 +530,14 @@ struct ClusterCta {
 
   // Adds the warps' sums in order, half a vector to a thread; if the row is cut, adds the other pieces' sums; stores y.
   __device__ __forceinline__ void add_warps(const Unit& u, int unit, const UnitSums& sums) const {
-    if (turn > 0) __syncthreads();  // the sums of the unit before have been added
+    if (turn > 0) __syncthreads();  // the sums of the previous unit have been added
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       shared.sums_of[warp][s][0][lane] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
       shared.sums_of[warp][s][1][lane] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
     }
     if (lane == 0) shared.l1_of[warp] = l1;
-    __syncthreads();  // the sums are there; x and the list have been read, the next list is there
+    __syncthreads();  // the sums have been written; x and the list have been read, the next list has been written
     if (threadIdx.x >= kAdders) return;
     const int s = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
     const int vector = vector_of(s);
@@ -552,13 +558,13 @@ struct ClusterCta {
     sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
   }
 
-  // By the adders: leaves a piece's sum. Returns whether this CTA is the last of those that have the row's pieces and
-  // this CTA's columns; if so, `sum` becomes the sum of all pieces, in order.
+  // Called by the adders: writes a piece's sum. Returns whether this CTA is the last of those that have the row's
+  // pieces and this CTA's columns; if so, `sum` becomes the sum of all pieces, in order.
   __device__ __forceinline__ bool add_pieces(int row, int unit, uint32_t pieces, int quad, bool some,
                                              float4& sum) const {
     const uint32_t first = kDealt ? shared.cuts[row] : shared.starts[row] / share;
     const auto place = [&](int64_t at) { return reinterpret_cast<float4*>(a.partials + at * a.k) + quad; };
-    // In runs, the row is the last one of cluster `first`, and the first one of the others.
+    // With runs, the row is the last one of cluster `first`, and the first one of the others.
     const auto place_in_run = [&](uint32_t c) { return place(2 * c + (c == first)); };
     if (some) *(kDealt ? place(unit < a.m ? row : unit) : place_in_run(cluster)) = sum;
     __threadfence();
@@ -581,8 +587,8 @@ struct ClusterCta {
     return done;
   }
 
-  // By one warp of each cluster: leaves the cluster's l1, and, if it then finds the l1 of all clusters, adds them in
-  // order. Two warps may both find all; they write the same sum.
+  // Called by one warp of each cluster: writes the cluster's l1 and, if it then finds the l1 of all clusters, adds them
+  // in order. Two warps may both find all of them; they write the same sum.
   __device__ __forceinline__ void add_l1() const {
     const int with_l1 = used();
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);
@@ -609,8 +615,8 @@ struct ClusterCta {
   }
 };
 
-// Where kFull, two CTAs of eight warps share an SM. Of clusters of eight whose CTAs have their SMs alone, an H100 or
-// H200 has room for 15; of clusters whose CTAs share SMs, for at least 30, and of such clusters of four for 60.
+// If kFull, two CTAs of eight warps share an SM. An H100 or H200 holds 15 clusters of eight whose CTAs have an SM each,
+// and at least 30 whose CTAs share SMs; of such clusters of four, 60.
 template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 __global__ void __launch_bounds__(32 * kWarps, kFull ? 16 / kWarps : 1) row_cluster_kernel(const ClusterArguments a) {
   using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt>;

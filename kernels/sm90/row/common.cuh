@@ -1,4 +1,5 @@
-// What the kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values, sums.
+// Definitions that the kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values,
+// sums.
 #pragma once
 
 #include "common/ordered_sum.cuh"
@@ -14,7 +15,7 @@ struct RowArguments {
   Packed packed;
   int64_t n;
   int m, k;
-  int32_t* tickets;  // as many as each kernel says; zero between calls
+  int32_t* tickets;  // their number depends on the kernel; zero between calls
   float* l1;
   __nv_bfloat16* y;
 };
@@ -22,8 +23,8 @@ struct RowArguments {
 constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
 // Lists the nonzeros of a wide segment, as list_nonzeros does for a whole row: those that are among nonzeros first ..
-// first + size - 1 of the row, the row's nonzero `first` at list[0]. The segment is that of column tile `tile`, before
-// which the row has `before` nonzeros. By all lanes of a warp.
+// first + size - 1 of the row, with the row's nonzero `first` at list[0]. The segment is that of column tile `tile`,
+// and the row has `before` nonzeros in earlier column tiles. Called by all lanes of a warp.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
   const uint32_t column = tile * kColumnTile + 8 * lane;
@@ -42,14 +43,14 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
 }
 
 // Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..] as packed words, by all lanes of a warp,
-// which may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which mostly hold all its
-// nonzeros.
+// which may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which usually contain all
+// its nonzeros.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                               uint32_t last, uint32_t lane, uint32_t* list) {
-  constexpr int kBatch = 4;  // loads in flight in each lane
+  constexpr int kBatch = 4;  // loads in flight per lane
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t size = last - first;
-  uint32_t seen = 0;  // nonzeros in the column tiles before
+  uint32_t seen = 0;  // nonzeros in earlier column tiles
   for (int start = 0; start < tiles && seen < last; start += 16 * kBatch) {
     uint4 v[kBatch];
 #pragma unroll
@@ -83,7 +84,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint32_t at =
-                index + i - 1;  // of the column tile's nonzeros; word 0 is the count: its `at` wraps around
+                index + i - 1;  // among the column tile's nonzeros; word 0 is the count: its `at` wraps around
             if (at < count && base + at - first < size) list[base + at - first] = words[i];
           }
         }
@@ -109,7 +110,7 @@ __device__ __forceinline__ uint4 pack(const float (&v)[8]) {
                     ptx::cvt_bf16x2(v[6], v[7]));
 }
 
-// Adds w x to four sums side by side, so that no chain of additions is long.
+// Adds w x to four independent sums, so that no chain of additions is long.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, const float (&x)[8]) {
   float v[8];
   unpack(w, v);
@@ -125,7 +126,7 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// sums = from + sums. This kernel has written `from`, maybe in another CTA, so it is read past L1.
+// sums = from + sums. This kernel has written `from`, possibly in another CTA, so the read bypasses L1.
 __device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
   const float4 p = __ldcg(from), q = __ldcg(from + 1);
   sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];

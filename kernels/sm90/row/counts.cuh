@@ -1,17 +1,18 @@
-// What row_cluster reads of the packed gate: a row's nonzeros, and, of few tokens, what gate_pack left to count.
+// What row_cluster reads of the packed gate: a row's nonzeros and, for few tokens, the counts that gate_pack did not
+// sum up.
 #pragma once
 
 #include "row/common.cuh"
 
 namespace sparsellm::row {
 
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. Where one warp
-// does that alone, this takes less time: each lane has a column tile of its own, and one scan serves 32 of them.
+// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. This version takes
+// less time if one warp lists alone: each lane has a column tile of its own, and one scan serves 32 of them.
 __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                              uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   const uint32_t size = last - first;
-  uint32_t seen = 0;  // nonzeros in the column tiles before
+  uint32_t seen = 0;  // nonzeros in earlier column tiles
   for (int start = 0; start < tiles && seen < last; start += 32) {
     const uint32_t* words = segment_of(packed, row, start + lane, tiles);
     uint4 v[4];  // the first 16 words of a segment
@@ -48,13 +49,13 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// How many nonzeros rows 2 lane and 2 lane + 1 have, from the column tiles' counts; none from row m on.
+// Computes how many nonzeros rows 2 lane and 2 lane + 1 have, from the column tiles' counts; none from row m on.
 __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t n, uint32_t lane,
                                            uint32_t (&count)[2]) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., two rows to a word. A sum never carries over
-  // to the other row: of at most 256 column tiles a lane has 64, so up to 16,384 nonzeros, and with those of lane
-  // 8 (t ^ 1) + s, 32,768. All 65,536 would not fit 16 bits, so the last addition is of separated halves.
+  // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., two rows per word. A sum never carries into
+  // the other row: a lane has at most 64 of the 256 column tiles, so up to 16,384 nonzeros, and together with lane 8 (t
+  // ^ 1) + s up to 32,768. All 65,536 would not fit in 16 bits, so the last addition is of separated halves.
   uint32_t pairs[4] = {};
   const uint4* eight = reinterpret_cast<const uint4*>(tile_counts(packed)) + lane;
   for (int first = 0; first < tiles; first += 32) {

@@ -1,15 +1,16 @@
-// The row engine for many tokens, which L2's bandwidth limits. A warp has a unit of work, which mostly is a whole row.
+// The row engine for many tokens, which is limited by L2 bandwidth. A warp has one unit of work at a time, usually a
+// whole row.
 //
-// One CTA of 12 warps per SM, no barrier in its loop. A warp keeps up to 64 columns in each lane: first of x, while it
-// streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros. Either way
-// 8 KB are in flight in each warp, 96 KB in each SM; nearly all of its shared memory stays L1. A row is given to a warp
-// rather than to a CTA, because then nothing has to be synchronised, a short row wastes no threads, and x and y take
-// turns in the registers. The warps of a CTA take neighbouring rows, which tend to share neurons and so find weights in
-// L1.
+// One CTA of 12 warps per SM, without a barrier in its loop. A warp keeps up to 64 columns in each lane: first of x,
+// while it streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros.
+// Either way, 8 KB are in flight per warp, 96 KB per SM; nearly all of the SM's shared memory stays L1. A row is given
+// to a warp rather than to a CTA, because then nothing has to be synchronized, a short row wastes no threads, and x and
+// y can use the same registers in turn. The warps of a CTA take neighbouring rows, which tend to share neurons and so
+// find weights in L1.
 //
 // Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks. Each chunk is a unit that
-// leaves a float32 sum, and the warp that finishes last adds the sums. Where there is no room left for such sums, one
-// warp does all chunks of the row in turn and adds them in the same order, so the bits are the same.
+// writes a float32 sum, and the warp that finishes last adds the sums. If no memory is left for such sums, one warp
+// computes all chunks of the row in turn and adds them in the same order, so the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -20,31 +21,31 @@ constexpr int kManyWarps = 12;
 constexpr int kListed = 64;       // nonzeros of a row that a warp lists at a time
 constexpr int kEqualChunks = 16;  // a row is cut into this many chunks before they grow to kListed nonzeros
 
-// Counters in global memory: how many planned units there are, and how many slots are taken; the next unit to give out;
-// how many CTAs are done.
+// Counters in global memory: the number of planned units; the number of slots taken; the next unit to hand out; the
+// number of CTAs that are done.
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4]
-  const int32_t* only_if;              // null, or a word: where it is zero, the kernel ends at once
+  const int32_t* only_if;              // null, or a word: if it is zero, the kernel ends at once
   int smallest_chunk;
   int heavy_above;  // rows with more nonzeros are planned
-  int range;        // how many neighbouring units a CTA takes at a time
+  int range;        // neighbouring units that a CTA takes at a time
   int slot_capacity;
   int4* units;        // [m + slot_capacity] row, chunk (-1: the whole row), the row's first slot
-  int32_t* arrivals;  // [slot_capacity] how many chunks of a row are done, at the row's first slot
+  int32_t* arrivals;  // [slot_capacity] number of chunks of a row that are done, at the row's first slot
   float* slots;       // [slot_capacity, k + 8] a chunk's sum, then its l1
   float* totals;      // [warps, k] a warp's sum over the chunks so far
   float* row_l1;      // [m] each row's sum of |h|
 };
 
-// Nonzeros of a chunk. They depend on the row's count and the number of tokens alone: with smallest = 8, a row of 100
-// nonzeros has chunks of 8, one of 400 of 25, one of 2,000 of 64.
+// Nonzeros per chunk. They depend only on the row's count and the number of tokens: with smallest = 8, a row of 100
+// nonzeros has chunks of 8, one of 400 has chunks of 25, and one of 2,000 has chunks of 64.
 __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
 }
 
-// Plans the rows with many nonzeros, a thread for each row: a row becomes as many units as it has chunks if there are
-// slots for all of them, else one unit.
+// Plans the rows with many nonzeros, one thread per row: a row becomes one unit per chunk if there are slots for all
+// its chunks, otherwise one unit.
 __global__ void row_plan_kernel(const ManyArguments a) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   const int count = row < a.m ? a.packed.row_counts[row] : 0;
@@ -62,12 +63,12 @@ __global__ void row_plan_kernel(const ManyArguments a) {
   }
 }
 
-// The units of a CTA, in shared memory: the planned ones first, then the rows. A CTA takes a.range neighbours at a
-// time.
+// The units of a CTA, in shared memory: the planned units first, then the rows. A CTA takes a.range neighbouring units
+// at a time.
 struct UnitRange {
   int &lock, &next, &end;
 
-  // A warp's next unit. Whoever finds the range empty takes another from global memory, while the other warps wait.
+  // A warp's next unit. A warp that finds the range empty takes another from global memory, while the other warps wait.
   __device__ __forceinline__ int take(const ManyArguments& a, uint32_t lane) const {
     int index = 0;
     if (lane == 0) {
@@ -86,16 +87,16 @@ struct UnitRange {
   }
 };
 
-// One warp and its unit. Columns are done in pieces of 256 kVectors: of a piece this lane has vectors 0 .. valid - 1,
-// the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane has
-// columns. Arrays in registers are locals, passed by reference: as members they would keep the scalars beside them in
-// local memory until loops are unrolled.
+// One warp and its unit. Columns are processed in pieces of 256 kVectors: of a piece, this lane has vectors 0 .. valid
+// - 1, the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane
+// has columns. Arrays in registers are locals, passed by reference: as members, they would keep the scalars next to
+// them in local memory until loops are unrolled.
 template <int kVectors, bool kFull, bool kGated>
 struct ManyWarp {
   static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
   static constexpr int kPiece = 256 * kVectors;
   using Sums = float[kVectors][8];
-  // What becomes of a chunk's sum: it is the whole row's; or it is the first, a middle or the last one of several.
+  // Role of a chunk's sum: it is the whole row's, or the first, a middle or the last one of several.
   enum Place { kWhole, kFirst, kMiddle, kLast };
 
   const ManyArguments& a;
@@ -112,7 +113,7 @@ struct ManyWarp {
     return kFull ? kVectors : (a.k - column_of(piece) + 255) >> 8;
   }
 
-  // Unit `index` of `units` planned ones and then the rows.
+  // Computes unit `index`: of the `units` planned ones, which come first, or else of the rows.
   __device__ __forceinline__ void do_unit(int index, int units) const {
     const int2 unit = index < units ? *reinterpret_cast<const int2*>(a.units + index) : make_int2(index - units, -1);
     const int64_t row = unit.x;
@@ -121,12 +122,13 @@ struct ManyWarp {
     const int chunk = chunk_of(count, a.smallest_chunk);
     const int chunks = max((count + chunk - 1) / chunk, 1);
     const bool split = unit.y >= 0;
-    const int stride = a.k + 8;                                  // of slots
-    const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed: registers are short
+    const int stride = a.k + 8;                                  // stride between slots
+    const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed, because registers are
+                                                                 // scarce
     float row_l1 = 0.0f;
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
       const int size = min(count - c * chunk, chunk);
-      __syncwarp();  // the chunk before has been read
+      __syncwarp();  // the previous chunk has been read
       if (size > 0) list_nonzeros(a.packed, row, a.n, c * chunk, c * chunk + size, lane, list);
       __syncwarp();
       const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
@@ -148,7 +150,7 @@ struct ManyWarp {
   }
 
   // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0 .. size - 1 in
-  // turn. Vectors from `valid` on hold other columns of the row: a load there costs less than a branch.
+  // order. Vectors from `valid` on hold other columns of the row, because a load there costs less than a branch.
   template <class Use>
   __device__ __forceinline__ void stream(const __nv_bfloat16* weights, int piece, int size, Use use) const {
     const __nv_bfloat16* mine = weights + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
@@ -177,7 +179,7 @@ struct ManyWarp {
     }
   }
 
-  // The h of the listed nonzeros, `size` of them, to `hidden`; returns the sum of |h|.
+  // Writes the h of the `size` listed nonzeros to `hidden`; returns the sum of |h|.
   __device__ __forceinline__ float compute_hidden(int64_t row, int size) const {
     if constexpr (kGated) {
       for (int piece = 0; piece < pieces; ++piece) {
@@ -212,7 +214,7 @@ struct ManyWarp {
     return warp_sum(l1);
   }
 
-  // sums = h W_d over the listed nonzeros, a piece of the columns.
+  // sums = h W_d over the listed nonzeros, for one piece of the columns.
   __device__ __forceinline__ void multiply(int piece, int size, Sums& sums) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -226,8 +228,8 @@ struct ManyWarp {
     });
   }
 
-  // Leaves a piece of a chunk's sum: as y, where it is whole or the last one, else as float32 at `to`. The sum of the
-  // chunks before, at `to`, is added to middle and last ones.
+  // Writes a piece of a chunk's sum: as y if it is the whole or the last one, otherwise as float32 at `to`. Middle and
+  // last chunks add the sum of the previous chunks, at `to`.
   __device__ __forceinline__ void leave(Place place, int64_t row, float* to, int piece, const Sums& sums) const {
     __nv_bfloat16* y = a.y + row * a.k + column_of(piece);
     float4* floats = reinterpret_cast<float4*>(to + column_of(piece));
@@ -248,8 +250,8 @@ struct ManyWarp {
     }
   }
 
-  // After chunk `chunk` of a row has left its sum: returns whether this warp is the last of the row's warps. If so, it
-  // adds the chunks in order, writes y, and the sum of their l1 to row_l1.
+  // Called after chunk `chunk` of a row has written its sum: returns whether this warp is the last of the row's warps.
+  // If so, it adds the chunks in order, writes y, and writes the sum of their l1 to row_l1.
   template <class FirstSlot>
   __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
                                              float& row_l1) const {
@@ -264,7 +266,7 @@ struct ManyWarp {
     for (int vector = lane; vector < a.k / 8; vector += 32) {
       float sums[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] = -0.0f;  // -0.0 + p is p, whatever its sign
+      for (int i = 0; i < 8; ++i) sums[i] = -0.0f;  // -0.0 + p is p, whatever the sign of p
 #pragma unroll 4
       for (int c = 0; c < chunks; ++c) {
         add_eight(reinterpret_cast<const float4*>(row_slots + static_cast<int64_t>(c) * stride) + 2 * vector, sums);
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   __syncthreads();
   for (int index; (index = range.take(a, warp.lane)) < units + a.m;) warp.do_unit(index, units);
 
-  // l1: the last CTA to be done adds all rows' l1, in a fixed order.
+  // l1: the last CTA to finish adds all rows' l1, in a fixed order.
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(a.tickets + kDone, 1) == static_cast<int>(gridDim.x) - 1;
