@@ -177,7 +177,7 @@ Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
   const auto shape = sparsellm::tile_shape_of_saved(saved.numel(), m, k, n, gated);
   if (shape.capacity > 0) return shape;
-  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: tile_forward saves so many for no such layer");
+  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: no such layer saves that many");
 }
 
 // The gradients that a backward pass returns: of x, w_gate (no rows in a non-gated layer), w_up, w_down.
@@ -214,7 +214,7 @@ int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, boo
 Tensor tile_saved_field(Tensor saved, int64_t m, int64_t n, bool gated, std::string name) {
   const auto field =
       sparsellm::tile_saved_field(shape_of_saved("tile_saved_field", saved, m, 8, n, gated), name.c_str());
-  if (field.element_bytes == 0) refuse("tile_saved_field", "there is no field " + name);
+  if (field.element_bytes == 0) refuse("tile_saved_field", "there is no field named " + name);
   return part_of(saved, field.offset, field.count * field.element_bytes);
 }
 
@@ -222,7 +222,7 @@ int64_t limit(std::string name) {
   if (name == "tile tokens") return sparsellm::tile_max_tokens(false);
   if (name == "tile tokens with gradients") return sparsellm::tile_max_tokens(true);
   if (name == "tile capacity") return sparsellm::tile_max_capacity();
-  refuse("limit", "there is no limit of the name " + name);
+  refuse("limit", "there is no limit named " + name);
 }
 
 Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down, bool fused, bool counting,
@@ -243,7 +243,7 @@ std::vector<Tensor> dense_backward(Tensor x, OptionalTensor w_gate, Tensor w_up,
                                    Tensor saved, bool fused) {
   const Call call("dense_backward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, std::nullopt);
-  if (saved.numel() != sparsellm::dense_saved_bytes(a)) refuse("dense_backward", "saved is of another layer");
+  if (saved.numel() != sparsellm::dense_saved_bytes(a)) refuse("dense_backward", "saved belongs to another layer");
   const Made made(call, a, false);
   const Tensor workspace = call.bytes(sparsellm::dense_backward_workspace_bytes(a));
   call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call.multiply(), call.data(dy),

@@ -39,7 +39,7 @@ struct PairShared {
 
 constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // plus one bit per
                                                                                                  // neuron
-static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "stages, the finished tile and all else in one CTA's memory");
+static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "all of it must fit in one CTA's shared memory");
 
 // Pairs are visited column tile by column tile for one pair of token tiles, then for the next pair of token tiles. So
 // the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is processed in bands
@@ -288,7 +288,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
                                                unsigned long long* counters, uint8_t* said, Fetch fetch, Bf16 bf16,
                                                Take take, Tell tell, End end) {
   constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
-  static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "registers are given in eights");
+  static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "setmaxnreg moves registers in multiples of eight");
   enum Warp { kProducer = 0, kFirstConsumer = 4 };  // the warps between them finish tiles
   const PairCta cta(memory, product);
   if (threadIdx.x == 0) cta.init_barriers();

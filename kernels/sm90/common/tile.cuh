@@ -15,7 +15,7 @@ namespace sparsellm {
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;
 constexpr int kTileK = 64;  // one 128-byte row of bf16: the swizzle's width
-static_assert(kTileM == kTokenTile && kTileN == kColumnTile, "a product's tile is a tile of the formats");
+static_assert(kTileM == kTokenTile && kTileN == kColumnTile, "a product's tile must be a tile of the packed format");
 constexpr int kStages = 3;
 constexpr int kBlockColumns = 64;  // columns are counted in blocks of 64: n of a product is 64, 128, 192 or 256
 
@@ -30,7 +30,7 @@ constexpr int kConsumerWarps = 8;
 // setmaxnreg waits forever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
-static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "no more than there are");
+static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "more registers than launched");
 
 constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
 

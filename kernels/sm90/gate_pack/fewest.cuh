@@ -50,9 +50,9 @@ struct Shared {
   uint32_t fired[kColumnTile / 32];
   Sums totals;
 };
-static_assert(sizeof(Shared) <= kMaxSharedBytes, "all of it in one CTA's memory");
-static_assert(kDepth % 2 == 0, "a piece's place is that of the same half of another round");
-static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums take the place of its pieces");
+static_assert(sizeof(Shared) <= kMaxSharedBytes, "Shared must fit in one CTA's shared memory");
+static_assert(kDepth % 2 == 0, "a piece must reuse the place of the same half of an earlier round");
+static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums must fit in place of its pieces");
 
 // One CTA. Arrays in registers are locals: as members, they would keep the scalars next to them in local memory until
 // loops are unrolled.

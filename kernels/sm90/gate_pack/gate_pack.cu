@@ -14,7 +14,7 @@
 namespace sparsellm {
 namespace {
 
-static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "whoever counts nothing is one of the kernels for few tokens");
+static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "only kernels for few tokens leave counting to row_ffn");
 
 __global__ void __launch_bounds__(kThreads, 1)
     gate_pack_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,

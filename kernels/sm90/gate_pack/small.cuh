@@ -43,7 +43,7 @@ constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + size
 static_assert(kTokens == 4 * kWarps && kTokens == 16,
               "a warp packs four tokens, and stores sixteen for each CTA at once");
 static_assert(kNeurons == 16 * kWarps, "a warp has 16 neurons");
-static_assert(kBytes <= kMaxSharedBytes, "the stages, what it computed and what it packs share one CTA's memory");
+static_assert(kBytes <= kMaxSharedBytes, "stages and values must fit in one CTA's shared memory");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {

@@ -15,7 +15,7 @@ constexpr int kShare = 16;  // a neuron is in a cluster's profile if 1 / kShare 
 // leader's price, over the neurons of these rows, in the leader's eight lanes. Called by all threads of a CTA.
 __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
                                             uint4* rows) {
-  static_assert(kThreads == 8 * kClusters, "eight lanes to a leader");
+  static_assert(kThreads == 8 * kClusters, "each leader has eight lanes");
   const int leader = threadIdx.x / 8;
   const uint32_t piece = threadIdx.x % 8;
   const bool valid = leader < chunk.clusters;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
 // listed in any order: integers are summed over them, so no result depends on it.
 __device__ __forceinline__ void list_members(const Order& order, int index, int group, int samples,
                                              uint16_t (&list)[kSamples], int& listed, int (&members)[kGroup]) {
-  static_assert(kSamples <= 4 * kThreads, "four tokens to a thread");
+  static_assert(kSamples <= 4 * kThreads, "each thread has up to four tokens");
   if (4 * threadIdx.x < samples) {
     const uint32_t four =
         __ldcg(reinterpret_cast<const uint32_t*>(order.clusters + static_cast<int64_t>(index) * kChunk) + threadIdx.x);

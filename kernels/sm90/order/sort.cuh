@@ -41,7 +41,7 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
     const uint32_t mine = warp * 32 + lane;
     uint32_t total = 0;
     for (int w = 0; w < kSortWarps; ++w) total += before[w][mine];
-    static_assert(!kSpread || kKeys == 32, "one warp scans");
+    static_assert(!kSpread || kKeys == 32, "one warp scans 32 keys");
     uint32_t sum = kSpread ? exclusive_scan(total, lane) : 0;
     for (int w = 0; w < kSortWarps; ++w) {
       const uint32_t here = before[w][mine];

@@ -44,7 +44,7 @@ constexpr int kNextEarlyAbove = 16;             // with more tokens, the next ke
 // tickets.
 constexpr int max_clusters(int cluster, int warps) { return 2048 / warps / cluster; }
 constexpr int kMaxClusters = max_clusters(4, kRunWarps);
-static_assert(5 * kMaxClusters <= kRowTickets, "a cluster, and a CTA of a cut row, has one");
+static_assert(5 * kMaxClusters <= kRowTickets, "each cluster, and each CTA of a cut row, needs a ticket");
 
 // tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it has been written (a
 // sum of |h| is never negative). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's
@@ -69,7 +69,7 @@ struct ClusterCta {
   static constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
   static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector each
   static constexpr int kAdderBarrier = 1;       // their named barrier; __syncthreads uses 0
-  static_assert(kClusterListed % kRound == 0, "chunks end where a list ends");
+  static_assert(kClusterListed % kRound == 0, "a list must end where a chunk ends");
   using Up = uint4[kVectors];             // a lane's part of a row of W_u
   using Down = uint4[kCluster][kSlices];  // a lane's part of the CTA's columns of a chunk's rows of W_d
   using UnitSums = float[kSlices][8];     // a lane's part of the CTA's columns of y

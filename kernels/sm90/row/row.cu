@@ -27,7 +27,7 @@ constexpr int64_t kTotalBytes = 64 << 20;  // upper bound on the bytes of the wa
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 static_assert(row_ffn_counts(kClusterTokens, kClusterMaxWidth) && !row_ffn_counts(1, kClusterMaxWidth + 1),
-              "it is clusters that count");
+              "row_ffn must count exactly where row_cluster deals rows");
 bool for_runs(int64_t m, int64_t k) { return m < kRunTokens && k <= kClusterMaxWidth; }
 
 int many_warps(int64_t k) {

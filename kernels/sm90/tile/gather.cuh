@@ -1,4 +1,4 @@
-// How tile_spmm and tile_weights fill the B of a stage: 64 gathered rows of a matrix, 256 of their columns, MN-major in
+// How tile_spmm and tile_weights fill B of a stage: 64 gathered rows of a matrix, 256 of their columns, MN-major in
 // panels of 64 columns.
 #pragma once
 
@@ -10,9 +10,9 @@ namespace sparsellm {
 constexpr uint32_t kPanelBytes = kTileK * 128;
 constexpr int kThreadRows = 4;  // neighbouring rows, of which a thread copies one 16-byte chunk in each panel
 
-// What a thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one instruction.
-// A thread needs few addresses, for a row's panels are constants apart in both memories: computing addresses takes
-// instructions, and the time for these is what limits the copies.
+// The part that one thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one
+// instruction. The copies are limited by the instructions that compute addresses, so a thread uses few addresses: a
+// row's panels are constant distances apart in both memories.
 struct Gather {
   int first_row;
   uint32_t place[kThreadRows];
@@ -28,7 +28,8 @@ struct Gather {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }
 
-  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; from `end` on, zeros.
+  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; zeros from column `end`
+  // on.
   __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
                                        int64_t column, int64_t k, int64_t end) const {
     const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;

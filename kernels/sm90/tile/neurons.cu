@@ -1,8 +1,8 @@
-// neuron_plan: the nonzeros of a tile plan once more, by neuron, because the gradients of the weights are sums over
-// tokens. Neurons are put in order of frequency: the 128 neurons of a tile then fire for about as many tokens each, and
-// a tile of rare neurons has few slots. The tokens that fire any neuron of a tile are the tile's slots, numbered as a
-// token tile's neurons are (tile/plan.cuh). In the example of TILE_ENGINE.md, with tiles of four neurons: neurons
-// 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6} has slots for tokens 0 to 3.
+// neuron_plan: the nonzeros of a tile plan again, by neuron, because the gradients of the weights are sums over tokens.
+// Neurons are sorted by frequency: the 128 neurons of a tile then fire for about the same number of tokens each, and a
+// tile of rare neurons has few slots. The tokens that fire any neuron of a tile are the tile's slots, numbered like a
+// token tile's neurons (tile/plan.cuh). In the example of TILE_ENGINE.md, with tiles of four neurons: neurons 5, 6, 1,
+// 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6} has slots for tokens 0 to 3.
 //
 //   kernel     computes                                                                     a CTA has
 //   frequency  how many tokens fire each neuron                                             a token tile
@@ -13,10 +13,10 @@
 //   starts     where each block starts; the pieces of all tiles, fullest first              a neuron tile (pieces: one)
 //   place      where each nonzero goes                                                      a token tile
 //
-// A token tile's nonzeros lie side by side in the lists. So the threads of a token tile's CTA each take as many of
-// them, wherever blocks start, and load several at a time.
+// A token tile's nonzeros are contiguous in the lists. So the threads of a token tile's CTA take equal numbers of them,
+// wherever blocks start, and load several at a time.
 //
-// All is integers. The order of a block's nonzeros may differ between runs; no result depends on it.
+// Everything is integers. The order of a block's nonzeros may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -26,15 +26,15 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kRankThreads = 128;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
-static_assert(kMaxNeuronTiles <= kPlanThreads, "a thread for each neuron tile");
-constexpr int kMaxBlocks = 65536 / kBlockColumns;  // of a token tile
+static_assert(kMaxNeuronTiles <= kPlanThreads, "each neuron tile needs a thread");
+constexpr int kMaxBlocks = 65536 / kBlockColumns;  // blocks of a token tile
 constexpr int kSlotParts = 3;                      // CTAs that share a neuron tile in `slots`
-constexpr int kShares = 128;                       // shares of all work: one for each CTA, or nearly
+constexpr int kShares = 128;                       // shares of all work: about one per CTA
 constexpr int kMinShare = 32;                      // blocks; a smaller tile is not worth cutting
-constexpr int kBatch = 4;                          // loads of a thread in flight
-// The slots of one half fall in two groups, those of its own and those of both halves. In a group, a token tile's 128
-// tokens have slots side by side, at most 128, which begin anywhere: slots 60 to 187 are in blocks 0, 1 and 2. So a
-// token tile has part in at most three blocks of a group, six of a half.
+constexpr int kBatch = 4;                          // loads in flight per thread
+// The slots of one half are in two groups, its own and that of both halves. In a group, a token tile's 128 tokens have
+// contiguous slots, at most 128, which can begin anywhere: slots 60 to 187 are in blocks 0, 1 and 2. So a token tile
+// contributes to at most three blocks of a group, and six of a half.
 constexpr int kParts = 6;
 
 // Calls use(i, load(i)) for i = first, first + stride, ... below `end`, with kBatch loads in flight.
@@ -52,7 +52,8 @@ __device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_
   }
 }
 
-// Where a token tile's nonzeros lie in the lists: those of the first half from `begin` on, of the second from `middle`.
+// The location of a token tile's nonzeros in the lists: the first half's start at `begin`, the second half's at
+// `middle`.
 struct Range {
   uint32_t begin, middle, end;
 };
@@ -63,12 +64,12 @@ __device__ __forceinline__ Range list_of(const TilePlan& plan, int tile, int col
 }
 
 // Calls use(index in the lists, position within the tile, slot) for all nonzeros of a token tile, by all threads of a
-// CTA. Each warp has an equal run of them.
+// CTA. Each warp has an equal, contiguous part of them.
 template <class Use>
 __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
   __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second half's, and the end
   const int blocks = plan.tiles[tile].y;
-  // All that could be: `blocks` is still being loaded.
+  // Loads as many as there can be, because `blocks` is still being loaded.
   for (int b = threadIdx.x; b <= column_tiles * 4; b += kPlanThreads) {
     const uint32_t first = starts_of(plan, tile, 0, column_tiles)[b];
     const uint32_t second = starts_of(plan, tile, 1, column_tiles)[b];
@@ -80,7 +81,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
   const uint32_t share = (all + kPlanThreads - 1) / kPlanThreads * 32;
   const uint32_t first = begin + threadIdx.x / 32 * share, end = begin + min((threadIdx.x / 32 + 1) * share, all);
   if (first >= end) return;
-  int piece = 0;  // of the list (a block of a half): the last one that starts at `first` or before
+  int piece = 0;  // piece of the list (a block of a half): the last one that starts at `first` or before
   for (int above = 2 * blocks; above - piece > 1;) {
     const int middle = (piece + above) / 2;
     (starts[middle] <= first ? piece : above) = middle;
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// A neuron's rank is how many neurons fire for more tokens, and how many with a lower number for as many. A warp counts
-// them for four neurons; N is a multiple of 8.
+// A neuron's rank is the number of neurons that fire for more tokens, plus the number of lower-numbered neurons that
+// fire for equally many. A warp counts them for four neurons; N is a multiple of 8.
 __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronPlan out) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
     const int4 its = frequencies[other];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int least = mine[i] + (other > quad);  // of equally frequent neurons the lower number is first
+      const int least = mine[i] + (other > quad);  // of equally frequent neurons, the lower number is first
       before[i] += (its.x >= least) + (its.y >= least) + (its.z >= least) + (its.w >= least);
     }
   }
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   for (int i = 0; i < 4; ++i) {
     int rank = __reduce_add_sync(~0u, before[i]);
 #pragma unroll
-    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // the neuron itself, and equal ones behind it
+    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // the neuron itself, and equal ones after it
     if (lane == 0) {
       out.ranks[4 * quad + i] = rank;
       out.neurons[rank] = 4 * quad + i;
@@ -143,11 +144,11 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   }
 }
 
-// Which tokens of a token tile fire some neuron of each half of a neuron tile. Leaves the rank of each nonzero's neuron
-// in `places`, where `count` and `place` find it.
+// Finds which tokens of a token tile fire some neuron of each half of a neuron tile. Writes the rank of each nonzero's
+// neuron to `places`, where `count` and `place` read it.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     mask_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t masks[];  // [halves][4], then the rank of each slot's neuron
+  extern __shared__ uint32_t masks[];  // [halves][4], followed by the rank of each slot's neuron
   uint16_t* ranks = reinterpret_cast<uint16_t*>(masks + 4 * halves);
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < 4 * halves; i += kPlanThreads) masks[i] = 0;
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The sum of the values of the threads before this one; `total` is the sum of all.
+// The sum of the values of all lower threads; `total` is the sum of all.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t before = exclusive_scan(value, lane);
@@ -181,8 +182,8 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, ui
   return so_far + before;
 }
 
-// The tokens of one word that fire neurons of the first half alone (`which` is 0), of both halves (1), of the second
-// half alone (2). first, second: the word of each half's mask.
+// The tokens of one word that fire neurons of the first half only (`which` is 0), of both halves (1), of the second
+// half only (2). first, second: the word of each half's mask.
 __device__ __forceinline__ uint32_t group_of(uint32_t first, uint32_t second, int which) {
   return which == 0 ? first & ~second : which == 1 ? first & second : second & ~first;
 }
@@ -192,8 +193,8 @@ __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-// By all threads of a CTA: how many tokens each group has (sizes), and how many of them are in words before `begin`
-// (earlier).
+// Called by all threads of a CTA: counts the tokens of each group (sizes), and how many of them are in words before
+// `begin` (earlier).
 __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32_t* second, int words, int begin,
                                              uint32_t (&sizes)[3], uint32_t (&earlier)[3]) {
   uint32_t mine[3] = {}, mine_earlier[3] = {};
@@ -219,8 +220,8 @@ __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32
   __syncthreads();
 }
 
-// The slots of a neuron tile, by kSlotParts CTAs. Each counts the tokens in all words of the tile's masks, and numbers
-// those of its own part of the words.
+// Computes the slots of a neuron tile, with kSlotParts CTAs. Each counts the tokens in all words of the tile's masks,
+// and numbers those of its own part of the words.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens; those before this CTA's part
@@ -263,8 +264,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
       const int which = which_of(first_words[i], second_words[i], bit);
       const uint32_t slot = starts[which][i] + __popc(group_of(first_words[i], second_words[i], which) & (bit - 1));
       slots[slot] = token;
-      // The last block's empty slots name the last token. That token's row is multiplied by zeros there, for
-      // these slots have no nonzeros.
+      // The last block's empty slots name the last token. These slots have no nonzeros, so that token's row is
+      // multiplied by zeros there.
       if (slot == size - 1) {
         for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = token;
       }
@@ -278,16 +279,16 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The block that part `part` of a token tile is, in half tile part / kParts. A half's parts 0 to 2 are the blocks of
-// its own group from the token tile's first slot on, parts 3 to 5 those of both halves' group.
+// The block of part `part` of a token tile, in half tile part / kParts. Parts 0 to 2 of a half are the blocks of its
+// own group from the token tile's first slot on, parts 3 to 5 those of the group of both halves.
 __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, int token_tile, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
   const int64_t words = token_tiles * 4;
   return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
 }
 
-// Counts a token tile's nonzeros in each part, and takes room for them among each block's nonzeros. Leaves in `at`, for
-// each nonzero: its number in the part << 16 | the part << 8 | its slot within the block.
+// Counts a token tile's nonzeros in each part, and reserves their places among each block's nonzeros. Writes to `at`,
+// for each nonzero: its number in the part << 16 | the part << 8 | its slot within the block.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     count_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t parts[];         // [halves][kParts] nonzeros
@@ -327,9 +328,9 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// A tile with more blocks than a CTA's share is cut into pieces of at most half a share, so that what is left at the
-// end is small. Of 1,000 blocks in all, and 8 column tiles, a share is 1,000 * 8 / 128 = 63 blocks: a tile of 60 blocks
-// is one piece, a tile of 70 is three pieces of 23 or 24 blocks.
+// A tile with more blocks than a CTA's share is cut into pieces of at most half a share, so that little is left at the
+// end. An example with 1,000 blocks in total and 8 column tiles: a share is 1,000 * 8 / 128 = 63 blocks, a tile of 60
+// blocks is one piece, and a tile of 70 is three pieces of 23 or 24 blocks.
 __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, const NeuronPlan& out,
                                                 uint32_t* warp_sums) {
   __shared__ int parts_of[kMaxNeuronTiles], sizes[kMaxNeuronTiles];
@@ -364,8 +365,8 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
   if (threadIdx.x == 0) out.totals[kPieces] = pieces_of_all;
 }
 
-// Where each block's nonzeros start in the lists by neuron. There is one more CTA than there are tiles: the last one
-// cuts the tiles into pieces.
+// Computes where each block's nonzeros start in the lists by neuron. There is one more CTA than there are tiles: the
+// last CTA cuts the tiles into pieces.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     starts_kernel(int token_tiles, int column_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32];
@@ -376,14 +377,14 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     cut_into_pieces(tiles, column_tiles, out, warp_sums);
     return;
   }
-  uint32_t earlier = 0, so_far;  // nonzeros of the tiles before, whose lists lie before this tile's
+  uint32_t earlier = 0, so_far;  // nonzeros of the earlier tiles, whose lists come before this tile's
 #pragma unroll 4
   for (int i = threadIdx.x; i < tile * kTileM; i += kPlanThreads) earlier += out.frequencies[out.neurons[i]];
   scan(earlier, warp_sums, so_far);
   const uint4* counts = reinterpret_cast<const uint4*>(out.counts + static_cast<int64_t>(tile) * 2 * per_half);
   uint32_t* starts = out.starts + static_cast<int64_t>(tile) * 2 * (per_half + 1);
   for (int from = 0; from < 2 * per_half; from += 4 * kPlanThreads) {
-    const int at = from + 4 * threadIdx.x;  // of the first half's blocks, then the second's, as many as there could be
+    const int at = from + 4 * threadIdx.x;  // the first half's blocks, then the second's, as many as there can be
     const uint4 four = at < 2 * per_half ? counts[at / 4] : make_uint4(0, 0, 0, 0);
     const uint32_t of_block[4] = {four.x, four.y, four.z, four.w};
     uint32_t total, start = so_far + scan(four.x + four.y + four.z + four.w, warp_sums, total);
@@ -399,7 +400,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
 }
 
-// Turns what `count` and `mask` left in `at` and `places` into each nonzero's index and place.
+// Converts what `count` and `mask` wrote to `at` and `places` into each nonzero's index and place.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     place_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t parts[];  // [halves][kParts] where this token tile's nonzeros of each part start

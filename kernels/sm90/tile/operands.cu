@@ -1,9 +1,9 @@
-// tile_operands: writes lists by neuron out as operand tiles of 64 x 64 values, with zeros where there is no nonzero.
-// tile_weights needs the same operand tiles for every 256 columns of dW: scattering the lists once here, and copying
-// whole tiles there, is faster than scattering for each.
+// tile_operands: writes lists by neuron as operand tiles of 64 x 64 values, with zeros where there is no nonzero.
+// tile_weights needs the same operand tiles for every 256 columns of dW. Scattering the lists once here, and copying
+// whole tiles there, is faster than scattering for each of them.
 //
-// A CTA has up to kBlocks blocks of one half of a neuron tile. It makes each operand tile in shared memory, zeros first
-// and then the list, and stores it with one bulk copy while it makes the next. Numerics: copies.
+// A CTA has up to kBlocks blocks of one half of a neuron tile. It makes each operand tile in shared memory, first the
+// zeros and then the list, and stores it with one bulk copy while it makes the next one. Numerics: copies.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -11,7 +11,7 @@ namespace sparsellm {
 namespace {
 
 constexpr int kOperandThreads = 128;
-constexpr int kBlocks = 8;   // that a CTA has
+constexpr int kBlocks = 8;   // blocks per CTA
 constexpr int kBuffers = 2;  // operand tiles that are made and stored in turn
 
 __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Operands a, int chunks) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
   const uint32_t thread = threadIdx.x;
   ptx::griddepcontrol_wait();
   const int4 sizes = a.plan.tiles[tile];
-  const int all_blocks = static_cast<int>((a.m + kTileM - 1) / kTileM) * 2;  // that a neuron tile can have
+  const int all_blocks = static_cast<int>((a.m + kTileM - 1) / kTileM) * 2;  // blocks that a neuron tile can have
   const Tile of = {tile, sizes.x, sizes.z, sizes.w};
   int from;
   const int needed = of.needed(half, chunk * kBlocks, min((chunk + 1) * kBlocks, of.blocks()), from);

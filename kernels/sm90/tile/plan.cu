@@ -1,35 +1,35 @@
-// tile_plan: for each token tile the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh). Then the
-// order of the tiles, fullest first, and the items of the up product. The CTA that finishes when all tiles' neurons are
-// known makes these.
+// tile_plan: for each token tile, the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh). The CTA
+// that finishes last then writes the order of the tiles, fullest first, and the items of the up product.
 //
-// A tile's list is one piece of `lists`, taken when its size is known. Where all nonzeros together have no room there,
-// no tile gets any blocks, and all is left to row_rest: no decision depends on which CTA comes first.
+// A tile's list is one piece of `lists`, which the tile takes when its size is known. If the lists cannot hold all
+// nonzeros together, no tile gets any blocks, and row_rest computes everything: no decision depends on which CTA comes
+// first.
 //
-// A CTA reads its tile's rows three times: to see which neurons fire; to count how many nonzeros each warp has in each
+// A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
 // block; and to put the nonzeros into the lists. A warp's rows are read as one sequence of quads (16 aligned bytes of a
 // row), 32 quads at a time: if each lane had a row, all lanes would wait for the longest one.
 //
 // Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
-// row, then by column: the same in every run. Where a tile's list lies, and the order of equally full tiles, may differ
-// between runs; no result depends on them.
+// row, then by column: the same in every run. The location of a tile's list and the order of equally full tiles may
+// differ between runs; no result depends on them.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-constexpr int kFewTiles = 256;  // up to so many token tiles, a CTA has 1,024 threads
+constexpr int kFewTiles = 256;  // up to this many token tiles, a CTA has 1,024 threads
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
-constexpr int kStaticBytes = 4096;  // no more shared memory than this beside the tables
+constexpr int kStaticBytes = 4096;  // upper bound on the shared memory outside the tables
 
-static_assert(kMaxBlocks < 0x8000, "blocks fit half of an item's word");
+static_assert(kMaxBlocks < 0x8000, "a block number must fit in half of an item's word");
 
-// What depends on n: everything that is per neuron or per block.
+// Arrays whose size depends on n: everything that is per neuron or per block.
 struct Tables {
   int blocks;
-  uint16_t* slot_of;  // [neurons] at first two bytes: whether each half fires the neuron; then the neuron's slot
+  uint16_t* slot_of;  // [neurons] at first two bytes: whether each half fires the neuron; later the neuron's slot
   uint32_t* counts;   // [warps][blocks] nonzeros of each warp in each block
-  uint32_t* next;     // [warps][blocks + 1] where in `lists` each warp's next nonzero of each block goes
+  uint32_t* next;     // [warps][blocks + 1] the index in `lists` of each warp's next nonzero of each block
 
   __host__ __device__ static int bytes(int column_tiles, int warps) {
     return column_tiles * kColumnTile * 2 + warps * (2 * column_tiles * 4 + 1) * 4;
@@ -41,14 +41,14 @@ struct Tables {
     next = counts + warps * blocks;
   }
 
-  // Sets bit i of `first` if the first half fires neuron 32 w + i, of `second` likewise; while slot_of still holds
-  // flags.
+  // Sets bit i of `first` if the first half fires neuron 32 w + i, and bit i of `second` if the second half does. Valid
+  // while slot_of still holds flags.
   __device__ __forceinline__ void fired(int w, uint32_t& first, uint32_t& second) const {
     const uint4* flags = reinterpret_cast<const uint4*>(slot_of + 32 * w);
     first = second = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 v = flags[i];  // two neurons to a word: bits 0, 8 and 16, 24
+      const uint4 v = flags[i];  // two neurons per word: bits 0, 8 and 16, 24
       const uint32_t spread = v.x | v.y << 2 | v.z << 4 | v.w << 6;
       first |= ((spread | spread >> 15) & 0xff) << 8 * i;
       second |= ((spread >> 8 | spread >> 23) & 0xff) << 8 * i;
@@ -56,12 +56,12 @@ struct Tables {
   }
 };
 
-// A row as its warp reads it: what is at position p of the warp's sequence (four positions to a quad) is the row's
-// nonzero p + offset, if that, modulo 2 ** 32, is less than `count`. Of two rows of 5 and 9 nonzeros, the first has
+// A row as its warp reads it: position p of the warp's sequence (four positions per quad) is the row's nonzero p +
+// offset, if that, modulo 2 ** 32, is less than `count`. An example of two rows with 5 and 9 nonzeros: the first has
 // positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
 struct alignas(16) Row {
   uint32_t offset, start, count;
-  uint32_t place;  // of the row's value in slot 0
+  uint32_t place;  // place of the row's value in slot 0
 };
 
 __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
   return value;
 }
 
-// The sum of the values of the threads before this one; `total` is the sum of all.
+// The sum of the values of all lower threads; `total` is the sum of all.
 template <int kPlanThreads>
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = warp_scan(value);
@@ -86,18 +86,18 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_su
   return before + sum - value;
 }
 
-// Whether the lists have room for all nonzeros. If not, no tile has any: all is left to row_rest.
+// Whether the lists can hold all nonzeros. If not, no tile has any, and row_rest computes everything.
 __device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePlan& plan) {
   return packed.counters[kNonzeros] <= plan.capacity &&
          static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
 }
 
-// Writes the order of the tiles, fullest first, and their items, by one CTA. memory: room for 2 (blocks + 1) words.
+// Writes the order of the tiles, fullest first, and their items, by one CTA. memory: 2 (blocks + 1) words.
 template <int kPlanThreads>
 __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, const TilePlan& plan, int blocks,
                                             uint32_t* memory, uint32_t* warp_sums) {
   __shared__ unsigned long long in_union;
-  uint32_t* cursor = memory;  // [b] how many tiles have b blocks; then where the next of them goes in the order
+  uint32_t* cursor = memory;  // [b] number of tiles with b blocks; later the index in the order of the next of them
   uint32_t* items_before = memory + blocks + 1;
   const int tiles = gridDim.x;
   for (int b = threadIdx.x; b <= blocks; b += kPlanThreads) cursor[b] = 0;
@@ -117,7 +117,8 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     const bool fits = nonzeros_fit(packed, plan);
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
-    if (fits) packed.counters[kUnion] = in_union;  // else gate_pack's stays: the union of tokens as they come
+    if (fits) packed.counters[kUnion] = in_union;  // else gate_pack's value stays: the union of the tokens in their
+                                                   // original order
     if (!fits) packed.counters[kRestCalls] += 1;
   }
   uint32_t tiles_so_far = 0, items_so_far = 0;
@@ -149,12 +150,12 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   }
 }
 
-// One CTA, which plans one token tile; its steps in the order in which they come. Methods are called by all threads.
+// One CTA, which plans one token tile; its steps are in the order in which they run. Methods are called by all threads.
 template <int kPlanThreads>
 struct TilePlanner {
   static constexpr int kPlanWarps = kPlanThreads / 32;
-  static constexpr int kHalfWarps = kPlanWarps / 2;      // that read the rows of a half
-  static constexpr int kRows = kTokenTile / kPlanWarps;  // of a warp
+  static constexpr int kHalfWarps = kPlanWarps / 2;      // warps that read the rows of a half
+  static constexpr int kRows = kTokenTile / kPlanWarps;  // rows per warp
   static constexpr int kSets = kHalfWarps < 8 ? 8 : kHalfWarps, kRowsOfSet = kHalf / kSets;
 
   struct Shared {
@@ -172,9 +173,9 @@ struct TilePlanner {
   int column_tiles, tile;
   uint32_t lane, upto, warp;
   int half;
-  Row* rows;                       // of this warp, those that are not empty
-  uint32_t quads = 0, before = 0;  // of all the warp's rows; of those before row `lane`
-  int blocks = 0;                  // of the tile's slots
+  Row* rows;                       // this warp's rows that are not empty
+  uint32_t quads = 0, before = 0;  // of all the warp's rows; of the rows before row `lane`
+  int blocks = 0;                  // blocks of the tile's slots
 
   __device__ __forceinline__ TilePlanner(const Packed& packed, int64_t m, const TilePlan& plan, const Shared& shared,
                                          const Tables& tables, int column_tiles)
@@ -191,9 +192,9 @@ struct TilePlanner {
         half(warp / kHalfWarps),
         rows(shared.rows_of[warp]) {}
 
-  // A warp has every eighth row of a half (kSets 8), or every sixteenth. Where there are less than eight warps to a
-  // half, a warp has every eighth row from its first one on and then those from the next one on: of four warps, warp 1
-  // has rows 2, 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
+  // A warp has every eighth row of a half (kSets 8), or every sixteenth. If a half has fewer than eight warps, a warp
+  // has every eighth row from its first one on, and then those from the next one on: of four warps, warp 1 has rows 2,
+  // 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
   __device__ __forceinline__ void look_up_rows() {
     uint32_t start = 0, count = 0;
     const uint32_t row = lane % kRowsOfSet * kSets + warp % kHalfWarps * (kRows / kRowsOfSet) + lane / kRowsOfSet;
@@ -202,13 +203,13 @@ struct TilePlanner {
       const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
       count = packed.row_counts[token];
       start = token * kRowCapacity;
-      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // a long row: where it is
+      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // a long row: its location
     }
     if (!nonzeros_fit(packed, plan)) count = 0;
     const uint32_t of_warp = __reduce_add_sync(~0u, count);
     if (lane == 0) atomicAdd(&shared.of_half[half], of_warp);
     // Long rows start anywhere: one of 600 nonzeros that starts at word 7 has 3 words before it in its first quad, and
-    // takes 151 quads.
+    // spans 151 quads.
     const uint32_t lead = start % 4, mine = count == 0 ? 0 : (lead + count + 3) / 4;
     const uint32_t sums = warp_scan(mine);
     before = sums - mine;
@@ -222,7 +223,7 @@ struct TilePlanner {
     __syncwarp();
   }
 
-  // Bit i: a row that is not empty starts with quad first + i.
+  // Bit i is set if a row that is not empty starts with quad first + i.
   __device__ __forceinline__ uint32_t starts_among(uint32_t first) const {
     return __reduce_or_sync(~0u, __funnelshift_lc(0u, 1u, before - first));
   }
@@ -230,8 +231,8 @@ struct TilePlanner {
   // Calls use(word) with the nonzeros of the warp's rows.
   template <class Use>
   __device__ __forceinline__ void for_each_nonzero(Use use) const {
-    constexpr int kBatch = 2;   // loads in flight in each lane
-    const Row* row = rows - 1;  // the last that has started before
+    constexpr int kBatch = 2;   // loads in flight per lane
+    const Row* row = rows - 1;  // the last row that has started so far
 #pragma unroll 1
     for (uint32_t first = 0; first < quads; first += 32 * kBatch) {
       uint4 words[kBatch];
@@ -261,12 +262,12 @@ struct TilePlanner {
     __syncthreads();
   }
 
-  // Numbers the neurons: slots first of those that the first half alone fires, then of those of both halves, then of
-  // those of the second half alone. Then the tile's size is known, and it takes its place in the lists.
+  // Numbers the neurons: slots go first to those that only the first half fires, then to those of both halves, then to
+  // those of the second half only. Then the tile's size is known, and the tile takes its place in the lists.
   __device__ __forceinline__ void number_slots() {
     const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
     const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);  // words of 32 neurons
-    uint2 mine = {0, 0};  // neurons: first half's own | both halves' << 16, second half's own
+    uint2 mine = {0, 0};  // neurons: first half only | both halves << 16, second half only
     uint32_t first, second;
 #pragma unroll 1
     for (int w = begin; w < end; ++w) {
@@ -297,7 +298,7 @@ struct TilePlanner {
         slots[slot] = column;
       }
     }
-    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, which mostly has no neurons
+    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, which usually has no neurons
       shared.list =
           atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
     }
@@ -307,7 +308,7 @@ struct TilePlanner {
       plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + both), own == size ? blocks : own / kBlockColumns);
       ptx::add_release(plan.totals + kPlanTickets, 1);
     }
-    // The last block's empty slots name the last neuron. No nonzero is in them, so this adds nothing to a result.
+    // The last block's empty slots name the last neuron. They have no nonzeros, so they add nothing to a result.
     if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
       const uint16_t neuron = slots[size - 1];
 #pragma unroll 1
@@ -315,7 +316,8 @@ struct TilePlanner {
     }
   }
 
-  // How many nonzeros each warp has in each block, and so where each block starts, and where each warp's part of it.
+  // Computes how many nonzeros each warp has in each block, and from that where each block, and each warp's part of it,
+  // starts.
   __device__ __forceinline__ void start_blocks() const {
     uint32_t* counts = tables.counts + warp * tables.blocks;
     for_each_nonzero([&](uint32_t word) { atomicAdd(&counts[tables.slot_of[word & 0xffff] / kBlockColumns], 1u); });
@@ -347,8 +349,8 @@ struct TilePlanner {
     __syncwarp();
   }
 
-  // Puts the nonzeros into the lists, a word a lane. Lanes whose words are of one block are peers, and take places side
-  // by side; so are lanes without a nonzero, whose block is one behind the last.
+  // Puts the nonzeros into the lists, one word per lane. Lanes whose words belong to one block are peers, and take
+  // consecutive places. Lanes without a nonzero are peers too, with a block number one above the last.
   __device__ __forceinline__ void place_nonzeros() const {
     uint32_t* next = tables.next + warp * (tables.blocks + 1);
     const Row* row_before = rows - 1;
@@ -384,7 +386,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   using Planner = TilePlanner<kPlanThreads>;
   extern __shared__ uint32_t dynamic[];
-  // One by one, and not as one struct, so that the compiler knows that a store to one changes none of the others.
+  // Declared one by one rather than as a struct, so that the compiler knows that a store to one changes none of the
+  // others.
   __shared__ Row rows_of[Planner::kPlanWarps][Planner::kRows];
   __shared__ uint32_t warp_sums[Planner::kPlanWarps];
   __shared__ uint2 slots_of[Planner::kPlanWarps];
@@ -410,7 +413,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
   planner.start_blocks();
   planner.place_nonzeros();
 
-  // The CTA that finds the tickets of all others orders the tiles; no other CTA waits for that.
+  // The CTA that takes the last ticket orders the tiles; no other CTA waits for that.
   if (threadIdx.x == 0) {
     const int tiles = gridDim.x;
     takes_all = atomicCAS(plan.totals + kPlanTickets, tiles, 0) == tiles;
@@ -424,8 +427,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
 }  // namespace
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
-  // With up to about a tile for each multiprocessor, the fullest tile decides the time, so it gets many threads; with
-  // more tiles, CTAs on one multiprocessor fill one another's gaps. The widest tables leave room for fewer warps.
+  // With up to about one tile per SM, the fullest tile decides the time, so it gets many threads. With more tiles, CTAs
+  // on one SM fill one another's gaps. The widest tables leave shared memory for fewer warps.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const auto bytes = [&](int threads) { return Tables::bytes(column_tiles, threads / 32); };

@@ -1,18 +1,17 @@
-// What the kernels of the tile engine share: how a token tile's neurons become units of work.
+// Definitions that the kernels of the tile engine share: how a token tile's neurons become units of work.
 //
 // A token tile is 128 tokens, in two halves of 64. The neurons that fire for any of them (the tile's union) are
-// numbered: slot s is neuron slots[s]. First come those that only the first half fires, then those of both halves, then
-// those of the second half alone, each group ascending. Slots are counted in blocks of 64. The first half needs blocks
-// [0, end), the second blocks [begin, blocks), and a warpgroup multiplies no others: of 100 neurons of the first half
-// alone, 200 of both and 50 of the second alone, slots 0..299 are 5 blocks for the first half, and slots 100..349 are
-// blocks 1..5 for the second. The up product is cut into items of up to four blocks, as even as can be: 6 blocks are
-// two items of three.
+// numbered: slot s is neuron slots[s]. The neurons that fire only in the first half come first, then those of both
+// halves, then those of the second half only, each group ascending. Slots are counted in blocks of 64. The first half
+// needs blocks [0, end), the second blocks [begin, blocks), and a warpgroup multiplies no others. An example: with 100
+// neurons of the first half only, 200 of both and 50 of the second only, the first half needs slots 0..299, which are
+// blocks 0..4, and the second slots 100..349, which are blocks 1..5. The up product is cut into items of up to four
+// blocks, as evenly as possible: 6 blocks are two items of three.
 //
 // A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 |
-// place, the place being the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte
-// rows.
+// place. The place is the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
 //
-// A tile of neurons (NeuronPlan) is the same with neurons for tokens and tokens for slots.
+// A tile of neurons (NeuronPlan) has the same structure, with neurons instead of tokens and tokens as slots.
 #pragma once
 
 #include "common/tile.cuh"
@@ -20,12 +19,12 @@
 
 namespace sparsellm {
 
-// In both products one warpgroup gathers rows, and each of two consumer warpgroups has a half of the tile.
+// In both products one warpgroup gathers rows, and each of the two consumer warpgroups has one half of the tile.
 constexpr int kGatherWarps = 4;
 
 constexpr int kItemBlocks = kTileN / kBlockColumns;
 constexpr int kHalf = kTileM / 2;
-constexpr uint32_t kHalfBytes = kHalf * 128;  // of an operand tile: 64 rows of 64 bf16 values
+constexpr uint32_t kHalfBytes = kHalf * 128;  // bytes of an operand tile: 64 rows of 64 bf16 values
 
 __device__ __forceinline__ int blocks_of(int size) { return (size + kBlockColumns - 1) / kBlockColumns; }
 __device__ __forceinline__ int items_of(int blocks) { return (blocks + kItemBlocks - 1) / kItemBlocks; }
@@ -40,14 +39,14 @@ __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int t
   return plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (column_tiles * 4 + 1);
 }
 
-// A tile, of tokens or of neurons, as the two halves that multiply it see it.
+// A tile, of tokens or of neurons, as seen by the two halves that multiply it.
 struct Tile {
   int index, size;  // slots
-  int end, begin;   // of the first half's blocks, of the second half's
+  int end, begin;   // end of the first half's blocks, begin of the second half's
 
   __device__ __forceinline__ int blocks() const { return blocks_of(size); }
 
-  // The blocks among [first, last) that half 0 or 1 needs: `from` and how many.
+  // The blocks among [first, last) that half 0 or 1 needs: the first one (`from`) and their number.
   __device__ __forceinline__ int needed(int half, int first, int last, int& from) const {
     from = half == 0 ? first : max(first, begin);
     const int to = half == 0 ? min(last, end) : last;
@@ -57,8 +56,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
-// Piece `part` of the `parts` of a tile: blocks [first, last) of its slots. Where there are several parts, part i
-// leaves its sums at place base + i.
+// Piece `part` of the `parts` of a tile: blocks [first, last) of its slots. If there are several parts, part i writes
+// its sums to place base + i.
 struct Piece {
   Tile tile;
   int first, last, part, parts, base;
@@ -84,7 +83,7 @@ struct Item {
   __device__ __forceinline__ bool exists() const { return tile.index >= 0; }
 };
 
-// The code of the item after the last one: it does not exist.
+// The code of the item after the last one, which does not exist.
 __device__ __forceinline__ int4 no_item() { return {-1, 0, 0, 0}; }
 
 __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ Item item_of(int4 code) {
   return {code.w & 0xffff, code.z >> 16, code.z & 0xffff, code.w >> 16, {code.x, 0, code.y >> 16, code.y & 0xffff}};
 }
 
-// Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and gets those of row q.
+// Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and receives those of row q.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -115,9 +114,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
   }
 }
 
-// Stores, as bf16, a consumer thread's sums of one row: row `i` (0 or 1) of the two that a thread has. `to` is where
-// the lane's first eight columns go; they begin at `column` of a matrix of `columns`. Four lanes have 32 columns of a
-// row in four registers each, 64 bytes, of which each lane then stores 16.
+// Stores, as bf16, a consumer thread's sums of one row: row `i` (0 or 1) of the two that a thread has. `to` is the
+// address of the lane's first eight columns, which begin at `column` of a matrix of `columns`. Four lanes have 32
+// columns of a row in four registers each, 64 bytes, of which each lane then stores 16.
 template <int kColumns>
 __device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_t column, int64_t columns, int i,
                                           const float* d, uint32_t lane) {
@@ -136,8 +135,8 @@ __device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_
   }
 }
 
-// What CTA `cta` of `ctas` does in a round, of a list sorted by size. Every other round is dealt backwards, so that no
-// CTA always gets the larger work: of 3 CTAs, the first has 0, 5, 6, the second 1, 4, 7.
+// The index, in a list sorted by size, of the work of CTA `cta` of `ctas` in a round. Every other round is dealt
+// backwards, so that no CTA always gets the larger work: of 3 CTAs, the first has 0, 5, 6, the second 1, 4, 7.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {
   return round * ctas + (round & 1 ? ctas - 1 - cta : cta);
 }

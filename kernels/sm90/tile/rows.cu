@@ -1,12 +1,12 @@
-// pack_rows: each token's nonzeros side by side, out of the segments of the packed gate. A warp has one row, and each
-// of its lanes one segment at a time; all lanes together read a wide segment.
+// pack_rows: copies each token's nonzeros out of the segments of the packed gate, so that they are contiguous. A warp
+// has one row, and each of its lanes one segment at a time; all lanes together read a wide segment.
 //
-// A long row (more than kRowCapacity nonzeros) stands behind all others. Its own place, of 512 words, has the row's
-// first 511 nonzeros, and in its last word the index in plan.rows where the whole row starts. Long rows take their room
-// by adding to totals[kLongWords]; a row that finds no room is not written, and tile_plan, which reads that sum, leaves
-// the whole call to the rest.
+// A long row (more than kRowCapacity nonzeros) is stored behind all others. Its own place, of 512 words, has the row's
+// first 511 nonzeros and, in its last word, the index in plan.rows where the whole row starts. Long rows reserve their
+// memory by adding to totals[kLongWords]. A row that does not fit is not written, and tile_plan, which reads that sum,
+// leaves the whole call to the overflow path.
 //
-// Numerics: copies. Where a long row lies may differ between runs; no result depends on it.
+// Numerics: copies. The location of a long row may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "common/twell.cuh"
 
@@ -14,15 +14,15 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRowsThreads = 256;
-constexpr int kRowsCtas = 6;  // per SM, at least: a warp waits for one load after the other, so many warps are needed
+constexpr int kRowsCtas = 6;  // minimum per SM: a warp waits for one load after another, so many warps are needed
 
 // Eight words of a segment, 32 bytes: the unit in which memory is read.
 struct Sector {
   uint4 low, high;
 };
 
-// Sector `index` of the row's segment of column tile `tile`. Behind the last column tile all is zero, and so is the
-// count.
+// Sector `index` of the row's segment of column tile `tile`. Beyond the last column tile everything is zero, including
+// the count.
 __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t token, int column_tiles, int tile,
                                               uint32_t index) {
   Sector sector = {};
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
     uint32_t* row = reinterpret_cast<uint32_t*>(staged[warp]);
     for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) { row[i] = word; });
     __syncwarp();
-    // Whole sectors are stored; what stands behind the last nonzero is undefined.
+    // Whole sectors are stored; words after the last nonzero are undefined.
     for (uint32_t i = lane; i / 2 * 8 < count; i += 32) reinterpret_cast<uint4*>(own)[i] = staged[warp][i];
     return;
   }

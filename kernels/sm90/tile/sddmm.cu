@@ -1,23 +1,24 @@
-// tile_up, tile_gradient: products a w^T where the tile plan's lists have a nonzero (sampled dense-dense products,
-// SDDMM), and what follows from each product: forward u = x w_up^T and h = g u; backward dh = dy w_down_t^T, then du
+// tile_up, tile_gradient: products a w^T at the nonzeros of the tile plan's lists (sampled dense-dense products,
+// SDDMM), and what follows from each product. Forward: u = x w_up^T and h = g u. Backward: dh = dy w_down_t^T, then du
 // and dz.
 //
 // The unit of work is an item (tile/plan.cuh): one token tile of 128 tokens, times up to four blocks of 64 of its
-// slots. An item's product is dense; of its 128 x 256 values only those are used that the tile's list names. Roles:
+// slots. An item's product is dense; of its 128 x 256 values, only those that the tile's list names are used. Roles:
 //
 //   produce       warps 0-3: copy the rows of `a` (tokens) and of `w` (the neurons in the slots) to the stages
-//   Consumer      warps 4-11: warpgroup h multiplies the blocks that half h, 64 of the tokens, needs, and leaves the
-//                 product in shared memory as bf16. It also looks up the rows of the next item for the producer.
-//   ItemEpilogue  of each consumer thread: every 128th nonzero of its half, which it picks out of the product
-//   drawing thread  the first consumer thread: from the third round on it draws the items from a counter
+//   Consumer      warps 4-11: warpgroup h multiplies the blocks that half h, 64 of the tokens, needs, and writes the
+//                 product to shared memory as bf16. It also looks up the rows of the next item for the producer.
+//   ItemEpilogue  of each consumer thread: every 128th nonzero of its half, which it reads from the product
+//   drawing thread  the first consumer thread: from the third round on, it draws the items from a counter
 //
-// Arrays that live in registers are locals of a function and are passed by reference; no role has one as a member. An
-// array beside scalars in a struct keeps all of them in local memory until the loops over the array are unrolled, and
-// what the compiler simplifies before that stays undone: the producer's loop came out in another order.
+// Arrays that should stay in registers are locals of a function and are passed by reference; no role has one as a
+// member. An array next to scalars in a struct keeps all of them in local memory until the loops over the array are
+// unrolled, and the compiler does not redo the simplifications that come before unrolling: the producer's loop was then
+// ordered differently.
 //
 // Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once; dh +
-// dl1 sign(h) is in float32, and times g or u it is rounded to bf16 once. l1 is summed in float32 in a fixed order. The
-// results are deterministic: which CTA computes an item changes no bit.
+// dl1 sign(h) is in float32, and multiplied by g or u it is rounded to bf16 once. l1 is summed in float32 in a fixed
+// order. The results are deterministic: which CTA computes an item changes no bit.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -28,20 +29,19 @@ namespace {
 // group takes eight instructions, each of which copies 128 bytes of each of four rows.
 constexpr int kGroup = 32;
 constexpr int kTokenGroups = kTileM / kGroup;
-constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // of a warp, at most
+constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // per warp, at most
 static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens");
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // 48: the rows that a consumer warp looks up
 constexpr int kUpStages = 4;
-// Shared memory has room for two blocks of a half's product. A product of four blocks is stored and picked in two
-// steps.
+// Shared memory holds two blocks of a half's product. A product of four blocks is stored and read in two steps.
 constexpr int kPanels = 2;
 
 constexpr uint16_t kOne = 0x3f80;  // 1.0 in bf16
 
 constexpr int kDrawingThread = 32 * kGatherWarps;  // the first thread of the consumers
 
-// Named barriers (bar.sync) of the 128 threads of a half. 0 is that of __syncthreads.
+// Named barriers (bar.sync) of the 128 threads of a half. __syncthreads uses 0.
 enum HalfBarrier { kFirstHalfBarrier = 1, kSecondHalfBarrier = 2 };
 __device__ __forceinline__ void sync_half(int half) { ptx::bar_sync(kFirstHalfBarrier + half, 128); }
 
@@ -57,17 +57,17 @@ struct Outputs {
   int32_t* tickets;  // [2] how many CTAs are done, how many items are drawn
   Gradient gradient;
 };
-static_assert(kNextItem == kUpTickets + 1, "tile_up has its tickets side by side among the totals");
+static_assert(kNextItem == kUpTickets + 1, "tile_up's two tickets must be adjacent in the totals");
 
-// Arrays of two belong to two rounds in turn, [round % 2].
+// Arrays of two alternate between rounds, [round % 2].
 struct Shared {
   // The rows of an item. The producer reads those of one round while the consumers write those of the next. Within a
-  // group of 32, row r is at [r % 4][r / 4]: a producer thread copies rows r, r + 4, r + 8 ..., and reads them side by
-  // side.
+  // group of 32, row r is at [r % 4][r / 4]: a producer thread copies rows r, r + 4, r + 8, ..., and their entries are
+  // contiguous.
   alignas(16) uint32_t tokens[2][kTileM];
   alignas(16) uint16_t neurons[2][kTileN];
-  int4 items[2];           // the item of a round; after the round's last stage, the item of the round after the next
-  uint64_t drawn[2];       // barrier: items[] holds the item of the round after the next
+  int4 items[2];           // the item of a round; after the round's last stage, the item two rounds later
+  uint64_t drawn[2];       // barrier: items[] holds the item two rounds later
   uint64_t rows_ready[2];  // barrier: tokens[] and neurons[] are filled
   uint64_t full[kUpStages];
   uint64_t empty[kUpStages];
@@ -76,9 +76,9 @@ struct Shared {
 };
 
 constexpr uint32_t kSharedBytes = kUpStages * kStageBytes + 2 * kPanels * kHalfBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and the row lists share one CTA's memory");
+static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and row lists must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the stages, the products of both halves, Shared. All but `shared` are shared addresses.
+// A CTA's shared memory: the stages, the products of both halves, Shared. All except `shared` are shared addresses.
 struct Memory {
   Shared& shared;
   uint32_t stages;    // [kUpStages] of kStageBytes
@@ -94,9 +94,9 @@ struct Memory {
         rows_ready(ptx::smem_address(shared.rows_ready)),
         drawn(ptx::smem_address(shared.drawn)) {}
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (stages % 1024 != 0) __trap();  // the 128-byte swizzle is counted from multiples of 1,024
+    if (stages % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
     for (int s = 0; s < kUpStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -109,12 +109,12 @@ struct Memory {
   }
 };
 
-// The problem, as all roles see it.
+// The problem, shared by all roles.
 struct Problem {
   const TilePlan& plan;
   const Outputs& out;
   int64_t m, k;
-  int column_tiles;  // of the N neurons: it says where a tile's slots and starts lie
+  int column_tiles;  // of the N neurons: it determines where a tile's slots and starts are
   int k_blocks;      // stages of a product
   int items;
 
@@ -123,8 +123,8 @@ struct Problem {
   }
 };
 
-// The rows of a group that a lane of the producer copies, this lane's 16 bytes of the 128 of a stage: rows lane / 8,
-// lane / 8 + 4, ...
+// The rows of a group that a lane of the producer copies, 16 of the 128 bytes of a stage each: rows lane / 8, lane / 8
+// + 4, ...
 using LaneRows = const uint8_t* [8];
 
 __device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int64_t pitch, uint32_t chunk,
@@ -133,8 +133,8 @@ __device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int
   for (int i = 0; i < 8; ++i) rows[i] = static_cast<const uint8_t*>(matrix) + row[i] * pitch + chunk * 16;
 }
 
-// Points to the rows that the consumers have listed for a round: rows[0] tokens, rows[1] and rows[2] neurons. `own` is
-// where this lane's rows stand in a group's list.
+// Points to the rows that the consumers have listed for a round: rows[0] are tokens, rows[1] and rows[2] neurons. `own`
+// is the position of this lane's rows in a group's list.
 __device__ __forceinline__ void look_up_rows(LaneRows (&rows)[1 + kNeuronGroups], const Shared& shared, int round,
                                              int own, const void* a, const void* w, int64_t pitch, uint32_t chunk) {
   const uint4 four = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own);
@@ -149,8 +149,8 @@ __device__ __forceinline__ void look_up_rows(LaneRows (&rows)[1 + kNeuronGroups]
   }
 }
 
-// Copies this lane's rows of a group to the stage's group at `to`; zeros where `bytes` is 0, beyond the end of K. Under
-// the swizzle rows lie eight to 1,024 bytes: rows lane / 8 at place[0], rows lane / 8 + 4 at place[1].
+// Copies this lane's rows of a group to the stage's group at `to`; zeros if `bytes` is 0, beyond the end of K. Under
+// the swizzle, eight rows take 1,024 bytes: rows lane / 8 are at place[0], rows lane / 8 + 4 at place[1].
 __device__ __forceinline__ void copy_group(uint32_t to, const LaneRows& rows, const uint32_t (&place)[2],
                                            uint32_t bytes) {
 #pragma unroll
@@ -171,7 +171,7 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
     int unused;
     // A half that needs none of the item's blocks gets no tokens.
     const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
-    const int neuron_groups = (item.slots + kGroup - 1) / kGroup - warp;  // from this warp's first one on
+    const int neuron_groups = (item.slots + kGroup - 1) / kGroup - warp;  // from this warp's first group on
     LaneRows rows[1 + kNeuronGroups];
     const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
     look_up_rows(rows, memory.shared, round, own, a, w, pitch, chunk);
@@ -188,8 +188,9 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
       }
       ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
       ring.advance();
-      // A copy reads its address register some time after the copy is issued, and whatever writes that register waits
-      // until then. So the pointers advance together, after the last copy: one before each copy would wait each time.
+      // A copy reads its address register some time after it is issued, and an instruction that writes that register
+      // waits until then. So the pointers advance together, after the last copy: advancing one before each copy would
+      // wait each time.
 #pragma unroll
       for (int g = 0; g < 1 + kNeuronGroups; ++g) {
 #pragma unroll
@@ -201,16 +202,16 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last one end: the
+// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last block end: the
 // nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
 using Bounds = uint32_t[kItemBlocks + 1];
 
 // A consumer thread's nonzeros of an item: `first`, first + 128, ... of those of its half. It loads the first kWords of
-// them before the product is there, and any others when it picks them.
+// them before the product is available, and any others when it reads them from the product.
 template <Epilogue kEpilogue>
 struct ItemEpilogue {
   static constexpr int kWords = kEpilogue == kGradient ? 5 : 6;
-  // What the gradient needs to know of a nonzero beside its word.
+  // What the gradient needs to know about a nonzero in addition to its word.
   struct Known {
     uint32_t by_neuron;  // its index in the lists by neuron,
     uint16_t place, u;   // its place there, and u (non-gated: 1)
@@ -244,7 +245,7 @@ struct ItemEpilogue {
     return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
   }
 
-  // Called while the last stage is multiplied; the words were asked for before the first stage.
+  // Called while the last stage is multiplied; the words were requested before the first stage.
   __device__ __forceinline__ void load_known() {
     if constexpr (kEpilogue == kGradient) {
 #pragma unroll
@@ -254,7 +255,7 @@ struct ItemEpilogue {
     }
   }
 
-  // The nonzeros of blocks [from_block, end_block) of this half.
+  // Processes the nonzeros of blocks [from_block, end_block) of this half.
   __device__ __forceinline__ void pick(int from_block, int end_block) {
     const uint32_t begin = bounds[from_block], end = bounds[end_block];
 #pragma unroll
@@ -268,7 +269,7 @@ struct ItemEpilogue {
     }
   }
 
-  // The nonzero `word`, which is at `at` in the lists.
+  // Processes the nonzero `word`, which is at index `at` of the lists.
   __device__ __forceinline__ void finish(uint32_t word, uint32_t at, const Known& known) {
     const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
     if constexpr (kEpilogue == kL1) {
@@ -295,7 +296,7 @@ struct ItemEpilogue {
     const bool gated = to.ups != nullptr;
     const float u = __uint_as_float(static_cast<uint32_t>(known.u) << 16);
     const float h = rounded(g * u);
-    const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // a NaN h has the sign NaN
+    const float sign = !gated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // sign(NaN) is NaN
     const float dh = product_of_dy + dl1 * sign;
     const uint32_t dz = __float_as_uint(rounded(dh * u));
     to.dz[at] = dz | (word & 0xffff);
@@ -309,8 +310,8 @@ struct ItemEpilogue {
   }
 };
 
-// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it, and without a product all are. Later
-// ones are drawn: some SMs are nearer to L2 than others, and a CTA that is through earlier takes more.
+// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it by a fixed rule (without a product, all
+// items are). Later items are drawn: some SMs are nearer to L2 than others, and a CTA that finishes earlier takes more.
 template <Epilogue kEpilogue>
 struct Consumer {
   using ThisEpilogue = ItemEpilogue<kEpilogue>;
@@ -322,10 +323,10 @@ struct Consumer {
   uint32_t product;  // shared address of this half's product
   bool draws;        // this is the drawing thread
   RingOf<kUpStages> ring;
-  uint32_t (&rows)[2];  // of the item after this one, what this lane has looked up: 32 lanes share 48 rows
-  int4 code, next;      // of the item at hand, then of the next one, and of that after it
+  uint32_t (&rows)[2];  // this lane's part of the rows of the next item: 32 lanes share 48 rows
+  int4 code, next;      // of the current item, then of the next one, and of the one after it
   Bounds& next_bounds;
-  int ticket = 0;  // the drawing thread's
+  int ticket = 0;  // the drawing thread's ticket
 
   __device__ __forceinline__ Consumer(const Memory& memory, const Problem& problem, int warp, uint32_t lane,
                                       uint32_t (&rows)[2], Bounds& next_bounds)
@@ -379,8 +380,8 @@ struct Consumer {
     }
   }
 
-  // The rows of the next item are asked for before the item at hand is multiplied, and handed over afterwards. Where
-  // there is no token, row 0 stands in: no list names what comes of it.
+  // The rows of the next item are requested before the current item is multiplied, and handed over afterwards. If there
+  // is no token, row 0 replaces it, because no list names its product.
   __device__ __forceinline__ void ask_for_rows(const Item& item) {
     if (!item.exists()) return;
     const TilePlan& plan = problem.plan;
@@ -418,7 +419,7 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(memory.rows_ready + 8 * (round & 1));
   }
 
-  // Where this half's nonzeros of an item lie: block by block, side by side.
+  // The location of this half's nonzeros of an item: contiguous, block by block.
   __device__ __forceinline__ void ask_for_bounds(const Item& item) {
     int from;
     const int blocks = item.tile.needed(half, item.first, item.last, from);
@@ -427,15 +428,15 @@ struct Consumer {
     for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
   }
 
-  // Publishes the item that was drawn two rounds ahead, in the place of this round's item. Every reader has read this
-  // round's item before this warpgroup gets the round's last stage, so it may be overwritten.
+  // Publishes the item that was drawn two rounds ahead, in the place of this round's item. That may be overwritten,
+  // because every reader has read this round's item before this warpgroup gets the round's last stage.
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;
     memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);
     ptx::mbarrier_arrive(memory.drawn + 8 * (round & 1));
   }
 
-  // Asks for the rows of the item two rounds ahead, and the bounds of the next one.
+  // Requests the rows of the item two rounds ahead, and the bounds of the next one.
   __device__ __forceinline__ void look_ahead(int round) {
     if constexpr (kMultiplies) {
       ptx::mbarrier_wait(memory.drawn + 8 * (round & 1), round >> 1 & 1);
@@ -451,15 +452,15 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
   }
 
-  // Does an item of which this half needs no block.
+  // Skips an item of which this half needs no block.
   __device__ __forceinline__ void skip(int round) {
     pass_by(ring, problem.k_blocks, memory.full, [&](uint32_t stage) { release(stage); });
     publish_draw(round);
     look_ahead(round);
   }
 
-  // `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels at a time they go to shared memory, one operand
-  // tile for each block; between two barriers of the half's threads the epilogue picks its nonzeros there.
+  // Multiplies `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels blocks at a time go to shared memory,
+  // one operand tile for each; between two barriers of the half's threads, the epilogue reads its nonzeros there.
   template <int kBlocks>
   __device__ __forceinline__ void multiply_blocks(uint32_t b_offset, int round, ThisEpilogue& epilogue) {
     uint32_t pairs[16 * kBlocks];
@@ -483,7 +484,7 @@ struct Consumer {
         ptx::stmatrix_x4(product + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), pairs[4 * j],
                          pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]);
       }
-      sync_half(half);  // all of the half's product is there
+      sync_half(half);  // all of the half's product has been written
       if (first == 0) look_ahead(round);
       epilogue.pick(first, first + kPanels);
       sync_half(half);  // all of the half's product has been read
@@ -497,7 +498,7 @@ struct Consumer {
   }
 };
 
-// Returns whether this CTA is the last of the grid to come here. The last one sets the counters back to zero.
+// Returns whether this CTA is the last of the grid to arrive here. The last one resets the counters to zero.
 __device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -509,8 +510,8 @@ __device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
   return shared.last;
 }
 
-// Adds up l1 from what all CTAs have left, always in the same order: thread t sums token tiles t, t + 384, ...; then
-// the threads of a warp are added, then the warps.
+// Adds up l1 from the partial sums of all CTAs, always in the same order: thread t sums token tiles t, t + 384, ...;
+// then the threads of a warp are added, then the warps.
 __device__ __forceinline__ void sum_l1(Shared& shared, const Problem& problem, int warp, uint32_t lane) {
   __threadfence();
   float sum = 0.0f;

@@ -1,19 +1,19 @@
-// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots. Where
-// two lists and weights are given, y is the sum of two such products over the same slots. Forward: y = h W_d. Backward:
-// dx = dz W_g + du W_u.
+// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots. With two
+// lists and two weights, y is the sum of two such products over the same slots. Forward: y = h W_d. Backward: dx = dz
+// W_g + du W_u.
 //
 // A unit is one token tile times 256 columns of y, over all blocks of the tile; fuller tiles come first, and all
-// columns of one come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
+// columns of a tile come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
 //
 //   Producer  warps 0-3: copy the rows of w (an MN-major operand), and the pieces of the list of both halves
 //   Consumer  warps 4-11: a warpgroup multiplies the blocks that its half, 64 rows of y, needs. While one block is
 //             multiplied, it scatters the next block's h from the list into a zeroed operand tile.
 //
-// A consumer stores its y before it lets those blocks pass that it does not need: the other consumer multiplies
+// A consumer stores its y before it skips the blocks that it does not need, so that the other consumer multiplies
 // meanwhile.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, of two lists first one, then the other; rounded
-// to bf16 once. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order, the first list before the second; rounded to
+// bf16 once. Deterministic.
 #include "common/host.h"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
@@ -21,28 +21,28 @@
 namespace sparsellm {
 namespace {
 
-constexpr int kBuffers = 3;            // operand tiles of h that each half has
-constexpr uint32_t kPieceWords = 448;  // of a half's piece of the list that a stage has room for
+constexpr int kBuffers = 3;            // operand tiles of h per half
+constexpr uint32_t kPieceWords = 448;  // words of a half's piece of the list that a stage can hold
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
-constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // of a piece, two words each, for each thread of the half
+constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // loads of a piece per thread of the half, two words each
 constexpr int kSpmmStages = 5;
 constexpr uint32_t kSpmmStageBytes = kBBytes + 2 * kPieceBytes;
 
-// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. 0 is that of __syncthreads.
+// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. __syncthreads uses 0.
 enum NamedBarrier { kConsumerBarrier = 1 };
 
 struct Shared {
-  // [consumer] Where its piece of the list begins and ends. A stage holds the list from the multiple of four before the
-  // beginning on, which 16-byte copies need: of a piece [10, 30), words 8, 9, 10, ...
+  // [consumer] where its piece of the list begins and ends. 16-byte copies start at multiples of four words, so a stage
+  // holds the list from the last multiple of four at or before the beginning: of a piece [10, 30), words 8, 9, 10, ...
   uint2 pieces[kSpmmStages][2];
   uint64_t full[kSpmmStages];
   uint64_t empty[kSpmmStages];
 };
 
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, the list's pieces and the barriers share one CTA's memory");
+static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, pieces and barriers must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the operand tiles of h, the stages' B, the stages' pieces of the list, Shared. All but
+// A CTA's shared memory: the operand tiles of h, the stages' B, the stages' pieces of the list, Shared. All except
 // `shared` are shared addresses.
 struct Memory {
   Shared& shared;
@@ -59,9 +59,9 @@ struct Memory {
         full(ptx::smem_address(shared.full)),
         empty(ptx::smem_address(shared.empty)) {}
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (hidden % 1024 != 0) __trap();  // the 128-byte swizzle is counted from multiples of 1,024
+    if (hidden % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
     for (int s = 0; s < kSpmmStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 2);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -70,7 +70,7 @@ struct Memory {
   }
 };
 
-// The units of a CTA, which are dealt: round by round, over all CTAs.
+// The units of a CTA, which are dealt round by round over all CTAs.
 struct Rounds {
   const Spmm& a;
   int column_tiles;  // of y
@@ -83,20 +83,21 @@ struct Rounds {
 
   __device__ __forceinline__ int unit_in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
 
-  // The code of a round's tile; of a round that does not exist, of the first tile. Asked for a round ahead, the code is
-  // there in time.
+  // The code of a round's tile, or of the first tile for a round that does not exist. It is requested a round ahead, so
+  // that it arrives in time.
   __device__ __forceinline__ int4 code_in(int round) const {
     const int unit = unit_in(round);
     return a.order[unit < units ? unit / column_tiles : 0];
   }
 };
 
-// Copies a stage for each block and list. Two of the four warps copy each consumer's pieces of the list, 128 words in
-// turn.
+// Copies a stage for each block and list. Two of the four warps copy each consumer's pieces of the list, 128 words at a
+// time in turn.
 template <int kSources>
 struct Producer {
-  // This thread's slots of two blocks, and where its consumer's pieces of the list lie: asked for while the two blocks
-  // before are copied, to be there in time. A tile's slots and starts have room for an even number of blocks.
+  // This thread's slots of two blocks, and where its consumer's pieces of the list are. They are requested while the
+  // previous two blocks are copied, so that they arrive in time. A tile's slots and starts are allocated for an even
+  // number of blocks.
   struct Known {
     uint2 slots[2];
     uint32_t starts[3];
@@ -141,7 +142,7 @@ struct Producer {
         for (int i = 0; i < 2 * kSources; ++i) {
           const int which = i / kSources, source = i % kSources;
           if (block + which == blocks) break;
-          const bool any = (block + which) * kTileK + gather.first_row < of.size;  // of this thread's slots exists
+          const bool any = (block + which) * kTileK + gather.first_row < of.size;  // this thread has a slot that exists
           copy_block(source, known.slots[which], known.starts[which], known.starts[which + 1], any, column);
         }
       }
@@ -159,7 +160,8 @@ struct Producer {
     for (int i = 0; i < 3; ++i) next.starts[i] = starts[i];
   }
 
-  // The rows of `four` slots, zeros where there are none; and of the list's piece [begin, end) what there is room for.
+  // Copies the rows of `four` slots, zeros for slots that do not exist; and as much of the list's piece [begin, end) as
+  // the stage can hold.
   __device__ __forceinline__ void copy_block(int source, uint2 four, uint32_t begin, uint32_t end, bool any,
                                              int64_t column) {
     const uint32_t slots[kThreadRows] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
@@ -184,7 +186,7 @@ struct Producer {
 template <int kSources>
 struct Consumer {
   using Accumulators = float[128];
-  // This consumer's piece of the list in a stage, as far as a stage has room: pairs of words, 256 words apart.
+  // This consumer's piece of the list in a stage, as far as it fits in the stage: pairs of words, 256 words apart.
   struct Piece {
     uint2 bounds;
     uint2 words[kPieceLoads];
@@ -193,15 +195,15 @@ struct Consumer {
   const Spmm& a;
   int warp;
   uint32_t lane;
-  int consumer;     // the half of a tile that this one multiplies
-  uint32_t thread;  // of the warpgroup
+  int consumer;     // the half of a tile that this consumer multiplies
+  uint32_t thread;  // index within the warpgroup
   uint32_t own;     // this half's operand tiles
   uint32_t piece_bounds;
   uint32_t (&piece_words)[kPieceLoads];  // where this thread's words are in the first stage
   uint64_t first_h, first_b;             // descriptors of the first operand tile, of the first stage's B
   RingOf<kSpmmStages> ring;
-  uint32_t which = 0;  // the operand tile at hand
-  int passing = 0;     // stages that this consumer does not need, behind those that it did
+  uint32_t which = 0;  // the current operand tile
+  int passing = 0;     // stages that this consumer does not need, after those that it needed
 
   __device__ __forceinline__ Consumer(const Memory& memory, const Spmm& a, int warp, uint32_t lane,
                                       uint32_t (&piece_words)[kPieceLoads])
@@ -257,8 +259,8 @@ struct Consumer {
     pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
   }
 
-  // The rows of y that this lane has, by the accumulators of WGMMA: lane / 4 and lane / 4 + 8 of the warp's 16; -1
-  // where there is none.
+  // The rows of y that this lane has, by WGMMA's accumulator layout: lane / 4 and lane / 4 + 8 of the warp's 16; -1 if
+  // a row does not exist.
   __device__ __forceinline__ void look_up(const Tile& of, int (&rows)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -268,7 +270,7 @@ struct Consumer {
     }
   }
 
-  // Products of `needed` blocks, two at most in flight: while one runs, the next one's h is read and scattered.
+  // Products of `needed` blocks, at most two in flight: while one runs, the next one's h is read and scattered.
   __device__ __forceinline__ void multiply_tile(int needed, Accumulators& d) {
     Piece piece;
     read(piece);
@@ -301,7 +303,7 @@ struct Consumer {
     ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
     piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * kBoundsBytes);
 #pragma unroll
-    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // all that there may be, so as not to wait for the bounds
+    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // as many as there can be, so as not to wait for the bounds
       piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
     }
   }
@@ -318,8 +320,8 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // The h of a piece, to the zeroed operand tile at `to`. Without branches: they would take as long as the stores. What
-  // a stage had no room for comes from the list itself.
+  // Scatters the h of a piece to the zeroed operand tile at `to`, without branches, because they would take as long as
+  // the stores. Words that did not fit in the stage are read from the list itself.
   __device__ __forceinline__ void scatter(uint32_t to, const Piece& piece, const uint32_t* list) const {
     const uint32_t skipped = piece.bounds.x & 3, count = piece.bounds.y - piece.bounds.x;
     const uint32_t here = min(count, kPieceWords - skipped), first = 2 * thread - skipped;
@@ -341,15 +343,15 @@ struct Consumer {
     sync();
   }
 
-  // Called once a product has ended: lets its stage go, and zeroes its operand tile.
+  // Called once a product has ended: releases its stage, and zeroes its operand tile.
   __device__ __forceinline__ void finish(uint32_t stage, uint32_t operand_tile) const {
     release(stage);
     zero(operand_tile);
   }
 
   // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. Three
-  // operand tiles take turns, so that between the zeroing of one and the next scattering into it, by all warps, there
-  // is the barrier of the scattering into another.
+  // operand tiles take turns. So between the zeroing of one and the next scattering into it, by all warps, there is
+  // always the barrier of the scattering into another.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -3,25 +3,25 @@
 // slots are tokens.
 //
 // A unit is one tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller tiles
-// come first, and all columns of one come together: units as large that begin together go through the same rows of x in
-// step, and find them in L2. Roles:
+// come first, and all columns of a tile come together: units of equal size that start together read the same rows of x
+// in step, and find them in L2. Roles:
 //
 //   Producer        warps 0-3: copy the rows of x (or dy) of a block's tokens, an MN-major operand
 //   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
 //                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps. This
 //                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators; PTX does not
 //                   promise that, but the tests compare every bit.
-//   drawing thread  the first producer thread draws all units, the first ones too, so that no unit waits for a CTA that
-//                   has to wait for its SM. It draws the next unit late in the unit before, so that the unit goes to
-//                   the CTA that is through first.
+//   drawing thread  the first producer thread draws all units, including the first ones, so that no unit waits for a
+//                   CTA that is waiting for its SM. It draws the next unit late in the current unit, so that the next
+//                   unit goes to the CTA that finishes first.
 //
-// A consumer stores its sums before it lets those blocks pass that it does not need: the other consumer multiplies
-// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: a unit is then one half of a tile ("paired"),
-// and each consumer has one of the operands. Of a tile in pieces, each piece leaves its sums in global memory, and
-// whoever comes last adds them up.
+// A consumer stores its sums before it skips the blocks that it does not need, so that the other consumer multiplies
+// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: then a unit is one half of a tile ("paired"),
+// and each consumer has one of the operands. Each piece of a tile in pieces writes its sums to global memory, and the
+// last consumer to finish adds them up.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or, where
-// dW is float32, not. Deterministic.
+// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or not at
+// all if dW is float32. Deterministic.
 #include "common/host.h"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
@@ -29,40 +29,40 @@
 namespace sparsellm {
 namespace {
 
-constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // of an operand tile, 16 rows
-constexpr int kOperands = 4;                     // operand tiles of a consumer in flight
+constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // 16 rows of an operand tile
+constexpr int kOperands = 4;                     // operand tiles in flight per consumer
 constexpr int kRowStages = 5;                    // stages of B
-constexpr uint32_t kPlaces = 4;                  // for units that are drawn: round r's is in place r % 4
-constexpr int kDrawAhead = 6;                    // the next unit is drawn so many blocks before the end of this one,
-constexpr int kTicketBlocks = 2;                 // and its ticket is used so many blocks later, when it has arrived
-static_assert(kTicketBlocks < kRowStages, "a stage may wait for a consumer that waits for the next unit");
+constexpr uint32_t kPlaces = 4;                  // places for units that are drawn: round r's is in place r % 4
+constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before this one ends,
+constexpr int kTicketBlocks = 2;                 // and its ticket is used this many blocks later, when it has arrived
+static_assert(kTicketBlocks < kRowStages, "else a stage could wait for a consumer that waits for the next unit");
 
 constexpr int kDrawingThread = 0;
 
-// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. 0 is that of __syncthreads.
+// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. __syncthreads uses 0.
 enum NamedBarrier { kConsumerBarrier = 1 };
 
-// The units of a piece are drawn one after the other, all columns of a half together.
+// The units of a piece are drawn one after another, all columns of a half together.
 struct alignas(16) Unit {
-  int4 code;   // of the piece
-  int column;  // counted in units; -1: there is no unit
-  int half;    // of the tile, if paired
+  int4 code;   // code of the piece
+  int column;  // counted in units; -1 if there is no unit
+  int half;    // half of the tile, if paired
 };
 
 struct Shared {
-  Unit units[kPlaces];      // read where they are needed: the consumers have no registers left
-  uint64_t drawn[kPlaces];  // barrier: the unit is there
+  Unit units[kPlaces];      // read where needed, because the consumers have no registers left
+  uint64_t drawn[kPlaces];  // barrier: the unit has been written
   uint64_t left[kPlaces];   // barrier: all warps are done with the unit
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
-  uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile
+  uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile have arrived
   bool last[2];                                 // [consumer] whether it is the last to finish a tile in pieces
 };
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
-static_assert(kSharedBytes <= kMaxSharedBytes, "both operands and the barriers share one CTA's memory");
+static_assert(kSharedBytes <= kMaxSharedBytes, "operands and barriers must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the operand tiles of both consumers, the stages of B, Shared. All but `shared` are shared
+// A CTA's shared memory: the operand tiles of both consumers, the stages of B, Shared. All except `shared` are shared
 // addresses.
 struct Memory {
   Shared& shared;
@@ -76,9 +76,9 @@ struct Memory {
         full(ptx::smem_address(shared.full)),
         empty(ptx::smem_address(shared.empty)) {}
 
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (operands % 1024 != 0) __trap();  // the 128-byte swizzle is counted from multiples of 1,024
+    if (operands % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
     for (int s = 0; s < kRowStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -93,7 +93,8 @@ struct Memory {
     ptx::fence_mbarrier_init();
   }
 
-  // The units of the rounds: wait_for before the first look at one, leave after the last, both by whole warps.
+  // The units of the rounds. Whole warps call wait_for before they first read a unit, and leave after they last read
+  // it.
   __device__ __forceinline__ Unit& unit_in(uint32_t round) const { return shared.units[round % kPlaces]; }
   __device__ __forceinline__ void wait_for(uint32_t round) const {
     ptx::mbarrier_wait(ptx::smem_address(shared.drawn + round % kPlaces), round / kPlaces & 1);
@@ -104,7 +105,7 @@ struct Memory {
   }
 };
 
-__device__ __forceinline__ int columns_of(const WeightGradient& a) {  // units that a row of dW is cut into
+__device__ __forceinline__ int columns_of(const WeightGradient& a) {  // units per row of dW
   return static_cast<int>((a.k + kTileN - 1) / kTileN);
 }
 __device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
 // Copies the rows of the units, and draws them.
 template <bool kPaired>
 struct Producer {
-  // What is to be copied of a unit: blocks [first, last) of a tile's slots. The next unit is drawn at block `draw`.
+  // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is drawn at block `draw`.
   struct Range {
     int column, tile, first, last, draw;
   };
@@ -122,8 +123,8 @@ struct Producer {
   const WeightGradient& a;
   const Gather& gather;
   uint32_t lane;
-  int of_piece;  // units of a piece
-  int count;     // of all units
+  int of_piece;  // units per piece
+  int count;     // units in total
   int ticket = 0;
   Range next_range;
   uint4 next;  // this thread's slots of the next block
@@ -168,15 +169,15 @@ struct Producer {
     }
   }
 
-  // Every CTA draws once in vain. The last of these draws is the last of all, and sets the counter back: with 10 units
-  // and 3 CTAs the counter goes from 0 to 12, and the 13th draw makes it 0.
+  // Every CTA draws once without getting a unit. The last of these draws is the last of all, and resets the counter:
+  // with 10 units and 3 CTAs the counter goes from 0 to 12, and the 13th draw sets it to 0.
   __device__ __forceinline__ void draw() {
     unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
     if (threadIdx.x == kDrawingThread) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
   }
 
-  // The drawing thread tells all warps what it has drawn for a round. All threads wait for the place: with a loop for
-  // one thread alone, the compiler no longer has the stage in a uniform register.
+  // The drawing thread publishes to all warps what it has drawn for a round. All threads wait for the place: with a
+  // loop for one thread alone, the compiler no longer keeps the stage in a uniform register.
   __device__ __forceinline__ void publish(uint32_t round) {
     ptx::mbarrier_wait(ptx::smem_address(memory.shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
     if (threadIdx.x != kDrawingThread) return;
@@ -199,12 +200,12 @@ struct Producer {
     int from;
     const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
     if constexpr (kPaired) range.first = from, range.last = from + steps;
-    // Where the first consumer has no block left, it waits for the next unit before it lets any block pass.
+    // If the first consumer has no block left, it waits for the next unit before it skips any block.
     range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
     return range;
   }
 
-  // Asks for this thread's slots of a block, one block ahead.
+  // Requests this thread's slots of a block, one block ahead.
   __device__ __forceinline__ void load(const Range& of, int block) {
     if (of.first == of.last) return;  // the unit has no slots, and its entries are undefined
     next =
@@ -217,7 +218,7 @@ struct Producer {
 };
 
 // Multiplies. kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows, each with
-// an operand and a dW of its own. Else consumer c has half c of the tile.
+// its own operand and dW. Otherwise consumer c has half c of the tile.
 template <bool kPaired, class Out>
 struct Consumer {
   using Accumulators = float[128];
@@ -231,15 +232,15 @@ struct Consumer {
   int warp;
   uint32_t lane;
   int consumer;
-  uint32_t thread;  // of the warpgroup
+  uint32_t thread;  // index within the warpgroup
   Out* dw;
-  // Operand tiles are used in turn, and that of a step is fetched to where the tile of kOperands steps before has been.
+  // Operand tiles are used in turn: the tile of a step is fetched to the place of the tile kOperands steps earlier.
   uint32_t own, arrived;
   const uint8_t* operand;
   RingOf<kOperands> used;
   RingOf<kRowStages> ring;
   Work next;
-  int passing = 0;  // stages that this consumer does not need, behind those that it did
+  int passing = 0;  // stages that this consumer does not need, after those that it needed
 
   __device__ __forceinline__ Consumer(const Memory& memory, const WeightGradient& a, int warp, uint32_t lane)
       : memory(memory),
@@ -295,11 +296,11 @@ struct Consumer {
     const Unit& unit = memory.unit_in(round);
     Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
     work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
-    if (work.steps == 0) work.from = work.piece.last;  // the consumer lets all blocks pass, then stores
+    if (work.steps == 0) work.from = work.piece.last;  // the consumer skips all blocks, then stores
     return work;
   }
 
-  // This warp's 16 rows of a step's operand tile, which no other warp reads.
+  // Fetches this warp's 16 rows of a step's operand tile, which no other warp reads.
   __device__ __forceinline__ void fetch(const Work& of, int step, uint32_t to) const {
     const int64_t tile = (of.piece.tile.index * (slots_per_tile(a) / kTileK) + of.from + step) * 2 + of.half;
     const uint32_t at = warp % 4 * kWarpBytes;
@@ -311,8 +312,8 @@ struct Consumer {
     for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
   }
 
-  // The neurons whose sums this lane has, by the accumulators of WGMMA: rows lane / 4 and lane / 4 + 8 of the warp's
-  // 16; -1 where there is none.
+  // The neurons whose sums this lane has, by WGMMA's accumulator layout: rows lane / 4 and lane / 4 + 8 of the warp's
+  // 16; -1 if a neuron does not exist.
   __device__ __forceinline__ void look_up(const Work& work, int (&neurons)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -354,8 +355,9 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Leaves a piece's sums in global memory, as the threads hold them: [register / 4][thread][4]. Returns whether this
-  // consumer is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces, in order.
+  // Writes a piece's sums to global memory, in the layout of the threads' registers: [register / 4][thread][4]. Returns
+  // whether this consumer is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces,
+  // in order.
   __device__ __forceinline__ bool add_pieces(const Piece& piece, int half, int column, Accumulators& d) const {
     const int place = column + piece.base * columns_of(a);
     const auto partials_of = [&](int part) {
