@@ -14,6 +14,7 @@ configuration.
 
 from sparsellm.config import ConfigError, SweepMode
 from sparsellm.runs import folder as run_folder
+from sparsellm.runs import report as run_report
 from sparsellm.sweep import commands, report
 from sparsellm.sweep.launch import Launcher
 from sparsellm.sweep.plan import Point, Sweep, plan
@@ -79,6 +80,8 @@ def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
+        if not run_report.is_drawn(point.folder, point.checkpoint):  # its training was killed while it drew
+            run_report.finish(point.config, point.folder)
     with launcher.claim(log) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):

@@ -173,7 +173,13 @@ class Evaluation:
                 self.ranks.say(self.checkpoint.unchecked)
             identity = self.checkpoint.identity()
             vocab_size = pretrained.read_config(self.checkpoint.model).get_text_config().vocab_size
-            pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
+            tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
+            if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+                raise pretrained.BrokenModel(
+                    f"the tokenizer of {self.checkpoint.model} has neither a bos_token nor an eos_token, and lm-eval"
+                    " scores only models that have one: name a token of tokenizer.json in tokenizer_config.json"
+                    ' ("eos_token": "TOKEN")'
+                )
             return identity
         except (OSError, ValueError) as error:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error

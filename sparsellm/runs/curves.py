@@ -26,20 +26,22 @@ from sparsellm.figures import (
     plain,
     saved,
 )
+from sparsellm.runs.layout import LOSS_PLOT
 from sparsellm.runs.metrics import NAMED
 
 Row = dict[str, Any]
 GAP = float("nan")  # where a row has no value, a curve has a gap
 ALONE = "s^Dv<>"  # the points of the sources of a mix that was validated once: a line needs two
-LOSS, NONZEROS, DEAD = "loss.png", "nonzeros.png", "dead_neurons.png"
+NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
 
 
 def draw(config: Config, rows: list[Row]) -> dict[str, bytes]:
     """File names and their contents; without a ReLU the losses alone."""
-    pictures: dict[str, Callable[[Config, list[Row]], Figure]] = {LOSS: losses}
+    pictures: dict[str, Callable[[Config, list[Row]], Figure]] = {}
     for name, key, picture in ((NONZEROS, "nnz_per_layer", nonzeros), (DEAD, "dead_per_layer", dead_neurons)):
         if any(row[key] is not None for row in rows):
             pictures[name] = picture
+    pictures[LOSS_PLOT] = losses  # last: its presence says that all were written
     with matplotlib.rc_context(STYLE):
         return drawn({name: partial(lambda each: saved(each(config, rows)), each) for name, each in pictures.items()})
 

@@ -1,6 +1,6 @@
 """What a run's folder holds, by name, for those that write it and those that only read it.
 
-runs/NAME/{config.yaml, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/, benchmark/}}
+runs/NAME/{config.yaml, plots/, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/, benchmark/}}
 """
 
 from pathlib import Path
@@ -15,6 +15,8 @@ WAITING_ROW = "row"  # in values.json: that of the checkpoint's step, where it w
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS, BENCHMARK = "evaluation", "analysis", "benchmark"
 BENCHMARK_JSON = "benchmark.json"  # in benchmark/
+PLOTS = "plots"
+LOSS_PLOT = "loss.png"  # in plots/, written after the other pictures
 ADDED = (EVALUATION, ANALYSIS, BENCHMARK)  # to a checkpoint, later, so not among them
 
 

@@ -10,13 +10,11 @@ from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient
 from sparsellm.distributed.groups import Ranks
 from sparsellm.hf import pretrained
 from sparsellm.runs import folder as run_folder
-from sparsellm.runs.layout import STATE, VALUES
+from sparsellm.runs.layout import COMMITTED, LOSS_PLOT, PLOTS, STATE, VALUES
 from sparsellm.runs.metrics import IN_EVERY_ROW, METRICS, NAMED, Saved, history
 from sparsellm.runs.wandb_record import sync_command
 from sparsellm.system import regular
 from sparsellm.system.files import write_whole
-
-PLOTS = "plots"
 
 
 def aligned(name: str, value: str) -> str:
@@ -136,6 +134,14 @@ def finish(config: Config, folder: Path) -> str:
     except (ImportError, OSError) as error:
         damage.append(f"  {folder / PLOTS} is not complete: {error}")
     return "\n".join([summary(config, found.rows, folder), *damage])
+
+
+def is_drawn(folder: Path, checkpoint: Path) -> bool:
+    """Whether `finish` has drawn the run in `folder` since it saved `checkpoint`."""
+    try:
+        return (folder / PLOTS / LOSS_PLOT).stat().st_mtime_ns >= (checkpoint / COMMITTED).stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def saved_rows(checkpoint: Path) -> Saved | None:

@@ -39,7 +39,7 @@ from sparsellm.ops import backend
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints, spelled
-from sparsellm.runs.layout import STATE, VALUES, WAITING_ROW
+from sparsellm.runs.layout import PLOTS, STATE, VALUES, WAITING_ROW
 from sparsellm.runs.metrics import (
     METRICS,
     HeldOut,
@@ -511,7 +511,7 @@ class Trainer:
             print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
         print(f"\n{summary}", flush=True)
-        self.wandb.figures(self.step, sorted((self.folder / report.PLOTS).glob("*.png")))
+        self.wandb.figures(self.step, sorted((self.folder / PLOTS).glob("*.png")))
         self.wandb.close(exit_code)
         checkpoint = run_folder.checkpoint(self.folder, self.step) / "hf"
         try:

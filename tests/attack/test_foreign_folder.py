@@ -109,7 +109,7 @@ def attack(
             failed.append(f"{command}, {planted} at {path}, after {time.monotonic() - begin:.0f} s: {wrong}")
         shutil.rmtree(here)
     print(f"{kind}: tried {ATTACKS}, held {ATTACKS - len(failed)}, failed {len(failed)}")
-    assert failed == []
+    assert not failed, "\n".join(failed)
 
 
 def of_a_model(folder: str, scored: list[str], text: list[str]) -> dict[str, list[str]]:

@@ -316,6 +316,14 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
 
 
+def test_a_tokenizer_without_a_token_to_begin_with_is_named(bare, rows):
+    """lm-eval, given the same folder, ends in a TypeError of the tokenizer."""
+    (bare / "tokenizer_config.json").unlink()
+    with pytest.raises(checkpoint.EvaluationError, match="has neither a bos_token nor an eos_token") as found:
+        evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"]))
+    assert 'in tokenizer_config.json ("eos_token": "TOKEN")' in str(found.value)
+
+
 def test_a_quick_look_leaves_the_scores_of_all_rows_alone(run, rows):
     whole, quick = ({"checkpoint": str(run), "data_dir": str(rows), "tasks": ["piqa"], "limit": n} for n in (None, 2))
     of_all = evaluate_checkpoint(EvaluateConfig(**whole))

@@ -6,6 +6,7 @@ from small_run import small_config
 
 from sparsellm.figures import STYLE
 from sparsellm.runs import curves
+from sparsellm.runs.layout import LOSS_PLOT
 
 
 def rows(layers, steps, relu=True):
@@ -133,11 +134,11 @@ def test_the_names_of_a_mix_lie_within_the_picture_and_one_validation_is_a_point
 def test_runs_in_which_nothing_fires_or_little_is_known_are_drawn(config, capsys):
     known = rows(2, 60)
     silent = [{**row, "nnz_per_layer": [0.0, 0.0], "nnz_mean": 0.0, "dead_per_layer": [48, 48]} for row in known]
-    assert set(curves.draw(config, silent)) == {curves.LOSS, curves.NONZEROS, curves.DEAD}
-    assert set(curves.draw(config, silent[:1])) == {curves.LOSS, curves.NONZEROS, curves.DEAD}
+    assert set(curves.draw(config, silent)) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
+    assert set(curves.draw(config, silent[:1])) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
     unknown = [{**row, "dead_per_layer": None} for row in known]
-    assert set(curves.draw(config, unknown)) == {curves.LOSS, curves.NONZEROS}
+    assert set(curves.draw(config, unknown)) == {LOSS_PLOT, curves.NONZEROS}
     assert set(curves.draw(config, [{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {
-        curves.LOSS
+        LOSS_PLOT
     }
     assert capsys.readouterr().err == ""

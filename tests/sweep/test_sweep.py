@@ -132,6 +132,14 @@ def test_all_runs_are_trained_evaluated_and_compared_once(sweep, tmp_path):
     assert results(tmp_path) == before
 
 
+def test_a_finished_run_whose_training_was_killed_while_it_drew_is_drawn(sweep, tmp_path):
+    """The stand-in for training draws nothing, like a training that is killed after its last checkpoint."""
+    for drawn in ([], sorted(NAMES)):
+        assert sweep(*SMALL, COEFFICIENTS, "sweep.evaluate=false")[0] == 0
+        assert sorted(path.parents[1].name for path in tmp_path.glob("runs/*/plots/loss.png")) == drawn
+    assert len(starts(tmp_path)) == len(NAMES)
+
+
 def test_a_run_that_fails_is_reported_and_the_others_go_on(sweep, tmp_path):
     (tmp_path / "pace").write_text(json.dumps({"fail": [NAMES[1]]}))
     code, output, errors = sweep(*SMALL, COEFFICIENTS)

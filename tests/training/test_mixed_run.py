@@ -13,7 +13,7 @@ from sparsellm.data import open_data, open_validation, prepare, tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.runs import folder as run_folder
-from sparsellm.runs.curves import LOSS
+from sparsellm.runs.layout import LOSS_PLOT
 from sparsellm.runs.metrics import history
 from sparsellm.training.loop import Trainer
 
@@ -50,7 +50,7 @@ def test_a_run_validates_each_source_of_its_mix(tmp_path, monkeypatch, capsys):
     assert f"0.75 prose + 0.25 code: {data.training_tokens:,} training tokens until one of them begins again" in said
     assert f"held-out prose      {found['prose']:,.3f}\n" in said
     assert f"held-out code       {found['code']:,.3f}\n" in said
-    assert (folder / "plots" / LOSS).stat().st_size > 0
+    assert (folder / "plots" / LOSS_PLOT).stat().st_size > 0
     damaged = rows[-1] | {"validation_ce/prose": "low"}
     (folder / "metrics.jsonl").write_text(json.dumps(damaged) + "\n")
     assert "its validation_ce/prose cannot be 'low'" in history(folder / "metrics.jsonl").problems[0]
