@@ -1,5 +1,6 @@
 """What a checkpoint reads: its run's held-out blocks, or the tokens of a file, cut into blocks like them."""
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refu
 
 COLUMN = "text"  # of a parquet or jsonl file
 DOCUMENTS_AT_ONCE = 64
+# A text is read up to this many bytes, and further only where these hold too few tokens (English: 4 bytes a token).
+LEAST_READ, BYTES_PER_TOKEN = 1 << 20, 64
 
 
 def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) -> Tensor:
@@ -35,17 +38,23 @@ def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) ->
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
     """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
 
-    Every document ends with the tokenizer's eos_token, and begins with its bos_token where prompts do. A text of fewer
-    than `length` tokens is one sequence. Raises AnalysisError.
+    A long text is read only as far as its tokens are needed. Every document ends with the tokenizer's eos_token, and
+    begins with its bos_token where prompts do. A text of fewer than `length` tokens is one sequence. Raises
+    AnalysisError.
     """
-    texts = documents(path)
-    tokens: list[int] = []
     begin = [token for token in tokenizer("a").input_ids[:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while len(tokens) < sequences * length and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
-        # A special token that is spelled out in a text is text, as in training.
-        encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
+    wanted, most = sequences * length, max(LEAST_READ, BYTES_PER_TOKEN * sequences * length)
+    while True:
+        tokens: list[int] = []
+        texts = documents(path, most)
+        while len(tokens) < wanted and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
+            # A special token that is spelled out in a text is text, as in training.
+            encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
+        if len(tokens) > wanted or not _is_cut(path, most):  # the last token of a cut text is none of its own
+            break
+        most *= 8
     if not tokens:
         raise AnalysisError(f"text={path} holds no text")
     length = min(length, len(tokens))
@@ -53,10 +62,21 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
     return torch.tensor(tokens[: sequences * length]).view(sequences, length)
 
 
-def documents(path: Path) -> Iterator[str]:
-    """The texts of a file of rows, as preparation reads it, or the one of a file of any other name. Raises
-    AnalysisError."""
+def _is_cut(path: Path, most: int) -> bool:
+    """Whether `path` is one plain text of more than `most` bytes."""
+    is_text = rows.READERS.get(rows.ending(path.name), "text") == "text"
+    return is_text and path.suffix.lower() not in rows.COMPRESSIONS and path.stat().st_size > most
+
+
+def documents(path: Path, most: int) -> Iterator[str]:
+    """The texts of a file of rows, as preparation reads it, or the one text of any other file, of which the first
+    `most` bytes are read. Raises AnalysisError."""
     try:
+        if _is_cut(path, most):
+            with path.open("rb") as file:
+                text = codecs.getincrementaldecoder("utf-8-sig")().decode(file.read(most))
+            yield from text.rsplit(maxsplit=1)[:1]  # without the last word, which may be cut in two
+            return
         if rows.ending(path.name) not in rows.READERS:
             yield from filter(None, [path.read_text(encoding="utf-8-sig")])
             return

@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from analysis.test_activity import small_model
 from datasets import Dataset
 from evaluation.conftest import LAST
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from sparsellm import benchmark
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, figures, report, study
-from sparsellm.analysis.text import documents
+from sparsellm.analysis.text import documents, of_file
 from sparsellm.commands import analyze
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, ConfigError, Dtype, load
 from sparsellm.data import open_validation, tokenizer
@@ -156,7 +158,7 @@ def test_the_texts_of_a_file_are_read_whatever_its_kind(suffix, tmp_path):
     else:
         rows = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate([*texts, None]))
         path.write_bytes(gzip.compress(rows.encode()) if suffix == ".jsonl.gz" else rows.encode())
-    assert list(documents(path)) == texts
+    assert list(documents(path, 1 << 20)) == texts
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".ndjson"])
@@ -169,6 +171,19 @@ def test_rows_of_other_kinds_are_refused_before_any_work(suffix, run, tmp_path):
             )
         )
         assert "has rows of a kind that is not read: it should be plain text, or parquet or jsonl" in found
+
+
+@pytest.mark.parametrize("ending", [".txt", ".md"])
+def test_a_long_text_is_read_as_far_as_its_tokens_are_needed(bare, tmp_path, monkeypatch, ending):
+    path, auto = tmp_path / f"text{ending}", AutoTokenizer.from_pretrained(bare)
+    path.write_text("why wäter " * 300)
+    whole = of_file(path, auto, 2, 50)
+    monkeypatch.setattr("sparsellm.analysis.text.BYTES_PER_TOKEN", 0)
+    for least in range(1, 400):
+        monkeypatch.setattr("sparsellm.analysis.text.LEAST_READ", least)
+        assert torch.equal(of_file(path, auto, 2, 50), whole)
+    os.truncate(path, 10**10)
+    assert torch.equal(of_file(path, auto, 2, 50), whole)
 
 
 def test_a_text_shorter_than_a_sequence(run, tmp_path):

@@ -138,7 +138,5 @@ def test_runs_in_which_nothing_fires_or_little_is_known_are_drawn(config, capsys
     assert set(curves.draw(config, silent[:1])) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
     unknown = [{**row, "dead_per_layer": None} for row in known]
     assert set(curves.draw(config, unknown)) == {LOSS_PLOT, curves.NONZEROS}
-    assert set(curves.draw(config, [{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {
-        LOSS_PLOT
-    }
+    assert set(curves.draw(config, [{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {LOSS_PLOT}
     assert capsys.readouterr().err == ""
