@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from sparsellm.ops import backend
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "kernels/README.md"]
 DOCUMENTS += [ROOT / "scripts/benchmarks/README.md"]
+GUIDE = sorted((ROOT / "docs").glob("*.md"))
 HISTORY = ROOT / "docs/dev/LOG.md"  # its commands are what was typed then
 BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.benchmarks.bench_train", "torchrun ")
 
@@ -135,6 +136,23 @@ def test_a_file_that_a_document_names_exists(document):
     for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|yaml|sh|h|cu|cuh|cpp))`", document.read_text()):
         places = [place / name for place in (ROOT, ROOT / "sparsellm", ROOT / "kernels", ROOT / "kernels/sm90")]
         assert any(path.exists() for path in places), f"{document.name} names {name}, which does not exist"
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if d != HISTORY], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_code_block_names_its_language(document):
+    fences = re.findall(r"^ *```(.*)$", document.read_text(), re.M)
+    assert len(fences) % 2 == 0
+    assert all(language.strip() for language in fences[::2]), f"{document.name} has a code block without a language"
+
+
+@pytest.mark.parametrize("document", GUIDE, ids=lambda path: path.name)
+def test_a_table_of_the_guide_has_a_caption(document):
+    lines = [line for line in document.read_text().splitlines() if line]
+    for above, line in pairwise(lines):
+        if line.startswith("|") and not above.startswith("|"):
+            assert above.endswith("*"), f"{document.name}: no sentence in *italics* above the table {line}"
 
 
 def test_no_document_needs_files_that_nobody_can_make():
