@@ -1,20 +1,20 @@
 """Finds or builds the library of the CUDA kernels, and loads it.
 
     load()       makes torch.ops.sparsellm_cuda.* callable, building first if need be; raises KernelsUnavailable
-    available()  whether load() works here, and if not why; says so once on rank 0, since PyTorch then computes instead
+    available()  whether load() works here, and if not why; rank 0 says so once, because PyTorch then computes instead
     loaded()     whether load() has succeeded in this process; never builds
-    library()    the library to load: the first that there is of
-                   1. the one that SPARSELLM_KERNELS names, a file or its folder: used, or refused with the reason
-                   2. the one that the installed package holds, if it fits the package's sources
-                   3. the one in the cache
-                   4. a new one, built into the cache, for which alone nvcc is needed; a GPU is needed for none
+    library()    the library to load, the first that exists of:
+                   1. the library that SPARSELLM_KERNELS names, a file or its folder: used, or refused with the reason
+                   2. the library in the installed package, if it fits the package's sources
+                   3. the library in the cache
+                   4. a new library, built into the cache; only this needs nvcc, and nothing needs a GPU
     python -m sparsellm.ops.build [FOLDER]  (make kernels, make wheel) builds ahead of time, reports each kernel's
                  resources, and copies the library into FOLDER
 
-The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR takes the place of ~/.cache/sparsellm). A build
-runs in a temporary folder, which is renamed to the build ID only when it is complete; so an interrupted build leaves
-nothing that a later one could take for whole. The builder holds a file lock, which the system releases if the builder
-dies; so one of many ranks builds, and the others wait.
+The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR replaces ~/.cache/sparsellm). A build runs in a
+temporary folder, which is renamed to the build ID only when it is complete, so an interrupted build leaves nothing that
+looks complete to a later one. The builder holds a file lock, which the system releases if the builder dies, so one of
+many ranks builds while the others wait.
 """
 
 import os
@@ -36,7 +36,7 @@ from sparsellm.system.console import is_main_rank, warn
 
 LOG = "build.log"
 NAMED = "SPARSELLM_KERNELS"
-CAPABILITY = (9, 0)  # Hopper: the kernels use instructions (wgmma) that no other generation has
+CAPABILITY = (9, 0)  # Hopper: the kernels use instructions (wgmma) that only this generation has
 
 _lock = threading.Lock()
 _failure: KernelsUnavailable | None = None
@@ -45,12 +45,12 @@ _said = False
 
 
 class NamedKernelsUnusable(KernelsUnavailable):
-    """SPARSELLM_KERNELS names a library that cannot be used. Nothing takes its place, not even PyTorch."""
+    """SPARSELLM_KERNELS names a library that cannot be used. Nothing replaces it, not even PyTorch."""
 
 
 def load() -> None:
-    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable; it tries once per process, and raises the
-    same error at every later call."""
+    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable. It tries once per process; later calls raise
+    the first call's error."""
     global _failure, _loaded
     with _lock:
         if _loaded:
@@ -67,7 +67,7 @@ def load() -> None:
 
 
 def check() -> None:
-    """Raises KernelsUnavailable where `load` would, as far as that shows while nothing is compiled or loaded."""
+    """Raise KernelsUnavailable where `load` would, as far as can be known without compiling or loading."""
     _check_device()
     if prebuilt() is None:
         compiler.nvcc()
@@ -91,7 +91,7 @@ def available() -> tuple[bool, str]:
     except KernelsUnavailable as error:
         if not _said:
             _warn_on_main_rank(
-                f"PyTorch computes the feedforward layers, for the CUDA kernels are unavailable: {error}"
+                f"PyTorch computes the feedforward layers because the CUDA kernels are unavailable: {error}"
             )
         _said = True
         return False, str(error)
@@ -122,7 +122,7 @@ def _load(path: Path) -> None:
                 f" or unset {NAMED}"
             ) from error
         raise KernelsUnavailable(
-            f"the built kernels do not load ({error}): remove {path} to build them anew"
+            f"the built kernels do not load ({error}): remove {path} to build them again"
         ) from error
 
 
@@ -140,7 +140,7 @@ def prebuilt() -> Path | None:
         if compiler.fits(packaged):
             return packaged
         _warn_on_main_rank(
-            f"{packaged} is not used, for it was not built from the sources beside it: install sparsellm anew, or"
+            f"{packaged} is not used, because it was not built from the sources next to it: reinstall sparsellm, or"
             " remove this library"
         )
     cached = _cached()
@@ -161,7 +161,7 @@ def _named(path: Path) -> Path:
 
 
 def build() -> Path:
-    """The path of the library in the cache, which is built if it is not there. Raises KernelsUnavailable."""
+    """The path of the library in the cache; builds it if it does not exist. Raises KernelsUnavailable."""
     path = _cached()
     if path.is_file():
         return path
@@ -182,8 +182,8 @@ def build() -> Path:
 def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
     """Build the library; the caller holds the lock of `folder`.
 
-    waited: another process has just had the lock. If its build failed, this one fails with the same log, so that each
-    of many ranks does not compile in vain in turn.
+    waited: another process held the lock just before. If its build failed, this one fails with the same log, so that
+    many ranks do not all compile in vain, one after another.
     """
     failed = folder.with_name(f"{folder.name}.failed.log")
     if waited and failed.is_file():
@@ -209,7 +209,7 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[bool]:
-    """Holds the lock of `folder`, so that one process at a time builds it. Yields whether this one had to wait."""
+    """Hold the lock of `folder`, so that one process at a time builds it. Yields whether this process had to wait."""
     with regular.to_write(folder.with_name(f"{folder.name}.lock"), "w") as file:
         waited = False
 
@@ -224,11 +224,11 @@ def _exclusive(folder: Path) -> Iterator[bool]:
 
 def _compile_error(log: Path) -> KernelsUnavailable:
     last = "\n".join(log.read_text().strip().splitlines()[-12:])
-    return KernelsUnavailable(f"the kernels do not compile (the whole log is {log}), the last lines being:\n{last}")
+    return KernelsUnavailable(f"the kernels do not compile; the whole log is {log}, its last lines are:\n{last}")
 
 
 def cache() -> Path:
-    """The folder of what is made once on a machine: ~/.cache/sparsellm, or what SPARSELLM_CACHE_DIR names."""
+    """The folder of files that are made once per machine: ~/.cache/sparsellm, or SPARSELLM_CACHE_DIR."""
     root = os.environ.get("SPARSELLM_CACHE_DIR")
     return (Path(root) if root else Path.home() / ".cache" / "sparsellm").absolute()
 
@@ -238,7 +238,7 @@ def _cached() -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Build and report. arguments: [] or the folder to copy the library into. Returns the exit code: 0 if everything
+    """Build and report. arguments: [], or the folder to copy the library into. Returns the exit code: 0 if everything
     compiles and no kernel spills registers, else 1."""
     try:
         path = build()
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
     print(f"The kernels are built: {path}")
     spilling = [row.function for row in rows if row.spills]
     if spilling:
-        warn(f"registers spill to memory in {', '.join(spilling)}: no kernel should")
+        warn(f"registers spill to memory in {', '.join(spilling)}: no kernel should spill")
     return 1 if spilling else 0
 
 

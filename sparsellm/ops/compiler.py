@@ -1,4 +1,4 @@
-"""From the sources in kernels/ to one library: which nvcc, which flags, and how a library tells what made it.
+"""Compiles the sources in kernels/ to one library: finds nvcc, sets the flags, and marks the library with their hash.
 
     compile_into()  compiles every kernels/**/*.cu on its own for sm_90a, and the .cpp files against torch's stable ABI,
                     and links all with the static CUDA runtime; needs nvcc, but neither a GPU nor a CUDA build of torch
@@ -6,8 +6,8 @@
     fits()          whether a library has this build ID, so that the Python code here may call it
 
 The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.
-The version of nvcc is not either, so that a machine without nvcc finds what another one built into a cache that both
-share.
+Nor is the version of nvcc, so that a machine without nvcc finds the library that another machine built into a shared
+cache.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a checkout the kernels stand beside the package; a wheel carries them inside it.
+# In a checkout, kernels/ is next to the package; in a wheel, it is inside the package.
 KERNELS = PACKAGE / "kernels" if (PACKAGE / "kernels").is_dir() else PACKAGE.parent / "kernels"
 SOURCES = {".cu", ".cuh", ".h", ".cpp"}
 LIBRARY = "sparsellm_kernels.so"
@@ -32,14 +32,14 @@ TOOLKIT = Path("/usr/local/cuda")
 COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I.", "-Ism90"]
 REPORT = ["-Xptxas", "-v", "-lineinfo"]
 POSITION_INDEPENDENT = ["-Xcompiler", "-fPIC"]
-# Calls nothing newer than the stable ABI of torch 2.10, so that one library serves every later torch.
+# Restricts calls to the stable ABI of torch 2.10, so that one library serves every later torch.
 BINDINGS = ["-std=c++17", "-O2", "-I.", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-# No -lcuda: the one function of the driver that is called is looked up at run time (cudaGetDriverEntryPointByVersion).
+# No -lcuda: the one driver function that is called is looked up at run time (cudaGetDriverEntryPointByVersion).
 LINK = ["-shared", "-cudart", "static", "-Xlinker", "--no-undefined"]
 LIBRARIES = ["-ltorch_cpu", "-ltorch_cuda"]
 
-# A CPU build of torch has no libtorch_cuda.so to link with. Every build links with this stand-in, which has what the
-# bindings call of libtorch_cuda.so; torch's own library takes its place when the kernels are loaded.
+# A CPU build of torch has no libtorch_cuda.so to link with. So every build links with this stub, which defines the
+# functions of libtorch_cuda.so that the bindings call; when the kernels are loaded, torch's own library provides them.
 TORCH_CUDA = "libtorch_cuda.so"
 CALLED = ("aoti_torch_get_current_cuda_stream", "aoti_torch_cuda_mm_out", "aoti_torch_cuda_addmm_out")
 STAND_IN = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in CALLED)
@@ -47,11 +47,11 @@ LINK_STAND_IN = ["-shared", "-cudart", "none", "-Xlinker", f"-soname={TORCH_CUDA
 
 
 class KernelsUnavailable(RuntimeError):
-    """The kernels cannot run here. The message is one sentence that says what is missing and what to do."""
+    """The kernels cannot run here. The message is one sentence: what is missing and what to do."""
 
 
 def nvcc() -> Path:
-    """The path of the CUDA compiler. Raises KernelsUnavailable, naming every place where there was none."""
+    """The path of the CUDA compiler. Raises KernelsUnavailable, which names every place that was searched."""
     home = os.environ.get("CUDA_HOME")
     places = [Path(home) / "bin" / "nvcc"] if home else []
     places += [Path(found)] if (found := shutil.which("nvcc")) else []
@@ -71,7 +71,7 @@ def nvcc() -> Path:
 def _nvcc_from_pip() -> Path | None:
     """The nvcc of pip's package nvidia-cuda-nvcc, in site-packages/nvidia/cu13/bin; None without the package.
 
-    Raises KernelsUnavailable if a header is missing that nvcc needs from another package.
+    Raises KernelsUnavailable if a header that nvcc needs from another package is missing.
     """
     namespace = importlib.util.find_spec("nvidia")
     folders = [] if namespace is None else [Path(folder) for folder in namespace.submodule_search_locations or ()]
@@ -106,16 +106,16 @@ def _sources() -> list[Path]:
     """The path of every source, relative to KERNELS."""
     sources = sorted(p.relative_to(KERNELS) for p in KERNELS.rglob("*") if p.suffix in SOURCES)
     if not any(p.suffix == ".cu" for p in sources):
-        raise KernelsUnavailable(f"{KERNELS} holds no .cu file: the installation is incomplete, install sparsellm anew")
+        raise KernelsUnavailable(f"{KERNELS} holds no .cu file, so the installation is incomplete: reinstall sparsellm")
     return sources
 
 
 def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
-    """Compile every source into `folder`, and link LIBRARY there. Returns (whether all went well, the log)."""
+    """Compile every source into `folder`, and link LIBRARY there. Returns (whether it succeeded, the log)."""
     torch_folder = Path(torch.__file__).parent
     includes = ["-isystem", str(torch_folder / "include")]
-    # Where the linker looks, in order. The stand-in in `folder` comes before torch's own libtorch_cuda.so. The second
-    # folder is for pip's nvcc, which does not look into its own lib.
+    # The linker's search path, in order. The stub in `folder` comes before torch's own libtorch_cuda.so. The second
+    # folder is for pip's nvcc, which does not search its own lib.
     folders = [folder, nvcc.parents[1] / "lib", torch_folder / "lib"]
     rules = {
         "cuda": [*COMPILE, *REPORT, *POSITION_INDEPENDENT, "-c"],
@@ -127,8 +127,8 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     for name, flags in rules.items():
         command = shlex.join([str(nvcc), *flags]).replace("$", "$$") + " $in -o $out"
         if name == "link":
-            command += " " + " ".join(LIBRARIES)  # the linker wants libraries behind the objects that use them
-        # The log has each command's description before its messages: so sparsellm.ops.resources knows their file.
+            command += " " + " ".join(LIBRARIES)  # the linker needs libraries after the objects that use them
+        # The log has each command's description before its messages, from which sparsellm.ops.resources reads the file.
         description = "link" if name == "link" else "$in"
         lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
     objects = []
@@ -144,7 +144,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     lines.append(f"build {_escaped(folder / LIBRARY)}: link {inputs}")
     script = folder / "build.ninja"
     script.write_text("\n".join(lines) + "\n")
-    # NINJA_STATUS would change the form of the descriptions, which sparsellm.ops.resources reads.
+    # NINJA_STATUS would change the format of the descriptions that sparsellm.ops.resources reads.
     environment = {name: value for name, value in os.environ.items() if name != "NINJA_STATUS"}
     finished = subprocess.run(
         [_ninja_program(), "-f", script], cwd=KERNELS, env=environment, text=True, errors="replace",
@@ -154,7 +154,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
 
 
 def _ninja_program() -> str:
-    beside = str(Path(sys.executable).parent)  # a virtual environment's programs are on PATH only if it is activated
+    beside = str(Path(sys.executable).parent)  # a virtual environment's programs are on PATH only if it is active
     program = shutil.which("ninja", path=beside) or shutil.which("ninja")
     if program is None:
         raise KernelsUnavailable("no ninja to build the kernels with: `pip install ninja`")

@@ -1,9 +1,8 @@
-"""The driver of the CUDA kernels (kernels/engines.h): which C++ operator a plan takes, and which inputs it is given.
+"""The driver of the CUDA kernels (kernels/engines.h): calls the C++ operator that computes a plan.
 
 Letters: M tokens, K model width, N neurons. Inputs are on one Hopper GPU; x and dy are bfloat16, weights of any dtype
 that casts to bfloat16. The callers (sparsellm.ops.feedforward) have checked the inputs and loaded the kernels. w_gate
-is None for layers that are not gated. Nothing here waits for the device. Non-contiguous or misaligned inputs are
-copied.
+is None in non-gated layers. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
 """
 
 from functools import lru_cache
@@ -16,8 +15,8 @@ from sparsellm.ops import dispatch
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
-# Bytes. TMA and 16-byte loads need it; and a saved buffer's length is a multiple of it, plus a number that names the
-# engine (engine_of).
+# Bytes. TMA and 16-byte loads need this alignment, and a saved buffer's length is a multiple of it plus a number that
+# identifies the engine (engine_of).
 ALIGNMENT = 16
 NO_MEMORY = "torch could not allocate memory"  # in the error of an operator (kernels/bindings.cpp)
 
@@ -36,19 +35,19 @@ def forward(
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, by the engine of `plan`.
 
-    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8, one buffer with what `backward` needs,
-    whose length says which engine made it (`engine_of`); it is empty unless `saving`. w_down_t [N, K]: w_down by
-    neuron, or None. Weights of another dtype than x are cast to that of x. Without `counting`, the dense engine may
-    leave out the statistics: l1, fired and counts are then empty. Raises ValueError for saving by the row engine, which
-    has no backward, and for more tokens than the tile engine can take.
+    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8, one buffer for `backward`, whose length
+    identifies the engine (`engine_of`); it is empty unless `saving`. w_down_t [N, K]: w_down by neuron, or None.
+    Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and
+    counts are then empty. Raises ValueError for saving by the row engine, which has no backward, and for more tokens
+    than the tile engine supports.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
-        raise ValueError("the plan's engine is row, which has no backward: where gradients are asked for, it should be"
-                         " dense or tile")  # fmt: skip
+        raise ValueError("the plan's engine is row, which has no backward: for gradients it should be dense or"
+                         " tile")  # fmt: skip
     if plan.engine == Engine.tile and m > (most := limit("tile tokens with gradients" if saving else "tile tokens")):
         with_gradients = " with gradients" if saving else ""
-        raise ValueError(f"x has {m:,} tokens: for the tile engine{with_gradients} it should have up to {most:,}")
+        raise ValueError(f"x has {m:,} tokens: for the tile engine{with_gradients} it should have at most {most:,}")
     if not m:
         return nothing(x, n)
     x, w_up = readable(x), readable(w_up, x.dtype)
@@ -64,9 +63,9 @@ def forward(
 
 
 def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor) -> Tensor:
-    """y [..., K] of x [..., K] by the row engine, without its statistics, for callers to whom the host's time matters.
+    """y [..., K] for x [..., K] by the row engine, without statistics, for callers that are host-bound.
 
-    Nothing is checked or copied: there are tokens, and all tensors are bfloat16, contiguous (`readable`), and fit.
+    Nothing is checked or copied: M > 0, and all tensors are bfloat16, contiguous (`readable`), and of fitting shapes.
     """
     return _called("row_forward", x, w_gate, w_up, w_down_t, False)[0]
 
@@ -74,9 +73,9 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
-    """[dx, dw_gate if gated, dw_up, dw_down] of `forward`, by the engine that made `saved`. dy [M, K]; dl1: 0-d.
+    """[dx, dw_gate if gated, dw_up, dw_down] of `forward`, by the engine that filled `saved`. dy [M, K]; dl1: 0-d.
 
-    The tile engine returns float32 gradients for float32 weights; all others are of the dtype of x.
+    The tile engine returns float32 gradients for float32 weights; all other gradients have the dtype of x.
     """
     if not x.shape[0]:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
@@ -93,8 +92,8 @@ def backward(
 
 
 def _called(name: str, *arguments: Any) -> Any:
-    """What an operator of the kernels returns. Torch's stable ABI tells C++ that an allocation failed, and not of what;
-    so the operator cannot raise torch.OutOfMemoryError, by which callers know that smaller calls may fit."""
+    """The results of an operator of the kernels. Torch's stable ABI tells C++ only that an allocation failed, so the
+    operator cannot raise torch.OutOfMemoryError, from which callers know that smaller calls may fit. This raises it."""
     try:
         return getattr(torch.ops.sparsellm_cuda, name)(*arguments)
     except RuntimeError as error:
@@ -128,7 +127,7 @@ def capacity_of(m: int, n: int, room: int) -> int:
 
 
 def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
-    """The length of what `forward` by the tile engine saves for its backward."""
+    """The bytes that `forward` by the tile engine saves for backward."""
     if not m:
         return 0
     return torch.ops.sparsellm_cuda.tile_saved_bytes(m, n, gated, capacity_of(m, n, room), dispatch.orders(m))
@@ -136,18 +135,18 @@ def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
 
 @lru_cache
 def limit(name: str) -> int:
-    """A limit of the kernels, which only they know (kernels/bindings.cpp: limit): limit("tile tokens") is 8,388,576."""
+    """A limit that only the kernels know (kernels/bindings.cpp: limit): limit("tile tokens") is 8,388,576."""
     return torch.ops.sparsellm_cuda.limit(name)
 
 
 def nothing(x: Tensor, n: int) -> Forward:
-    """The results of a call without tokens: all zero, and empty where the length is M."""
+    """The results of a call without tokens: y is empty, and the statistics are zero."""
     l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(4, dtype=torch.int64)
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts, x.new_empty(0, dtype=torch.uint8)
 
 
 def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`tensor` in `dtype` (None: its own), contiguous and aligned; a copy only if it is not already."""
+    """`tensor` in `dtype` (None: its own), contiguous and aligned; copied only if it is not so already."""
     if dtype is not None and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     tensor = tensor.contiguous()

@@ -1,18 +1,18 @@
 """The feedforward operator, as callers and compilers see it.
 
-    feedforward(x, w_gate, w_up, w_down, plan)  -> FeedForwardOutput      w_gate None: not gated
+    feedforward(x, w_gate, w_up, w_down, plan)  -> FeedForwardOutput      w_gate None: non-gated
 
-`plan` says what computes the call; the mathematics is the same either way (sparsellm.ops.reference).
+`plan` selects what computes the call; the mathematics is the same for all (sparsellm.ops.reference).
     None      The PyTorch reference, traced, so that torch.compile fuses its elementwise half. For backward it saves g
-              and u (h, for layers that are not gated) beside the inputs.
-    a plan    or the tensor that holds one (sparsellm.ops.plan): the registered operator
+              and u (h in non-gated layers) in addition to the inputs.
+    a plan    or the tensor that encodes one (sparsellm.ops.plan): the registered operator
               `torch.ops.sparsellm.feedforward`. Compilers do not look inside, and it reads the plan when it runs, so a
               new plan never recompiles. Its engine saves what its own backward needs: dense two planes of M x N, tile
               the nonzeros of g and u.
 
-The row and tile engines run on the CUDA kernels or on those in Triton, in bfloat16 on a GPU, or raise. The dense engine
-runs everywhere, and on kernels of its own where they are already loaded (sparsellm.ops.backend). No engine ever stands
-in for another.
+The row and tile engines run on the CUDA or Triton kernels, in bfloat16 on a GPU, or raise an error. The dense engine
+runs everywhere, with its own kernels where these are already loaded (sparsellm.ops.backend). No engine replaces
+another.
 """
 
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class FeedForwardOutput(NamedTuple):
     """What the operator returns; only y and l1 carry gradients.
 
-    l1 is a plain sum. The caller multiplies it by lambda / M, where M is the tokens of the whole optimizer step (DESIGN
-    §2).
+    l1 is a plain sum. The caller multiplies it by lambda / M, where M counts the tokens of the whole optimizer step
+    (DESIGN §2).
     """
 
     y: Tensor  # [M, K], the compute dtype
     l1: Tensor  # 0-d float32 (float64 for float64 inputs): the sum of |h|
-    nnz: Tensor  # 0-d int64: how many of the M x N activations are not zero
-    fired: Tensor  # bool [N]: the neurons that are not zero for some token
-    wide_segments: Tensor  # 0-d int64: segments of the packed gate that did not fit their words (sparsellm.ops.twell)
-    rest_calls: Tensor  # 0-d int64: 1 where the tile engine had no room, so that slower kernels computed all, else 0
+    nnz: Tensor  # 0-d int64: number of nonzeros among the M x N activations
+    fired: Tensor  # bool [N]: the neurons that fire for some token
+    wide_segments: Tensor  # 0-d int64: segments of the packed gate that overflow their words (sparsellm.ops.twell)
+    rest_calls: Tensor  # 0-d int64: 1 if the call exceeded the tile engine's lists and took the overflow path, else 0
     union: Tensor  # 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured
 
 
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
-    """The bytes that a call with gradients saves for backward, beside the inputs. dtype: what the call computes in."""
+    """The bytes that a call saves for backward in addition to the inputs. dtype: the compute dtype of the call."""
     if plan is not None and plan.engine == Engine.tile:
         return backend.tile_saved_bytes(tokens, neurons, plan.room, gated)
     return (2 if gated else 1) * tokens * neurons * dtype.itemsize
@@ -59,11 +59,10 @@ def feedforward(
 ) -> FeedForwardOutput:
     """y = h w_down^T and the statistics of h; x [M, K], M >= 0, w_gate and w_up [N, K], w_down [K, N].
 
-    h = relu(x w_gate^T) * (x w_up^T), and where w_gate is None, h = relu(x w_up^T). Under autocast all is computed in
-    the autocast dtype. The registered operator casts the weights in forward, and again in backward: between the two,
-    only the weights themselves are kept, no copies. Raises ValueError for shapes, dtypes, devices or plans that are not
-    allowed, KernelsUnavailable if the plan's engine cannot run here, and RuntimeError where it is differentiated twice
-    or in forward mode.
+    h = relu(x w_gate^T) * (x w_up^T), or h = relu(x w_up^T) if w_gate is None. Autocast sets the compute dtype. The
+    registered operator casts the weights in forward and again in backward, so that only the weights themselves, and no
+    copies, are kept in between. Raises ValueError for shapes, dtypes, devices or plans that are not allowed,
+    KernelsUnavailable if the plan's engine cannot run here, and RuntimeError for second derivatives and forward mode.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
@@ -95,7 +94,7 @@ def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def _autocasts(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)  # which raises an error for meta
+    return device != "meta" and torch.is_autocast_enabled(device)  # is_autocast_enabled raises an error for meta
 
 
 def _in(
@@ -173,9 +172,9 @@ def _nongated_gradients(
 def first_order(
     x: Tensor, dy: Tensor | None, dl1: Tensor | None, of_others: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """(dy, dl1), zeros in place of None. of_others: the gradients of the outputs that no caller sees, g and u. Only a
-    second derivative has any, and would be wrong without them: then this raises RuntimeError. (Compiled code has zeros
-    there, and refuses second derivatives by itself.)"""
+    """(dy, dl1), with zeros for None. of_others: the gradients of the outputs that no caller sees, g and u. Only second
+    derivatives have such gradients, and would be wrong without them, so this raises RuntimeError. (Compiled code has
+    zeros there, and refuses second derivatives itself.)"""
     if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
         raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
     return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
@@ -195,11 +194,11 @@ class _Nongated(torch.autograd.Function):
 
 # The registered operator. Its backward is a registered operator too, because autograd must not trace into either.
 # Forward returns (y, l1, fired, counts, saved):
-#   saved   what backward needs, in one uint8 buffer (sparsellm.ops.cuda); its length depends on the plan, and is
-#           known only when the operator runs
-#   counts  int64 [4] in one tensor, for four views of it would share memory, and results of an operator may not
-# Weights of another dtype than x are cast to that of x, in forward and again in backward, and get gradients of their
-# own dtype. `feedforward` has cast x as autocast says, so both operators compute with autocast off.
+#   saved   one uint8 buffer for backward (sparsellm.ops.cuda); its length depends on the plan, and is known only when
+#           the operator runs
+#   counts  int64 [4] in one tensor, because four views of it would share memory, which results of an operator may not
+# Weights are cast to the dtype of x, in forward and again in backward, and get gradients of their own dtype.
+# `feedforward` has cast x to the autocast dtype, so both operators compute with autocast off.
 
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
@@ -222,12 +221,12 @@ def forward(
 ) -> cuda.Forward:
     """(y, l1, fired, counts, saved) by the engine of `plan`; the inputs have been checked.
 
-    w_down_t [N, K]: w_down by neuron, which spares the row and tile engines a transposition, or None. Without
-    `counting`, the kernels' dense engine may leave out the statistics: l1, fired and counts are then empty.
-    Raises ValueError or KernelsUnavailable where the plan's engine cannot run, and RuntimeError in forward mode.
+    w_down_t [N, K]: w_down by neuron, which saves the row and tile engines a transposition, or None. Without
+    `counting`, the kernels' dense engine may skip the statistics: l1, fired and counts are then empty.
+    Raises ValueError or KernelsUnavailable if the plan's engine cannot run, and RuntimeError in forward mode.
     """
     if in_forward_mode():
-        raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: it has backward only")
+        raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: use backward mode")
     if _autocasts(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
@@ -244,14 +243,13 @@ def forward(
 
 
 def in_forward_mode() -> bool:
-    """Whether torch differentiates in forward mode (torch.func.jvp): there it takes the operators that are none of its
-    own for constants."""
+    """Whether torch differentiates in forward mode (torch.func.jvp), where it treats custom operators as constants."""
     return forward_ad._current_level >= 0
 
 
 def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:
-    """The driver of the kernels by which `engine` computes, or None where PyTorch does: the dense engine alone runs
-    without kernels. Raises ValueError or KernelsUnavailable where `engine` cannot run."""
+    """The driver of the kernels that compute `engine`, or None if PyTorch does: only the dense engine runs without
+    kernels. Raises ValueError or KernelsUnavailable if `engine` cannot run."""
     if x.is_cuda and x.dtype == torch.bfloat16:
         if engine != Engine.dense:
             backend.load()
@@ -309,7 +307,7 @@ def _(
 
 def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, w_gate, w_up, w_down, *_, saving = inputs
-    ctx.set_materialize_grads(False)  # else autograd would make a gradient of zeros as large as `saved`
+    ctx.set_materialize_grads(False)  # otherwise autograd would allocate a zero gradient as large as `saved`
     if saving:
         ctx.save_for_backward(x, w_gate, w_up, w_down, output[4])
 

@@ -1,9 +1,9 @@
 """GPU time of several candidates, measured in alternation in one process with CUDA events.
 
 Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
-GPU, during which the host enqueues the whole round: of many short calls a longer one. So the GPU's work is measured,
-not the host's launches, as in a model whose host runs ahead. A candidate that takes other copies of its inputs in each
-round does not find them in L2.
+GPU, during which the host enqueues the whole round; rounds of many short calls have a longer spin. So the GPU's work is
+measured rather than the host's launches, as in a model whose host runs ahead. A candidate can use different copies of
+its inputs in each round, so as not to find them in L2.
 """
 
 import statistics
@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import torch
 
-CYCLES = 2e9  # of a GPU per second, about
-SPIN_SECONDS = 3e-3, 20e-3  # at least and at most: a candidate that waits for the GPU takes the host whatever the spin
-SPIN_MARGIN = 1.25  # times what the host took to enqueue the calls of a round, one by one
+CYCLES = 2e9  # GPU cycles per second, roughly
+SPIN_SECONDS = 3e-3, 20e-3  # bounds: a candidate that waits for the GPU occupies the host, however long the spin
+SPIN_MARGIN = 1.25  # spin relative to the host's time for enqueuing the calls of a round, one by one
 
 
 def alternating_ms(
@@ -25,9 +25,9 @@ def alternating_ms(
     """The median time in ms of each candidate, or what it raised. candidate(i) is one run, in round i.
 
     Each candidate is measured for about budget_ms, in `least` to `most` rounds; a candidate that takes longer than the
-    whole budget is timed twice. A round whose calls the host enqueued more slowly than the GPU spun, as when other
-    processes take its cores, may have measured the host: it is repeated, but no more rounds than there are, for a
-    candidate that waits for the GPU is always slower.
+    whole budget is timed twice. If the host needed longer to enqueue a round's calls than the GPU spun (because other
+    processes use its cores), the round may have measured the host, so it is repeated. The number of repeated rounds is
+    bounded by the number of rounds, because a candidate that waits for the GPU always needs longer.
     """
     results: dict[str, float | Exception] = {}
     estimates, host = {}, {}
@@ -43,7 +43,7 @@ def alternating_ms(
     }
     times: dict[str, list[float]] = {name: [] for name in estimates}
     least_spin, most_spin = SPIN_SECONDS
-    i, left = 0, max(rounds.values(), default=0)  # this round; how many may be repeated
+    i, left = 0, max(rounds.values(), default=0)  # this round; how many rounds may be repeated
     while now := [name for name in rounds if i < rounds[name]]:
         spin = min(max(SPIN_MARGIN * sum(host[name] for name in now), least_spin), most_spin)
         torch.cuda._sleep(int(spin * CYCLES))
@@ -58,8 +58,8 @@ def alternating_ms(
 
 
 def _events(runs: list[Callable[[], object]]) -> tuple[list[float], float]:
-    """(the milliseconds of each of several runs, which are enqueued one after the other without waiting, the seconds
-    that the host took to enqueue them)."""
+    """(the milliseconds of each run, enqueued one after another without waiting, the seconds that the host took to
+    enqueue them)."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
     started = time.perf_counter()
     marks[0].record()

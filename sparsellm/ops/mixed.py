@@ -1,11 +1,11 @@
-"""The gated feedforward operator with a gate between SiLU and ReLU, in PyTorch: a dense model on its way to ReLU.
+"""The gated feedforward operator with a gate between SiLU and ReLU, in PyTorch, for ReLU annealing of a dense model.
 
     z = x w_gate^T    g = (1 - a) silu(z) + a relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
 
-Letters and numerics are those of reference.py, the gate's arithmetic included: in float32, rounded once. At a = 1 the
-result is that of the operator with a ReLU. No kernel computes this, for nothing is zero while a < 1.
+Letters and numerics are those of reference.py; the gate is computed in float32 and rounded once. At a = 1 the result
+is that of the operator with a ReLU. No kernel computes this, because nothing is zero while a < 1.
 
-What it counts is what a pure ReLU would leave: an activation is active, and its neuron fires, where z > 0. l1 is of h.
+It counts what a pure ReLU would leave: a neuron fires if z > 0. l1 is the sum of |h|.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from sparsellm.ops.reference import accumulator, statistics
 def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> FeedForwardOutput:
     """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: a, 0-d float32 on their device, in [0, 1].
 
-    mix gets no gradient. Under autocast all is computed in the autocast dtype. Nothing is packed, and the union is not
-    measured (-1). Raises ValueError for shapes, dtypes or devices that are not allowed.
+    mix gets no gradient. Autocast sets the compute dtype. Nothing is packed, and the union is not measured (-1). Raises
+    ValueError for shapes, dtypes or devices that are not allowed.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
@@ -33,7 +33,7 @@ def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, m
 
 
 def mixed_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, z [M, N], u [M, N]). Backward needs z and u beside the inputs."""
+    """(y [M, K], l1, nnz, fired, z [M, N], u [M, N]). Backward needs z and u in addition to the inputs."""
     z, u = x @ w_gate.T, x @ w_up.T
     h = _gate(z, mix) * u
     return (h @ w_down.T, *statistics(h, z > 0), z, u)
@@ -42,7 +42,7 @@ def mixed_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: 
 def mixed_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor, z: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss by l1."""
+    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss with respect to l1."""
     wide, g = accumulator(x.dtype), _gate(z, mix)
     h, a = g * u, mix.to(wide)
     dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)

@@ -1,4 +1,4 @@
-"""The plan of a layer: which engine computes a call, with how much room; and its one encoding for operators."""
+"""The engine choice of a layer: which engine computes a call, with how much list capacity; and its one encoding."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsellm.ops.twell import MAX_COLUMNS
 
-ROOM = 320  # nonzeros per token that the tile engine's lists hold, unless a plan says otherwise
+ROOM = 320  # default capacity of the tile engine's lists, in nonzeros per token
 
 
 class Engine(IntEnum):
@@ -27,27 +27,27 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 
 class Plan(NamedTuple):
-    """engine: which engine computes. room: how many nonzeros per token, on average over a call, the tile engine's lists
-    hold. A call with more is computed by slower kernels, which are as exact, and `rest_calls` counts it."""
+    """engine: which engine computes. room: the capacity of the tile engine's lists, in nonzeros per token on average
+    over a call. A call with more takes the overflow path, which is exact but slower, and `rest_calls` counts it."""
 
     engine: Engine = Engine.dense
     room: int = ROOM
 
     @classmethod
     def of(cls, engine: str, room: int = ROOM) -> "Plan":
-        """The plan of the engine of this name. Raises ValueError for an unknown name or impossible room."""
+        """The plan for the engine of this name. Raises ValueError for an unknown name or an impossible room."""
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}: it should be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}")
         return cls.read(cls(Engine[engine], room).tensor())
 
     def tensor(self) -> Tensor:
-        """The plan as int32 [2] on the CPU. Compiled code takes it as an input, so a new plan that is written into the
-        tensor recompiles nothing."""
+        """The plan as int32 [2] on the CPU. Compiled code takes it as an input, so writing a new plan into the tensor
+        recompiles nothing."""
         return torch.tensor(self, dtype=torch.int32)
 
     @classmethod
     def read(cls, tensor: Tensor) -> "Plan":
-        """The plan that a tensor made by `tensor()` holds. Raises ValueError for any other tensor."""
+        """The plan that a tensor of `tensor()` encodes. Raises ValueError for any other tensor."""
         if tensor.dtype != torch.int32 or tensor.device.type != "cpu" or tensor.shape != (2,):
             raise ValueError(
                 f"plan is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it should be torch.int32 [2] on cpu"

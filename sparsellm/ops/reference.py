@@ -1,14 +1,13 @@
-"""The feedforward operator in plain PyTorch: the executable specification, and what computes where no kernel runs.
+"""The feedforward operator in plain PyTorch: the executable specification, and the fallback where no kernel runs.
 
-Letters: M tokens, K model width, N neurons. Weights as Hugging Face stores them: w_gate, w_up [N, K], w_down [K, N].
+Letters: M tokens, K model width, N neurons. Weights have Hugging Face's layout: w_gate, w_up [N, K], w_down [K, N].
 
     gated      z = x w_gate^T    g = relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
     non-gated  z = x w_up^T                                     h = relu(z)  y = h w_down^T
 
-Numerics: every product of matrices accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the
-compute dtype, which is that of x. Elementwise arithmetic on the products is done in `accumulator(dtype)` and rounded
-once. Gradients are those of DESIGN §2, and exactly zero where the neuron is silent. float64 inputs give float64
-throughout.
+Numerics: every matrix product accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute
+dtype, which is that of x. Elementwise arithmetic on the products is done in `accumulator(dtype)` and rounded once.
+Gradients are those of DESIGN §2, and exactly zero where the neuron is inactive. float64 inputs give float64 throughout.
 
 These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.
 """
@@ -28,8 +27,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(l1, nnz, fired) of hidden values h [M, N]; `active`, bool [M, N], marks the entries whose neuron fires.
 
-    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64, how many entries are active. fired: bool [N]. All three
-    begin with sums over M, so a compiler computes them in one pass over h.
+    l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64, the number of active entries. fired: bool [N]. All three
+    start with sums over M, so a compiler computes them in one pass over h.
     """
     per_neuron = active.sum(0)
     l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()
@@ -44,7 +43,7 @@ def union(active: Tensor) -> Tensor:
 
 
 def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]). Backward needs g and u beside the inputs."""
+    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]). Backward needs g and u in addition to the inputs."""
     g = torch.relu(x @ w_gate.T)
     u = x @ w_up.T
     h = g * u
@@ -54,7 +53,7 @@ def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tu
 def gated_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss by l1."""
+    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss with respect to l1."""
     wide = accumulator(x.dtype)
     h = g * u
     dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
@@ -66,12 +65,12 @@ def gated_backward(
 def gated_recomputed_backward(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gated_backward` with g and u computed once more from x."""
+    """`gated_backward` with g and u recomputed from x."""
     return gated_backward(x, w_gate, w_up, w_down, torch.relu(x @ w_gate.T), x @ w_up.T, dy, dl1)
 
 
 def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, h [M, N]). Backward needs h beside the inputs."""
+    """(y [M, K], l1, nnz, fired, h [M, N]). Backward needs h in addition to the inputs."""
     h = torch.relu(x @ w_up.T)
     return (h @ w_down.T, *statistics(h, h != 0), h)
 
@@ -81,7 +80,7 @@ def nongated_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw_up, dw_down) from dy [M, K] and dl1 (0-d)."""
     wide = accumulator(x.dtype)
-    dh = (dy @ w_down).to(wide) + dl1.to(wide)  # sign(h) is 1 wherever the next line keeps anything
+    dh = (dy @ w_down).to(wide) + dl1.to(wide)  # sign(h) is 1 wherever the next line keeps a value
     dz = torch.where(h != 0, dh, 0).to(x.dtype)
     return dz @ w_up, dz.T @ x, dy.T @ h
 
@@ -89,5 +88,5 @@ def nongated_backward(
 def nongated_recomputed_backward(
     x: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`nongated_backward` with h computed once more from x."""
+    """`nongated_backward` with h recomputed from x."""
     return nongated_backward(x, w_up, w_down, torch.relu(x @ w_up.T), dy, dl1)

@@ -11,7 +11,7 @@ class Resources(NamedTuple):
 
     file: str
     function: str  # demangled, without its arguments
-    registers: int | None  # None: a function that is not a kernel, but called by one
+    registers: int | None  # None: the function is not a kernel, but called by one
     shared: int  # bytes known at compile time
     stack: int  # bytes
     spills: int  # bytes of registers stored to and loaded from memory
@@ -50,7 +50,7 @@ def _demangled(symbols: list[str]) -> list[str]:
 
 
 def table(rows: list[Resources]) -> str:
-    """`rows` as text, in aligned columns under a heading."""
+    """`rows` as text: a heading and aligned columns."""
     heading = ("file", "kernel", "registers", "smem", "stack", "spills")
     cells = [heading, *([str("-" if value is None else value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heading))]

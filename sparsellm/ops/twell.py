@@ -1,17 +1,17 @@
-"""TwELL, the packed form of the sparse activations, in plain PyTorch: the executable specification of the CUDA kernels.
+"""TwELL, the packed format of the sparse activations, in plain PyTorch: the executable specification of the kernels.
 
 Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of a
 segment: one word for eight columns.
 
-A segment is one token's 256 columns of one column tile. It holds its nonzeros in W 32-bit words: word 0 is the count of
-the nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of the
+A segment is one token's 256 columns of one column tile. It stores its nonzeros in W 32-bit words: word 0 is the number
+of nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of the
 whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3 << 16 | 3, v200 << 16 | 200` in column tile
 0 and `1, v300 << 16 | 300` in column tile 1. A segment with more than W - 1 nonzeros (wide) has its count in word 0,
-and all its values at their own places in `wide`. Everything else is undefined. A value is nonzero if a bit beside the
-sign is set: NaN counts, -0.0 does not.
+and all its values at their own columns in `wide`. Everything else is undefined. A value is nonzero if a bit other than
+the sign is set: NaN counts, -0.0 does not.
 
-In memory a token's words lie eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on.
-Few segments have more than seven nonzeros, so what is read of a token mostly lies side by side.
+A token's words are stored eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on. Few
+segments have more than seven nonzeros, so what is read of a token is mostly contiguous.
 """
 
 from typing import NamedTuple
@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKEN_TILE = 128  # tokens of a token tile
+TOKEN_TILE = 128  # tokens per token tile
 MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16
-COLUMN_TILE = 256  # columns of a column tile, and of a segment
-COMPRESSION = 8  # columns for each word of a segment
+COLUMN_TILE = 256  # columns per column tile, and per segment
+COMPRESSION = 8  # columns per word of a segment
 WORDS = COLUMN_TILE // COMPRESSION  # W
 WORD_BITS = 32
-SECTOR_WORDS = 8  # words of a segment that lie side by side: 32 bytes, the unit that memory is read in
+SECTOR_WORDS = 8  # words of a segment that are contiguous: 32 bytes, the unit of a memory read
 
 
 class PackedGate(NamedTuple):
-    """A matrix [M, N] in the packed form, and what is counted while packing."""
+    """A matrix [M, N] in the packed format, and the counts taken while packing."""
 
     words: Tensor  # int32 [M, 4, NT, 8]
     wide: Tensor  # bfloat16 [M, N]: the segments with more than W - 1 nonzeros; undefined elsewhere
@@ -48,16 +48,16 @@ def tiles(length: int, tile: int) -> int:
 
 
 def segments(words: Tensor) -> Tensor:
-    """The words of a PackedGate as int32 [M, NT, W], with each segment's words side by side."""
+    """The words of a PackedGate as int32 [M, NT, W], with each segment's words contiguous."""
     return words.transpose(1, 2).flatten(2)
 
 
 def pack(h: Tensor) -> PackedGate:
-    """h, bfloat16 [M, N], in the packed form. What the format leaves undefined is zero."""
+    """h, bfloat16 [M, N], in the packed format. Entries that the format leaves undefined are zero."""
     m, n = h.shape
     token_tiles, column_tiles = tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE)
     width = column_tiles * COLUMN_TILE
-    # All is done on the bits as integers, because copying a bfloat16 NaN may change its bits.
+    # Works on the bits as integers, because copying a bfloat16 NaN may change its bits.
     bits = F.pad(h.contiguous().view(torch.int16).int(), (0, width - n)).view(m, column_tiles, COLUMN_TILE)
     active = (bits & 0x7FFF) != 0
     counts = active.sum(-1, dtype=torch.int32)
@@ -66,7 +66,7 @@ def pack(h: Tensor) -> PackedGate:
     columns = torch.arange(width, dtype=torch.int32, device=h.device)
     values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
     kept = active & fits[..., None]
-    slot = torch.where(kept, active.cumsum(-1), WORDS)  # what is not kept goes behind the last word, and is cut off
+    slot = torch.where(kept, active.cumsum(-1), WORDS)  # other values go behind the last word, and are cut off
     words = bits.new_zeros((m, column_tiles, WORDS + 1))
     words = words.scatter_(2, slot, values)[..., :WORDS]
     words[..., 0] = counts
@@ -84,14 +84,14 @@ def pack(h: Tensor) -> PackedGate:
 
 
 def unpack(packed: PackedGate, n: int) -> Tensor:
-    """The bfloat16 [M, N] that was packed, with +0.0 for -0.0. Reads nothing that the format leaves undefined."""
+    """The bfloat16 [M, N] that was packed, with +0.0 for -0.0. Reads no entry that the format leaves undefined."""
     words = segments(packed.words)
     m, column_tiles, _ = words.shape
     width = column_tiles * COLUMN_TILE
     counts, slots = words[..., :1], words[..., 1:]
     fits = counts < WORDS
     used = fits & (torch.arange(WORDS - 1, device=counts.device) < counts)
-    column = torch.where(used, slots & 0xFFFF, width).long()  # what is not used goes behind the last, and is cut off
+    column = torch.where(used, slots & 0xFFFF, width).long()  # unused words go behind the last column, and are cut off
     dense = slots.new_zeros((m, width + 1)).scatter_(1, column.flatten(1), (slots >> 16).flatten(1))[:, :n]
     full = ~fits.expand(m, column_tiles, COLUMN_TILE).reshape(m, width)[:, :n]
     wide = packed.wide.view(torch.int16).int()

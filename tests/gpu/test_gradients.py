@@ -164,5 +164,5 @@ def test_the_tile_engine_saves_little():
 
 def test_the_row_engine_has_no_backward():
     x, ws = cases.normal(16, 64, 64)
-    with pytest.raises(ValueError, match="where gradients are asked for"):
+    with pytest.raises(ValueError, match="for gradients it should be"):
         feedforward(x.requires_grad_(), *ws, Plan.of("row"))

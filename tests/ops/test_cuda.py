@@ -107,9 +107,9 @@ def test_the_tile_engine_is_asked_for_what_the_policy_says(monkeypatch):
 @pytest.mark.parametrize(
     ("engine", "saving", "message"),
     [
-        (Engine.row, True, "where gradients are asked for, it should be dense or tile"),
-        (Engine.tile, True, "x has 9 tokens: for the tile engine with gradients it should have up to 8"),
-        (Engine.tile, False, "x has 9 tokens: for the tile engine it should have up to 7"),
+        (Engine.row, True, "for gradients it should be dense or tile"),
+        (Engine.tile, True, "x has 9 tokens: for the tile engine with gradients it should have at most 8"),
+        (Engine.tile, False, "x has 9 tokens: for the tile engine it should have at most 7"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(engine, saving, message, monkeypatch):

@@ -408,7 +408,7 @@ class TestWhichLibrary:
         packaged = made(workshop.kernels / LIBRARY)
         (workshop.kernels / "row" / "a b.cu").write_text("edited since")
         assert build.library().parents[1] == workshop.cache
-        assert f"{packaged} is not used, for it was not built from the sources beside it" in capsys.readouterr().err
+        assert f"{packaged} is not used, because it was not built from the sources" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("name", "message"),

@@ -108,8 +108,8 @@ def forward(
 ) -> Forward:
     """As sparsellm.ops.cuda.forward, which says what is returned."""
     if of.engine == Engine.row and saving:
-        raise ValueError("the plan's engine is row, which has no backward: where gradients are asked for, it should be"
-                         " dense or tile")  # fmt: skip
+        raise ValueError("the plan's engine is row, which has no backward: for gradients it should be dense or"
+                         " tile")  # fmt: skip
     m, n = x.shape[0], w_down.shape[1]
     if not m:
         return cuda.nothing(x, n)
