@@ -37,7 +37,7 @@ def machine(monkeypatch):
     ("of", "said"),
     [
         ({"capability": (7, 5)}, "the GPU is a A100 of compute capability 7.5: the Triton kernels need 8.0 or later"),
-        ({"shared": 48 << 10}, "with 49,152 bytes of shared memory for a block: the Triton kernels need 65,536"),
+        ({"shared": 48 << 10}, "with 49,152 bytes of shared memory per block: the Triton kernels need 65,536"),
         ({"driver": 11_080}, "the NVIDIA driver supports CUDA 11.8: Triton's programs need a driver for 12.0 or later"),
         ({"version": "3.5.1"}, "triton is 3.5.1: the kernels need 3.6 or later"),
         ({"cuda": None}, "is built without CUDA: install a CUDA build of torch"),

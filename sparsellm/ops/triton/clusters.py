@@ -1,27 +1,27 @@
-"""An order of the tokens in which neighbours fire the same neurons, because a tile costs what its union costs.
+"""An order of the tokens in which neighbours fire the same neurons, because the cost of a tile grows with its union.
 
 The algorithm is that of kernels/sm90/order/order.cu, on bits instead of lists. The tokens are cut into *chunks* of
-`size` tokens (the last may have fewer), each ordered by itself; nothing is kept from one call to the next. Neurons 2 i
-and 2 i + 1 count as one, a *pair*, which halves the work and leaves unions 1% larger. For each chunk:
+`size` tokens (the last may have fewer), which are ordered separately; nothing is kept from one call to the next.
+Neurons 2 i and 2 i + 1 count as one, a *pair*, which halves the work and makes unions 1% larger. For each chunk:
 
     profile   CLUSTERS evenly spaced tokens, the leaders, are the clusters' first profiles: sets of pairs
     assign    `samples` evenly spaced tokens each go to the cluster with the largest score: CLUSTERS times the pairs
               that token and profile share, minus the profile's price: how many it shares with all leaders together
     sort      these tokens by cluster
     profile   a cluster's new profile: the pairs that at least 1 / SHARE of its first MEMBERS tokens fire
-    alike     how alike each two clusters are: the pairs that their profiles share, over the profiles' sizes
-    assign    all tokens, by the new profiles; meanwhile `chain` makes a chain of the clusters, from the one that is
-              least like the others on, each followed by the one most like it
-    sort      all tokens by their clusters' places in the chain, those of a cluster as they come
+    alike     the similarity of each two clusters: the pairs that their profiles share, over the profiles' sizes
+    assign    all tokens, by the new profiles; meanwhile `chain` makes a chain of the clusters, starting with the one
+              least similar to the others, each followed by the one most similar to it
+    sort      all tokens by their clusters' places in the chain, tokens of a cluster in their original order
 
-All is sums of integers, and ties go to the lowest index: the same order in every run. Whatever fires, each token has
-one cluster and one rank in it, so the order is a permutation.
+Everything is sums of integers, and ties go to the lowest index, so the order is the same in every run. Each token has
+one cluster and one rank in it, so the order is always a permutation.
 
-Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, WORDS being the words
-of a token's bits, rounded up; `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same as zeros and ones, i before w, so
-that words of a token, shifted by 2 i, are the left side of a product. prices and sizes: int32 [chunks, CLUSTERS].
-clusters int32 [chunks, size]: of the tokens that are looked at, in their order; counts int32 [chunks, blocks,
-CLUSTERS]: how many of each block of TOKENS such tokens went to each cluster.
+Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, where WORDS is the
+number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros and
+ones, i before w, so that words of a token, shifted by 2 i, are the left side of a product. prices and sizes: int32
+[chunks, CLUSTERS]. clusters int32 [chunks, size]: the clusters of the tokens that are processed, in their order. counts
+int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS such tokens went to each cluster.
 """
 
 import triton
@@ -33,15 +33,15 @@ from sparsellm.ops.triton.tuning import TOKENS
 from sparsellm.ops.twell import tiles
 
 CHUNK = 8192  # tokens that are ordered together, at most
-SAMPLES = 4096  # of which so many make the profiles
+SAMPLES = 4096  # tokens of a chunk from which profiles are made
 CLUSTERS, MEMBERS, SHARE = 128, 64, 16
-# Of `assign`: TOKENS of a program, and BLOCK words of each in one step of their product with the profiles. With two
-# chunks of 8,192 tokens, either has 128 programs.
+# `assign`: TOKENS per program, and BLOCK words of each in one step of their product with the profiles. With two chunks
+# of 8,192 tokens, each of these has 128 programs.
 OF_SAMPLES = {"TOKENS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 4}
 OF_ALL = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3}
-AT_A_TIME = 2048  # words of masks or tokens, of a program
+AT_A_TIME = 2048  # words of masks or tokens that a program processes at once
 
-PAIRS = tl.constexpr(16)  # of a word
+PAIRS = tl.constexpr(16)  # per word
 LOW_BITS = tl.constexpr(0x01010101)  # of each byte
 
 
@@ -55,7 +55,7 @@ def pairs(words):
 @triton.jit
 def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
     """The block-th TOKENS of the evenly spaced tokens of chunk program_id(1): (their numbers among these; the tokens;
-    whether there are so many)."""
+    whether each exists)."""
     first = tl.program_id(1) * size
     tokens = tl.minimum(size, m - first)
     count = tl.minimum(samples, tokens)
@@ -66,7 +66,7 @@ def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
 
 @triton.jit
 def counted(counts, blocks, BLOCKS: tl.constexpr, CLUSTERS: tl.constexpr):
-    """counts of chunk program_id(1), of `blocks` blocks: int32 [BLOCKS, CLUSTERS]."""
+    """counts of chunk program_id(1), which has `blocks` blocks: int32 [BLOCKS, CLUSTERS]."""
     block = tl.arange(0, BLOCKS)
     at = (tl.program_id(1) * blocks + block)[:, None] * CLUSTERS + tl.arange(0, CLUSTERS)[None, :]
     return tl.load(counts + at, mask=(block < blocks)[:, None], other=0)
@@ -78,8 +78,8 @@ def profile(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     CLUSTERS: tl.constexpr, MEMBERS: tl.constexpr, SHARE: tl.constexpr, LEADERS: tl.constexpr,
 ):  # fmt: skip
-    """The profile of cluster i of chunk j, as program (i, j): of its leader (LEADERS), else of the first of its tokens
-    in `members` [chunks, size], sorted by cluster. WIDE: a power of 2, at least WORDS. ROWS rows at a time."""
+    """Program (i, j) makes the profile of cluster i of chunk j: from its leader (LEADERS), or from the first of its
+    tokens in `members` [chunks, size], sorted by cluster. WIDE: a power of 2, at least WORDS. ROWS rows at a time."""
     cluster, chunk = tl.program_id(0), tl.program_id(1)
     first = chunk * size
     tokens = tl.minimum(size, m - first)
@@ -95,7 +95,7 @@ def profile(
         begin = tl.sum(tl.where(other < cluster, of_cluster, 0), 0)
         count = tl.minimum(tl.sum(tl.where(other == cluster, of_cluster, 0), 0), MEMBERS)
         shift = tl.arange(0, 4) * 2
-        sums = tl.zeros((4, WIDE), tl.uint32)  # four counts in each, of bits 2 i, 2 i + 8, 2 i + 16, 2 i + 24
+        sums = tl.zeros((4, WIDE), tl.uint32)  # four counts each: of bits 2 i, 2 i + 8, 2 i + 16, 2 i + 24
         for start in range(0, count, ROWS):
             there = start + line < count
             token = tl.load(members + first + begin + start + line, mask=there, other=0).to(tl.int64)
@@ -124,7 +124,7 @@ def profile(
 
 @triton.jit
 def chain(similarity, places, ROWS: tl.constexpr, CLUSTERS: tl.constexpr):
-    """places, int32 [chunks, CLUSTERS]: of each cluster of chunk program_id(1) in the chain."""
+    """places, int32 [chunks, CLUSTERS]: the place in the chain of each cluster of chunk program_id(1)."""
     chunk, cluster = tl.program_id(1), tl.arange(0, CLUSTERS)
     first = tl.full((), 0x7FFFFFFF, tl.int32)
     for start in range(0, CLUSTERS, ROWS):
@@ -149,9 +149,9 @@ def assign(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The clusters of the i-th TOKENS of the tokens of chunk j that are looked at, as program (i, j), and their counts;
-    BLOCK words at a time, a divisor of WORDS. CHAINED: programs (0, j) make the chain meanwhile, one step after the
-    other, so that i is one less than the program's."""
+    """Program (i, j) finds the clusters of the i-th TOKENS of the processed tokens of chunk j, and their counts; BLOCK
+    words at a time, a divisor of WORDS. CHAINED: programs (0, j) make the chain meanwhile, one step after another, so i
+    is one less than the program's number."""
     block = tl.program_id(0)
     if CHAINED:
         block -= 1
@@ -183,9 +183,9 @@ def sort(
     clusters, counts, places, order, positions, m, size, samples,
     BLOCKS: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """order, int32 [chunks, size], gets the tokens that are looked at, cluster by cluster: as the chain has them
-    (CHAINED), else in ascending order. positions, int32 [M]: where each of them is in `order`. Program (i, j): the
-    i-th TOKENS of those of chunk j."""
+    """order, int32 [chunks, size], gets the processed tokens, cluster by cluster: clusters in the order of the chain
+    (CHAINED), or ascending. positions, int32 [M]: the index of each token in `order`. Program (i, j): the i-th TOKENS
+    of the processed tokens of chunk j."""
     block, cluster = tl.program_id(0), tl.arange(0, CLUSTERS)
     first = tl.program_id(1) * size
     index, token, inside = looked_at(block, m, size, samples, TOKENS)
@@ -207,8 +207,9 @@ def sort(
 def alike(
     masks, sizes, similarity, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr
 ):
-    """similarity, int32 [chunks, CLUSTERS, CLUSTERS]: of cluster i of chunk j to all others, as program (i, j). Times
-    CLUSTERS, plus CLUSTERS - 1 - other: of equal ones the lowest cluster has the largest, and it names the cluster."""
+    """similarity, int32 [chunks, CLUSTERS, CLUSTERS]: program (i, j) compares cluster i of chunk j with all others. The
+    value is multiplied by CLUSTERS, and CLUSTERS - 1 - other is added: so a value contains its cluster, and among
+    equally similar clusters the lowest has the largest value."""
     mine, first = tl.program_id(1) * CLUSTERS + tl.program_id(0), tl.program_id(1) * CLUSTERS
     word = tl.arange(0, WIDE)
     inside = word < WORDS
@@ -223,7 +224,7 @@ def alike(
 
 
 def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
-    """Fill `order`, int32 [M]: the token at each position, and its inverse `positions`, from bits [M, ceil(N / 32)]."""
+    """Fill `order`, int32 [M], the token at each position, and its inverse `positions`, from bits [M, ceil(N / 32)]."""
     m, of_row = bits.shape
     size = tiles(tiles(m, TOKENS), tiles(m, CHUNK)) * TOKENS
     chunks, words = tiles(m, size), tiles(of_row, OF_ALL["BLOCK"]) * OF_ALL["BLOCK"]
@@ -262,6 +263,6 @@ def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
         )  # fmt: skip
         return counts
 
-    make_profiles(places, leaders=True)  # counts are not read
+    make_profiles(places, leaders=True)  # leaders need no counts
     make_profiles(make_clusters(min(SAMPLES, size), OF_SAMPLES, chained=False), leaders=False)
     make_clusters(size, OF_ALL, chained=True)

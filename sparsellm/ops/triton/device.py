@@ -1,4 +1,4 @@
-"""Whether the Triton kernels run on this machine, and if not, what is missing."""
+"""Checks whether the Triton kernels run on this machine, and says what is missing."""
 
 import ctypes
 
@@ -10,14 +10,14 @@ from sparsellm.ops.triton.tuning import shared_bytes
 
 
 def driver_version() -> int:
-    """The newest CUDA that the driver supports, 13000 for 13.0."""
+    """The newest CUDA version that the driver supports: 13000 for 13.0."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
 
 
 def check() -> None:
-    """Raises KernelsUnavailable, in one sentence, where the Triton kernels do not run on the current device."""
+    """Raise KernelsUnavailable, in one sentence, if the Triton kernels do not run on the current device."""
     if torch.version.cuda is None:
         raise KernelsUnavailable(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     if not torch.cuda.is_available():
@@ -26,13 +26,13 @@ def check() -> None:
         import triton
     except ImportError as error:
         raise KernelsUnavailable(
-            f"triton is not installed ({error}): install the one that torch {torch.__version__} names"
+            f"triton is not installed ({error}): install the version that torch {torch.__version__} requires"
         ) from error
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < TRITON:
         needed = ".".join(map(str, TRITON))
         raise KernelsUnavailable(
-            f"triton is {triton.__version__}: the kernels need {needed} or later, as of torch 2.11"
+            f"triton is {triton.__version__}: the kernels need {needed} or later, which torch 2.11 brings"
         )
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if capability < CAPABILITY:
@@ -43,7 +43,7 @@ def check() -> None:
     shared = shared_bytes(torch.cuda.get_device_properties(torch.cuda.current_device()))
     if shared < SHARED_BYTES:
         raise KernelsUnavailable(
-            f"the GPU is a {name} with {shared:,} bytes of shared memory for a block: the Triton kernels need"
+            f"the GPU is a {name} with {shared:,} bytes of shared memory per block: the Triton kernels need"
             f" {SHARED_BYTES:,}"
         )
     driver = driver_version()

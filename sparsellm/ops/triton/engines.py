@@ -1,18 +1,18 @@
-"""The driver of the Triton kernels: which of them run, in which order, on which memory.
+"""The driver of the Triton kernels: which kernels run, in which order, on which memory.
 
-Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` are those of sparsellm.ops.cuda, and
-promise the same; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device,
-and no size but those of a layer, K and N, is compiled into a kernel.
+Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` have the contracts of those in
+sparsellm.ops.cuda; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device.
+Of all sizes, only K and N, those of a layer, are compiled into a kernel.
 
-The stages of the sparse engines; tile and row differ in the tokens of a tile alone, 128 or 16:
+The stages of the sparse engines; tile and row differ only in the tokens per tile, 128 or 16:
 
-    forward     z = x W_g^T by torch; mark, which leaves a bit for each nonzero; of many tokens, an order (clusters.py);
-                plan, which makes each tile's union; sampled: u; keep: h, and what is kept for backward; gathered: y
-    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of the
-                neurons that fire about as often; regroup: dz, du and h by these tiles; gathered: dW
+    forward     z = x W_g^T by torch; mark: a bit for each nonzero; for many tokens, an order (clusters.py); plan: each
+                tile's union; sampled: u; keep: h, and what is saved for backward; gathered: y
+    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of
+                neurons that fire about equally often; regroup: dz, du and h by these tiles; gathered: dW
 
-z and the tile matrices have room for any pattern, so the forward pass knows no rest. What is kept for backward has
-`room` nonzeros a token; of a call with more, backward computes z and u again, at the places that fire.
+z and the tile matrices can hold any pattern, so the forward pass never overflows. What is saved for backward holds
+`room` nonzeros a token; for a call with more, backward recomputes z and u where neurons fire.
 """
 
 import math
@@ -33,14 +33,14 @@ from sparsellm.ops.triton.transpose import transposed
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
 
-ARRAY_ALIGNMENT = 256  # bytes, of the arrays of a saved buffer
-ROWS = 1  # of tokens in a program of `keep` and `gradient`: those of a tile are a multiple
+ARRAY_ALIGNMENT = 256  # bytes; alignment of the arrays of a saved buffer
+ROWS = 1  # tokens per program of `keep` and `gradient`; divides the tokens of a tile
 REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
-REGROUP_PROGRAMS = 16  # times as many as of a product, which need more registers and shared memory
+REGROUP_PROGRAMS = 16  # per program of a product, which needs more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
-PARTS = 32  # of the tokens, of which neurons are alike that fire most in the same
+PARTS = 32  # parts of the tokens; neurons that fire mostly in the same part are similar
 CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 4, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
@@ -48,17 +48,17 @@ RANK = {"ROWS": 8, "COLUMNS": 2048}
 
 
 def orders(m: int, saving: bool) -> bool:
-    """Whether the tile engine orders m tokens, in a forward pass that saves for backward, or in one that does not."""
+    """Whether the tile engine orders m tokens, in a forward pass that saves for backward or in one that does not."""
     return dispatch.orders(m if saving else m // ALONE)
 
 
 class Unions(NamedTuple):
-    """What `plan` makes of tiles of rows, and what the products need of it."""
+    """The unions of tiles of rows that `plan` finds, as the products need them."""
 
-    tile: int  # rows of one
-    block: int  # slots of an item
+    tile: int  # rows per tile
+    block: int  # slots per item
     pitch: int  # columns, rounded up
-    order: Tensor | None  # int32 [rows]: the row at each position; None: as they come
+    order: Tensor | None  # int32 [rows]: the row at each position; None: not reordered
     slots: Tensor  # int32 [T, pitch]
     places: Tensor  # int32 [T, pitch]
     sizes: Tensor  # int32 [T]
@@ -72,20 +72,20 @@ class Kept(NamedTuple):
 
     totals: Tensor  # int64 [TOTALS]
     bits: Tensor  # int32 [M, ceil(N / 32)]
-    slots: Tensor  # as of Unions
+    slots: Tensor  # slots to items: as in Unions
     places: Tensor
     sizes: Tensor
     longest: Tensor
     items: Tensor
-    order: Tensor  # int32 [M]: the token at each position; [0] where tokens are not ordered, as is the next one
-    positions: Tensor  # int32 [M]: of each token
+    order: Tensor  # int32 [M]: the token at each position; [0] if tokens are not ordered
+    positions: Tensor  # int32 [M]: the position of each token; [0] if tokens are not ordered
     starts: Tensor  # int64 [ceil(M / ROWS)]: where the nonzeros of each ROWS positions start in gates and ups
     gates: Tensor  # [capacity]: g of each nonzero
-    ups: Tensor  # [capacity], or [0] if the layer is not gated: u
+    ups: Tensor  # [capacity]: u of each nonzero; [0] in a non-gated layer
 
 
 def _where_x_is(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the device of its first argument current, because Triton launches kernels on the current device."""
+    """`run` with the device of its first argument as current device, on which Triton launches kernels."""
 
     @wraps(run)
     def there(x: Tensor, *arguments: Any) -> Any:
@@ -106,7 +106,7 @@ def forward(
     saving: bool,
     counting: bool = True,
 ) -> Forward:
-    """As sparsellm.ops.cuda.forward, which says what is returned."""
+    """Has the contract of sparsellm.ops.cuda.forward."""
     if of.engine == Engine.row and saving:
         raise ValueError("the plan's engine is row, which has no backward: for gradients it should be dense or"
                          " tile")  # fmt: skip
@@ -129,8 +129,8 @@ def forward(
     unions = _unions_of_tokens(kept, FEW if few else TOKENS, shape)
     if unions.order is not None:
         clusters.order_tokens(kept.bits, kept.order, kept.positions)
-    _plan(kept.bits, unions, m, n, None if few else fired)  # the union that is counted is of the tiles in their order
-    if few:  # and of 128 tokens, always
+    _plan(kept.bits, unions, m, n, None if few else fired)  # the counted union is that of the ordered tiles
+    if few:  # the counted union is always that of 128 tokens
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
     hidden, *u = (x.new_empty((len(kept.sizes) * unions.tile, unions.pitch)) for _ in range(1 if w_gate is None else 2))
     if u:
@@ -149,7 +149,7 @@ def forward(
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
-    """As sparsellm.ops.cuda.backward."""
+    """Has the contract of sparsellm.ops.cuda.backward."""
     m, n = x.shape[0], w_down.shape[1]
     if not m:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
@@ -165,7 +165,7 @@ def backward(
     ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
     by_neuron, bits = _by_neurons(kept, m, n, sizes.neurons)
-    of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # as many as of tokens
+    of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # the shape of the tile matrices by neuron
     stacked, turned = x.new_empty((2 if gated else 1, *of_neurons)), x.new_empty(of_neurons)
     z, u = stacked[0], stacked[-1]  # until `regroup`
     capacity = len(kept.gates)
@@ -194,7 +194,7 @@ def backward(
 
 
 def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
-    """The length of what `forward` by the tile engine saves for its backward, in bfloat16."""
+    """The bytes that `forward` by the tile engine saves for backward, in bfloat16."""
     if not m:
         return 0
     return _length(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16) + int(Engine.tile)
@@ -208,7 +208,7 @@ def _launch(shape: Shape) -> dict[str, int]:
 
 
 def _by_token(unions: Unions, n: int) -> dict[str, Any]:
-    """Of `keep` and `gradient`: four words of bits for each thread."""
+    """Parameters of `keep` and `gradient`: four words of bits per thread."""
     rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
     return {
         "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
@@ -225,8 +225,8 @@ def _plan(
     bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True,
     names: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill the arrays of `unions`. fired: where columns that fire are marked; with it, totals are counted, too.
-    names: of the columns, if not their numbers."""
+    """Fill the arrays of `unions`. fired: marks the columns that fire; if given, totals are counted too. names: the
+    names of the columns, if not their numbers."""
     plan.plan[tiles(rows, unions.tile),](
         bits, _order(unions), unions.slots if names is None else names, unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
@@ -242,7 +242,7 @@ def _descending(keys: Tensor, order: Tensor) -> None:
 
 
 def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
-    """(tiles of `tile` neurons that are alike, with tokens as slots; the bits by neuron and position)."""
+    """(tiles of `tile` similar neurons, with tokens as slots; the bits by neuron and position)."""
 
     def integers(*shape: int) -> Tensor:
         return kept.bits.new_empty(shape)
@@ -266,13 +266,13 @@ def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
 
 
 def _order(unions: Unions) -> Tensor:
-    return unions.slots if unions.order is None else unions.order  # a kernel does not read it unless it is told to
+    return unions.slots if unions.order is None else unions.order  # any array: it is not read without an order
 
 
 def _sampled(
     unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int, unless: int = -1
 ) -> None:
-    """unless: a call with up to so many nonzeros is left alone."""
+    """unless: a call with at most this many nonzeros is skipped."""
     products.sampled[programs,](
         x, w, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
         PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, ORDERED=unions.order is not None, **_launch(shape),
@@ -283,7 +283,7 @@ def _gathered(
     unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
     more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out = a b (and more_out, where `a` has two matrices stacked), plus, with `more` (a, b), their product."""
+    """out = a b (and more_out, if `a` has two matrices stacked), plus the product of `more` (a, b), if given."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
         a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest, _order(unions), out,
@@ -298,7 +298,7 @@ def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> T
     return transposed(readable(w_down), dtype) if w_down_t is None else readable(w_down_t, dtype)
 
 
-# What is kept for backward.
+# The saved buffer.
 
 
 def _rounded(length: int, multiple: int) -> int:
@@ -306,7 +306,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _capacity(m: int, n: int, room: int) -> int:
-    """Nonzeros that a saved buffer has room for: a multiple of ARRAY_ALIGNMENT, so that a buffer's length tells it."""
+    """The nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that the buffer's length gives it."""
     return _rounded(dispatch.capacity(m, n, room), ARRAY_ALIGNMENT)
 
 
@@ -331,7 +331,7 @@ def _length(*shape: Any) -> int:
 
 
 def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
-    """(the arrays of a new buffer; the buffer, or, unless `saving`, an empty one)."""
+    """(the arrays of a new buffer; the buffer, or an empty one unless `saving`)."""
     ordered = tile == TOKENS and orders(len(x), saving)
     length = _length(len(x), n, gated, capacity, tile, ordered, x.dtype) + int(Engine.tile)
     saved = x.new_empty(length, dtype=torch.uint8)
@@ -345,7 +345,7 @@ def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
     if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
         raise ValueError(
-            f"saved has {saved.numel():,} bytes: the tile engine saves {fixed:,} and room for nonzeros, for"
+            f"saved has {saved.numel():,} bytes: it should have {fixed:,} plus those of its nonzeros, for"
             f" {len(x):,} tokens of {n:,} neurons"
         )
     return _arrays(saved, x, n, gated, capacity, TOKENS, ordered)

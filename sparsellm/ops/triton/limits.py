@@ -1,6 +1,6 @@
-"""What the Triton kernels need of a machine."""
+"""The minimum requirements of the Triton kernels."""
 
-TRITON = (3, 6)  # the oldest version that the kernels were compiled by; torch 2.11 brings 3.6
+TRITON = (3, 6)  # the oldest version that was tested; torch 2.11 brings 3.6
 CAPABILITY = (8, 0)  # bfloat16 products
-SHARED_BYTES = 64 << 10  # for a block
-DRIVER = 12_000  # CUDA 12.0: the programs that Triton's assembler writes run on any later driver
+SHARED_BYTES = 64 << 10  # per block
+DRIVER = 12_000  # CUDA 12.0: programs from Triton's assembler run on any later driver

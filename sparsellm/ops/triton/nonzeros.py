@@ -1,17 +1,16 @@
-"""What happens to single nonzeros between the products: h, what is kept of g and u for backward, dz and du, and the
-same nonzeros once more by neuron. Tiles and slots are those of sparsellm.ops.triton.plan, tile matrices those of
-sparsellm.ops.triton.products.
+"""Kernels on single nonzeros between the products: h, the g and u that are saved for backward, dz and du, and the same
+nonzeros again by neuron. sparsellm.ops.triton.plan defines tiles and slots, sparsellm.ops.triton.products tile
+matrices.
 
-Of a tile matrix some 3% are not zero, so no kernel looks at all entries. A program clears its part of a tile matrix,
-then fills in the nonzeros: each round takes the lowest bit that is left of each word of its bits. There are as many
-rounds as the fullest word has bits:
+Some 3% of a tile matrix is nonzero, so no kernel reads all entries. A program clears its part of a tile matrix, then
+fills in the nonzeros: each round takes the lowest remaining bit of each word of its bits. There are as many rounds as
+the fullest word has bits:
 
     word            0    1    2      3      round 0: neurons 1, 69, 98, whose places in the list are 0, 1 and 3
     bits that are   1    .    5, 7   2      round 1: neuron 71, whose place is 2, because words 0 and 1 and one bit
     set                                              of word 2 are before it
 
-What is kept lies side by side for each row, from starts[row] on, in the order of the columns: so a value needs no index
-beside it.
+Saved values are contiguous for each row, from starts[row] on, in the order of the columns, so a value needs no index.
 """
 
 import triton
@@ -22,7 +21,7 @@ from sparsellm.ops.triton.plan import ITEMS, LISTED, NONZEROS, REST, ones
 
 @triton.jit
 def lowest(words):
-    """Which bit of each uint32 is the lowest that is set."""
+    """The index of the lowest bit set in each uint32."""
     return ones((words ^ (words - 1)) >> 1)
 
 
@@ -33,8 +32,8 @@ def most(counts):
 
 @triton.jit
 def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
-    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is no constant, so
-    that neighbouring threads get neighbouring words, in all that follows."""
+    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is not a constant,
+    so that neighbouring threads get neighbouring words, here and in all that follows."""
     word = tl.arange(0, WORDS)
     at = bits + rows.to(tl.int64)[:, None] * of_row + word[None, :]
     return tl.load(at, mask=there[:, None] & (word < of_row)[None, :], other=0).to(tl.uint32, bitcast=True)
@@ -42,14 +41,14 @@ def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
 
 @triton.jit
 def offsets(counts):
-    """(how many are before each of counts [R, C], row by row; how many there are)."""
+    """(the sum of all counts before each of counts [R, C], row by row; the sum of all)."""
     of_rows = tl.sum(counts, 1)
     return (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(counts, 1) - counts, tl.sum(of_rows, 0)
 
 
 @triton.jit
 def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in the first `size` columns, in whole blocks of BLOCK, of the rows that rows [ROWS, 1] point to."""
+    """Zero the first `size` columns, in whole blocks of BLOCK, of the rows that rows [ROWS, 1] point to."""
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         tl.store(rows + column[None, :], tl.zeros((ROWS, BLOCK), rows.dtype.element_ty))
@@ -59,7 +58,7 @@ def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def positions(
     bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
-    """Of the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 behind the
+    """For the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 after the
     last token; int64 [ROWS, 1], where their rows of a tile matrix begin)."""
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, token = position < m, position
@@ -75,10 +74,10 @@ def keep(
     BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
     """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix; sums,
-    float32 by program: the sum of |h|. Program i: ROWS positions, a divisor of TILE; WORDS: at least those of a row.
+    float32, one per program: the sum of |h|. Program i: ROWS positions, a divisor of TILE; WORDS: at least a row's.
 
     SAVING: gates and ups, [capacity], get g and u of every nonzero, unless there are more than capacity: then nothing
-    is kept, totals[REST] is 1, and backward computes them again.
+    is saved, totals[REST] is 1, and backward recomputes them.
     """
     token, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
     tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
@@ -92,7 +91,7 @@ def keep(
         gates, ups = gates + start, ups + start
         if tl.program_id(0) == 0:
             tl.store(totals + REST, tl.where(fits, 0, 1).to(tl.int64))
-    tl.debug_barrier()  # an entry is cleared before it is filled in
+    tl.debug_barrier()  # all entries are cleared before any is filled in
     first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     l1 = tl.zeros((ROWS, WORDS), tl.float32)
     for done in range(0, most(counts)):
@@ -120,9 +119,9 @@ def gradient(
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The tile matrices dz and du (not GATED: dz); and of dh, entries that fire become h. dl1: float32 [1].
+    """The tile matrices dz and du (not GATED: dz). In dh, entries that fire are replaced by h. dl1: float32 [1].
 
-    If forward kept nothing, the tile matrices z and u hold them computed again. Programs as of `keep`.
+    If forward saved nothing, the tile matrices z and u hold the recomputed values. Programs: as in `keep`.
     """
     _, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
     tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
@@ -134,7 +133,7 @@ def gradient(
     fits = tl.load(totals + NONZEROS) <= capacity
     start, of_l1 = tl.load(starts + tl.program_id(0)), tl.load(dl1)
     of_g, of_u = tl.where(fits, gates + start, z + row), tl.where(fits, ups + start, u + row)
-    tl.debug_barrier()  # an entry is cleared before it is filled in
+    tl.debug_barrier()  # all entries are cleared before any is filled in
     first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     for done in range(0, most(counts)):
         active = words != 0
@@ -163,11 +162,12 @@ def regroup(
     N: tl.constexpr, PITCH: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Tile matrices by tokens once more, by neurons: `stacked` from dz and, below it, du; `turned` from hidden.
+    """Rearrange tile matrices by tokens into tile matrices by neurons: `stacked` from dz and, below it, du; `turned`
+    from hidden.
 
-    bits [N, ceil(M / 32)], by position, slots, columns (their places), sizes, items and pitch are those of tiles of
-    TILE neurons; places [., PITCH] is of tiles of TOKENS tokens; positions is of the tokens that slots name (ORDERED).
-    Programs take parts in turn: ROWS rows of an item, WORDS words of each at a time.
+    bits [N, ceil(M / 32)], by position, slots, columns (their places), sizes, items and pitch describe tiles of TILE
+    neurons; places [., PITCH] describes tiles of TOKENS tokens; positions has those of the tokens that slots name
+    (ORDERED). Programs take parts in turn: ROWS rows of an item, WORDS words of each at a time.
     """
     PARTS: tl.constexpr = TILE // ROWS
     STACKED: tl.constexpr = 2 if GATED else 1
@@ -184,7 +184,7 @@ def regroup(
         if GATED:
             clear(lower + rows, BLOCK, ROWS, BLOCK)
         clear(to + rows, BLOCK, ROWS, BLOCK)
-        # One dimension, so that all loads of a round have their values in the same threads.
+        # One-dimensional, so that all loads of a round have their values in the same threads.
         line = tl.arange(0, ROWS * WORDS) // WORDS
         there = tile * TILE + row + line < N
         neuron = tl.load(neurons + tile * TILE + row + line, mask=there, other=0)
@@ -193,7 +193,7 @@ def regroup(
         last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
         if ORDERED:
             first, last = tl.load(positions + first), tl.load(positions + last)
-        tl.debug_barrier()  # an entry is cleared before it is filled in
+        tl.debug_barrier()  # all entries are cleared before any is filled in
         for start in range(first // 32, last // 32 + 1, WORDS):
             word = start + tl.arange(0, ROWS * WORDS) % WORDS
             inside = there & (word <= last // 32)

@@ -1,8 +1,8 @@
-"""Kernels that find out what fires: bits of z's nonzeros, tiles' unions as slots, the fullest tiles first.
+"""Kernels that find which neurons fire: bits of z's nonzeros, tiles' unions as slots, the fullest tiles first.
 
-A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row where column c fires. Neurons by token, it
-takes N / 8 bytes a token, whatever fires, so nothing here can run out of room. A *tile* is TILE rows in a given order;
-the columns that fire for some row of a tile are its *union*, numbered as *slots* in ascending order:
+A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row set if column c fires. With a row per token,
+it takes N / 8 bytes a token whatever fires, so nothing here can overflow. A *tile* is TILE rows in a given order; the
+columns that fire for some row of a tile are its *union*, numbered as *slots* in ascending order:
 
               c0  c1  c2  c3  c4  c5  c6  c7      union {1, 2, 5, 6}: slots 0 to 3
     row 0      .   p   .   .   .   q   .   .      slots of the tile   [1, 2, 5, 6]          slot -> column
@@ -11,10 +11,10 @@ the columns that fire for some row of a tile are its *union*, numbered as *slots
 The forward pass plans tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
 whose columns are tokens. Both are `plan`, on the bit matrix and on its transpose.
 
-Where tokens are ordered (sparsellm.ops.triton.clusters), what belongs to tiles is by position: slots, places, items,
-the rows of tile matrices and the bits by neuron. Inputs, outputs and the bits by token are of tokens as they come.
-`order` names the token at each position, `positions` is its inverse. With tiles of 2 rows and tokens 0 and 2, 1 and 3
-alike:
+If tokens are ordered (sparsellm.ops.triton.clusters), the data of tiles are indexed by position: slots, places, items,
+the rows of tile matrices and the bits by neuron. Inputs, outputs and the bits by token are indexed by token. `order`
+has the token at each position, `positions` is its inverse. An example with tiles of 2 rows, where tokens 0 and 2 are
+similar, and 1 and 3:
 
     position   0  1 | 2  3       `sampled` reads x of token 2 for row 0 of tile 0, and `gathered` writes the row's y to
     order      2  0 | 3  1       y[2]. In a tile of neurons, the slot of position 0 is named 2, so that `gathered` reads
@@ -24,7 +24,7 @@ alike:
 import triton
 import triton.language as tl
 
-# Of the int64 `totals` of a call. The first four are the operator's counts.
+# Indices of the int64 `totals` of a call. The first four are the operator's counts.
 NONZEROS, REST, UNION, LISTED, ITEMS = (
     tl.constexpr(0),
     tl.constexpr(2),
@@ -37,7 +37,7 @@ TOTALS = 8
 
 @triton.jit
 def ones(words):
-    """How many bits of each uint32 are set."""
+    """The number of bits set in each uint32."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -51,7 +51,7 @@ def _or(a, b):
 
 @triton.jit(do_not_specialize=["rows"])
 def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """bits [rows, ceil(N / 32)]: where relu(z), z [rows, N], is not zero. NaN is not zero, -0.0 is.
+    """Set bits [rows, ceil(N / 32)] where relu(z), z [rows, N], is not zero. NaN is not zero, -0.0 is.
 
     Program (i, j): ROWS rows, WORDS words of each.
     """
@@ -72,8 +72,8 @@ def turn(
     bits, order, turned, counts, rows, columns,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], of which rows are taken in
-    `order` (ORDERED); and adds to counts, int32 [PARTS, columns], how many rows of each part fire each column.
+    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], with rows in the order of
+    `order` (ORDERED). Also adds to counts, int32 [PARTS, columns], how many rows of each part fire each column.
 
     Program (i, j): GROUPS times 32 rows, WORDS words of each.
     """
@@ -97,8 +97,8 @@ def turn(
 
 @triton.jit(do_not_specialize=["columns"])
 def classify(counts, keys, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """keys, int32 [columns]: equal for columns that fire about as often, within a factor of two, and most often in the
-    same part of the rows, by counts [PARTS, columns]; larger for those that fire more often."""
+    """keys, int32 [columns], from counts [PARTS, columns]: equal for columns that fire about equally often (within a
+    factor of two) and mostly in the same part of the rows; larger for columns that fire more often."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, PARTS)[:, None] * columns + column[None, :]
     of_parts = tl.load(counts + at, mask=(column < columns)[None, :], other=0)
@@ -116,13 +116,13 @@ def plan(
     TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     ORDERED: tl.constexpr, NAMED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
 ):  # fmt: skip
-    """The union of tile i, as program i: TILE rows of bits [rows, ceil(columns / 32)], of those that `order` names
-    (ORDERED), else consecutive ones; ROWS rows at a time, WORDS words of each.
+    """Program i finds the union of tile i: TILE rows of bits [rows, ceil(columns / 32)], those that `order` names
+    (ORDERED) or consecutive ones; ROWS rows at a time, WORDS words of each.
 
-    LISTING: slots (NAMED: the names of their columns) and places, int32 [tiles, pitch]; sizes, int32 [tiles]: how many
-    slots. And `items` gets, for each BLOCK slots of the tile, the number tile * (pitch / BLOCK) + block; totals[ITEMS]
-    says how many, in any order.
-    COUNTING: adds to totals the nonzeros and the union, and marks the columns that fire in `fired`, uint8 [columns].
+    LISTING: writes slots (NAMED: the names of their columns) and places, int32 [tiles, pitch], and sizes, int32
+    [tiles], the number of slots. `items` gets, for each BLOCK slots of the tile, the number tile * (pitch / BLOCK) +
+    block, in any order; totals[ITEMS] counts them.
+    COUNTING: adds the nonzeros and the union to totals, and marks the columns that fire in `fired`, uint8 [columns].
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
     bit = tl.arange(0, 32)
@@ -172,9 +172,9 @@ def plan(
 
 @triton.jit(do_not_specialize=["count"])
 def descending(keys, order, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """order [count]: the indices of keys, int32 [count], the largest key first, equal ones by index.
+    """order [count]: the indices of keys, int32 [count], largest key first, equal keys by index.
 
-    Program i finds the places of ROWS keys by comparing them with all: for a few thousand, faster than sorting.
+    Program i finds the places of ROWS keys by comparing them with all keys: faster than sorting for a few thousand.
     """
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.load(keys + mine, mask=mine < count, other=0)

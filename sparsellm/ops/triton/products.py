@@ -1,11 +1,11 @@
-"""The tile engine's products, by pointer loads and tl.dot: what a reader of kernels/sm90/tile should read first.
+"""The tile engine's products, with pointer loads and tl.dot: the best introduction to kernels/sm90/tile.
 
-Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); its union, slots and places, and items,
-are those of sparsellm.ops.triton.plan. A *tile matrix* has a row of `pitch` values for each row of each tile, of which
-the first ones, in whole blocks, are used: column s belongs to the tile's slot s, and is zero where the row does not
-fire the slot's column. So a product with gathered rows is a dense product within the tile:
+Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); sparsellm.ops.triton.plan defines its
+union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. The first values,
+in whole blocks, are used: column s belongs to the tile's slot s, and is zero if the row does not fire the slot's column.
+So a product with gathered rows is a dense product within the tile:
 
-    sampled     a tile's tokens times the weight rows of its union, kept where a neuron fires: u = x W_u^T, dh = dy W_d
+    sampled     a tile's tokens times the weight rows of its union, used where a neuron fires: u = x W_u^T, dh = dy W_d
     gathered    a tile matrix times the rows that its slots name: y, dx, dW
 
 Sums are float32 over K or over the tile's slots in ascending order, and are rounded once: the same bits in every run.
@@ -45,8 +45,7 @@ def sampled(
     """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots, also where they do not fire;
     x [M, K], w [N, K].
 
-    A call with up to `capacity` nonzeros is left alone: -1 where all calls are to be computed. Programs take items in
-    turn.
+    A call with at most `capacity` nonzeros is skipped; -1 computes every call. Programs take items in turn.
     """
     count = tl.load(totals + ITEMS).to(tl.int32)
     if tl.load(totals + NONZEROS) <= capacity:
@@ -55,7 +54,7 @@ def sampled(
         item = tl.load(items + i)
         tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
         position = tile * TILE + tl.arange(0, TILE)
-        token = tl.where(position < m, position, 0)  # behind the last one any other
+        token = tl.where(position < m, position, 0)  # after the last token, any other
         if ORDERED:
             token = tl.load(order + token)
         slot = block * BLOCK + tl.arange(0, BLOCK)
@@ -69,8 +68,8 @@ def sampled(
 def gathered_product(
     a, b, of_tile, size, column, sums, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """sums + a b[slots], over the first `size` slots of a tile: a [rows, DEPTH] points to the tile's first slots, and
-    of_tile [DEPTH] to their numbers."""
+    """sums + a b[slots], over the first `size` slots of a tile: a [rows, DEPTH] points to the columns of the tile's
+    first slots, of_tile [DEPTH] to their rows of b."""
     step = tl.arange(0, DEPTH)
     for start in range(0, size, DEPTH):
         there = step < size - start
@@ -92,10 +91,10 @@ def gathered(
 ):  # fmt: skip
     """out[row] = sum over the slots s of the row's tile of a[row, s] b[slots[s]], with rows of K values.
 
-    a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same of more_a and more_b. STACKED 2: each tile of `a` has
-    the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` names the
-    row of `out` of each position. longest: the tiles in the order in which programs take them. pitch is a multiple of
-    64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
+    a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same sum for more_a and more_b. STACKED 2: each tile of
+    `a` has the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` has
+    the row of `out` for each position. longest: the tiles in the order in which programs take them. pitch is a multiple
+    of 64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
     Program i: COLUMNS columns of one tile's rows.
     """
     BLOCKS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS

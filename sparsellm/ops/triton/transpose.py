@@ -1,5 +1,5 @@
-"""Matrices transposed: the sparse engines read W_d, and write its gradient, by neuron. (torch's copy of a transposed
-bfloat16 matrix takes some six times as long as its bytes.)"""
+"""Transposes matrices: the sparse engines read W_d, and write its gradient, by neuron. (torch's copy of a transposed
+bfloat16 matrix takes about six times as long as moving its bytes.)"""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def transpose(a, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.const
 
 
 def transposed(matrix: Tensor, to: dtype) -> Tensor:
-    """A new matrix^T, contiguous, in the dtype `to`; matrix [rows, columns] is contiguous."""
+    """A new contiguous matrix^T in the dtype `to`; matrix [rows, columns] is contiguous."""
     rows, columns = matrix.shape
     out = matrix.new_empty((columns, rows), dtype=to)
     transpose[tiles(rows, BLOCK), tiles(columns, BLOCK)](matrix, out, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK)
