@@ -2,8 +2,8 @@
 
 Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); sparsellm.ops.triton.plan defines its
 union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. The first values,
-in whole blocks, are used: column s belongs to the tile's slot s, and is zero if the row does not fire the slot's column.
-So a product with gathered rows is a dense product within the tile:
+in whole blocks, are used: column s belongs to the tile's slot s, and is zero if the row does not fire the slot's
+column. So a product with gathered rows is a dense product within the tile:
 
     sampled     a tile's tokens times the weight rows of its union, used where a neuron fires: u = x W_u^T, dh = dy W_d
     gathered    a tile matrix times the rows that its slots name: y, dx, dW
