@@ -238,7 +238,7 @@ def test_the_length_of_what_is_saved_is_foretold_and_checked(ordered, monkeypatc
     monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 21)
     *_, saved = engines.forward(x, *ws, Plan.of("tile"), None, True)
     assert len(saved) == engines.saved_bytes(20, 40, 320, gated=True) < len(longer)
-    with pytest.raises(ValueError, match="saved has 18 bytes: the tile engine saves"):
+    with pytest.raises(ValueError, match="saved has 18 bytes: it should have"):
         engines.backward(x, *ws, x, torch.tensor(DL1), saved[:18])
     with pytest.raises(ValueError, match="has no backward"):
         engines.forward(x, *ws, Plan.of("row"), None, True)
