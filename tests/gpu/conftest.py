@@ -9,8 +9,8 @@ from sparsellm.ops import build, compiler, dispatch
 
 @pytest.fixture(scope="session")
 def loaded_kernels() -> None:
-    """Builds and loads the kernels. Skips the test on a machine that cannot run or build them; fails it if the machine
-    could, but building or loading fails."""
+    """Build and load the kernels. Skips the test on a machine that cannot run or build them; fails the test if the
+    machine could, but building or loading fails."""
     try:
         build._check_device()
         build.prebuilt() or compiler.nvcc()
@@ -21,16 +21,16 @@ def loaded_kernels() -> None:
 
 @pytest.fixture(autouse=True)
 def _packaged_constants(monkeypatch):
-    """Tests name the engines that the package's constants choose: nothing is measured, nor taken that was measured."""
+    """Tests expect the engines that the packaged constants choose, so nothing is measured, and no measurement used."""
     monkeypatch.setattr(calibration, "take", lambda _: None)
     monkeypatch.setattr(calibration, "measure_missing", lambda *_: None)
 
 
 @pytest.fixture
 def kernels(loaded_kernels, monkeypatch):
-    """Loads the kernels, and keeps cuBLAS from summing products in bfloat16: errors are compared with those of dense
-    PyTorch, which is then at its most accurate."""
-    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # so that small tests run the fused kernels, too
+    """Load the kernels, and keep cuBLAS from summing products in bfloat16, because errors are compared with those of
+    dense PyTorch at its most accurate."""
+    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # so that small tests run the fused kernels too
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False

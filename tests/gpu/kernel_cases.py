@@ -1,9 +1,9 @@
-"""The inputs of the kernels' tests, their right results, and comparisons that say where two results differ.
+"""Inputs of the kernels' tests, their right results, and comparisons that say where two results differ.
 
 Letters: M tokens, K model width, N neurons. A layer is (x, weights): x [M, K], weights (w_gate, w_up [N, K], w_down
 [K, N]), without w_gate for the non-gated operator; all bfloat16.
 
-Two kinds of layers have one right answer, bit for bit, whatever the order of summation:
+Two kinds of layers have one right answer, bit for bit, for any order of summation:
     `integers`  all entries are small integers, so every sum is an integer below 2^24, which is exact in float32
     `one_hot`   each token's x selects one column of w_gate, so the gate is any bfloat16 matrix, value for value
 For other layers, `assert_as_accurate` compares the error against float64 with the error of dense PyTorch.
@@ -34,17 +34,17 @@ LAYERS = [(8, 8), (264, 264), (768, 1000), (1000, 264), (1024, 1000), (2048, 563
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 ENGINE = pytest.mark.parametrize("engine", ENGINES)
 
-EXACT = 2**24  # integers up to this are exact in float32
+EXACT = 2**24  # integers up to this value are exact in float32
 # kRowCapacity of launch.h: a row with more nonzeros is a long row, which the tile engine stores apart
 ROW_CAPACITY = 512
-CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row near which the row engine or token_order branches
+CHUNKS = (8, 9, 63, 64, 65, 128, 129, 255, 256)  # nonzeros of a row at which the row engine or token_order branches
 LONGEST_CHAIN = 8192  # no float32 partial sum of l1 has more additions
 ACTIVATIONS = Path(os.environ.get("SPARSELLM_ACTIVATIONS", Path(__file__).parents[3] / "shared/data/activations"))
 
 
 @contextmanager
 def no_waiting(enforced: bool = True) -> Iterator[None]:
-    """Have torch raise an error for what waits for the device, if that is `enforced`."""
+    """Make torch raise an error for calls that wait for the device, if `enforced`."""
     torch.cuda.set_sync_debug_mode("error" if enforced else "default")
     try:
         yield
@@ -78,7 +78,7 @@ def integers(m: int, k: int, n: int, gated: bool = True, seed: int = 0) -> tuple
 
 
 def normal(m: int, k: int, n: int, gated: bool = True, rate: float = 0.1, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A layer of normal numbers, in which every neuron fires for about a share `rate` of the tokens."""
+    """A layer of normal numbers, in which every neuron fires for about a fraction `rate` of the tokens."""
     generator = random(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -103,14 +103,14 @@ def one_hot(gate: Tensor, k: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def layer_of(gate: Tensor, gated: bool, seed: int = 0, k: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A layer whose gate is `gate`, bit for bit. If `gate` has small integers, so has the whole layer."""
+    """A layer whose gate is `gate`, bit for bit. If `gate` has small integers, the whole layer has too."""
     x, first = one_hot(gate, k)
     _, ws = integers(1, x.shape[1], len(first), gated, seed)
     return x, [first, *ws[1:]]
 
 
 def recorded(name: str, tokens: int) -> patterns.Block:
-    """The block of a pattern of patterns. Skips the test if that needs recordings that are not there."""
+    """The block of a pattern of patterns. Skips the test if it needs recordings that do not exist."""
     if problem := patterns.obstacle(name, ACTIVATIONS):
         pytest.skip(f"{problem}; SPARSELLM_ACTIVATIONS names their folder")
     if name not in patterns.RECORDED:
@@ -121,7 +121,7 @@ def recorded(name: str, tokens: int) -> patterns.Block:
 
 # Which neurons fire: patterns of a gate, bool [M, N].
 
-SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # nonzeros of every segment, less its words W
+SLOTS = {"one free slot": -2, "all slots full": -1, "one too many": 0}  # nonzeros of every segment, minus its words W
 PATTERNS = (
     *patterns.SYNTHETIC, "none", "all", "one neuron for every token", "one token for every neuron",
     "every other tile", "last columns", *SLOTS, "255 of a tile", "256 of a tile", "full rows",
@@ -179,7 +179,7 @@ def small_integers(fires: Tensor, seed: int = 0) -> Tensor:
 
 def poison(reserve: int = 1 << 30) -> None:
     """Fill the free memory of torch's allocator with 0xff, which is NaN as a float and -1 as an integer. torch.empty
-    then returns such memory, so that a kernel which reads what nothing wrote gives a wrong result."""
+    then returns such memory, so a kernel that reads memory that was never written gives a wrong result."""
     mib = 1 << 20
 
     def take(size: int) -> Tensor:
@@ -190,9 +190,9 @@ def poison(reserve: int = 1 << 30) -> None:
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         if segment["stream"] != stream or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
-            continue  # memory of another stream or of a CUDA graph, which this stream's torch.empty does not return
+            continue  # another stream's or a CUDA graph's memory, which this stream's torch.empty does not return
         free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-        if segment["segment_type"] == "small":  # a request of more than a MiB would be served from large segments
+        if segment["segment_type"] == "small":  # a request above a MiB would be served from large segments
             free = [part for size in free for part in [mib] * (size // mib) + [size % mib]]
         sizes += free
     held += [take(size) for size in sorted(sizes) if size]
@@ -200,7 +200,7 @@ def poison(reserve: int = 1 << 30) -> None:
         tensor.fill_(0xFF)
 
 
-# What is right.
+# Right results.
 
 
 def product(a: Tensor, w: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def product(a: Tensor, w: Tensor) -> Tensor:
 
 
 def stepwise(x: Tensor, ws: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, h, y) with exact products, rounded wherever the operator rounds."""
+    """(g, h, y) with exact products, rounded where the operator rounds."""
     g = torch.relu(product(x, ws[0]))
     h = g if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16()
     return g, h, product(h, ws[-1])
@@ -229,8 +229,8 @@ def layer(ws: list[Tensor]) -> list[Tensor | None]:
 
 
 def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = None) -> FeedForwardOutput:
-    """The results of `engine`: by the operator, or by `choice`, as an accelerated block calls it, with a copy of w_down
-    by neuron."""
+    """The results of `engine`: through the operator, or through `choice`, as an accelerated block calls it, with a copy
+    of w_down by neuron."""
     if choice is None:
         return feedforward(x, *layer(ws), Plan.of(engine))
     y, l1, fired, counts = choice.run(x, *layer(ws))
@@ -238,8 +238,8 @@ def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = 
 
 
 def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractContextManager]]:
-    """Yields (name, engine, context to run it in) for each engine; for dense twice, so that its kernels for many tokens
-    and those for few both run."""
+    """Yields (name, engine, context to run it in) for each engine; twice for dense, so that its kernels for many and
+    for few tokens both run."""
     for engine in engines:
         if engine == "dense":
             yield "dense, fused", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", 0)
@@ -270,7 +270,7 @@ def check_exact(x: Tensor, ws: list[Tensor], what: str, engines: tuple[str, ...]
 
 
 def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) -> None:
-    """Assert that what was counted is right for the gate g [M, N]."""
+    """Assert that the counts are right for the gate g [M, N]."""
     active = g != 0
     nnz, fired, union = active.sum(), active.any(0), reference.union(active)
     assert_equal(out.nnz, nnz, f"{name}: nnz")
@@ -282,7 +282,7 @@ def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) 
 
 
 def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
-    """Assert that `packed` is the packed form of `gate` [M, N] in all that the format defines; NaN may be any NaN."""
+    """Assert that `packed` is the packed `gate` [M, N] in all that the format defines; NaN may be any NaN."""
     expected = twell.pack(gate)
     words, expected_words = (twell.segments(p.words) for p in (packed, expected))
     for field in ("row_counts", "fired", "mask", "nnz", "wide_segments", "union"):
@@ -309,8 +309,8 @@ def check_accuracy(x: Tensor, ws: list[Tensor], what: str) -> None:
         check_statistics(out, g, engine, name)
         h = g.double() if len(ws) == 2 else (g.float() * product(x, ws[1]).float()).bfloat16().double()
         l1 = h.abs().sum()
-        # Summed in another order, u may round to a neighbouring bfloat16 number, and so may h: each neuron's by itself,
-        # up or down, so the errors add up as a norm does.
+        # Summed in another order, u may round to a neighbouring bfloat16 number, and so may h. Neurons round
+        # independently, up or down, so the errors add up like a norm.
         neighbours = 2**-7 * (h.norm() / l1.clamp(min=1e-30)).item()
         assert_close(out.l1, l1, LONGEST_CHAIN * 2**-24 + neighbours, f"{name}: l1")
 

@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: kernels, energy, memory and layers are all there, and the engines are those of training."""
+"""The benchmark on a GPU measures kernels, energy, memory and layers, on the engines of training."""
 
 import json
 import random

@@ -1,5 +1,5 @@
-"""Calibrations here: their costs choose the fastest engine of what was timed, the policy takes them, and a model of
-layers that nobody has measured has them measured, once."""
+"""Calibration on a GPU: its costs choose the fastest engine for the timed calls, the policy uses them, and a model with
+layers that were never measured measures them, once."""
 
 import os
 import re
@@ -22,7 +22,7 @@ CASES = re.compile(r"in (\d+) of (\d+) cases; at most ([\d.]+)% behind")
 
 @pytest.mark.parametrize(("kernels", "seconds"), [("cuda", 60), ("triton", 240)])
 def test_it_chooses_by_what_it_measured(loaded_kernels, kernels, seconds, tmp_path, monkeypatch):
-    """In a process of its own, for one process takes one kind of kernels. Triton compiles its candidates first."""
+    """In a process of its own, because a process uses one kind of kernels. Triton compiles its candidates first."""
     command = [sys.executable, "-m", "sparsellm.calibrate", "model=2048x5632", f"kernels={kernels}"]
     started = time.monotonic()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What only a GPU can show of a run from an existing model: the kernels take over once the gate is a ReLU, and neither
+"""Runs from an existing model, as only a GPU can test them: the kernels take over once the gate is a ReLU, and neither
 the gate nor a teacher makes the host wait or the layers recompile."""
 
 import pytest
@@ -10,7 +10,7 @@ from small_run import small_trainer
 from sparsellm.training.distillation import Teacher
 
 pytestmark = pytest.mark.gpu
-STEP, CHANGED = 128, 4  # tokens; the step from which on the gate is a ReLU
+STEP, CHANGED = 128, 4  # tokens; the first step whose gate is a ReLU
 CUDA = [
     "runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=4",
     "runtime.deterministic=false", f"sparsity.relu_tokens={CHANGED * STEP}",
@@ -18,7 +18,7 @@ CUDA = [
 
 
 def trained(folder, teacher, *overrides):
-    """(losses, engines) of eight steps, and the graphs that there were after each."""
+    """(losses, engines) of eight steps, and the number of graphs after each."""
     torch._dynamo.reset()
     losses, graphs = [], []
     with small_trainer(folder, *CUDA, f"distill.teacher={teacher}", *overrides) as trainer:
@@ -43,6 +43,6 @@ def test_the_kernels_take_over_from_a_mixed_gate_and_losses_are_those_of_pytorch
     assert not any("torch" in each for each in engines[CHANGED - 1 :])
     assert graphs == [graphs[0]] * (CHANGED - 1) + [graphs[CHANGED]] * (9 - CHANGED)
     expected, _, _ = trained(tmp_path / "torch", tmp_path / "teacher", "runtime.kernels=torch")
-    # Sums of the same bfloat16 products in another order, which eight steps of training carry on.
+    # The same bfloat16 products are summed in another order, and eight steps of training propagate the difference.
     for ours, theirs in zip(losses, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=0.02)

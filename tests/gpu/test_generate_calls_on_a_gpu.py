@@ -1,5 +1,5 @@
-"""`generate()` of transformers on accelerated models in bfloat16, on the kernels: texts part from the dense model's at
-near-ties only (tests/model/near_ties.py), padding fires nothing, and captured graphs give the bits of eager calls."""
+"""`generate()` of transformers on accelerated bfloat16 models, on the kernels: texts differ from the dense model's only
+at near-ties (tests/inference/near_ties.py), padding fires nothing, and captured graphs give the bits of eager calls."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,8 +88,8 @@ def test_texts_part_from_the_dense_models_at_near_ties_only(way, engine):
     model = sparsellm.accelerate(llama(), "cuda", engine)
     found = WAYS[way](model, sequences)
     assert_texts_part_at_near_ties(dense, sequences[: len(found)], expected, found)
-    # With one engine the bits are the same, whatever was generated in between; but what generate_batch computes
-    # together depends on when its thread takes up which prompt.
+    # With one engine, earlier generations change no bit. generate_batch is the exception: which prompts it computes
+    # together depends on when its thread picks them up.
     if engine is not None and way != "generate_batch":
         others = WAYS[way](model, [sequence[::-1] for sequence in sequences])
         assert others != found
@@ -105,7 +105,7 @@ def test_padding_counts_nowhere():
         generate(model, batch, max_new_tokens=1)
         torch.cuda.synchronize()
         counts.append(sum(block.choice.counts[0].item() for block in blocks(model)))
-    # By rounding only: products of another number of tokens may round otherwise, and a neuron near 0 fires or not.
+    # Only by rounding: products of another number of tokens may round differently, so a neuron near 0 may fire or not.
     assert counts[3] == pytest.approx(sum(counts[:3]), rel=0.01)
 
 
@@ -122,7 +122,7 @@ def test_a_captured_graph_gives_the_bits_of_eager_calls(tokens, engine):
         def run(ids):
             return model(ids, use_cache=False).logits
 
-        if engine is None:  # what a call would count must choose nothing else between the eager calls and the capture
+        if engine is None:  # counts must not change the engine between the eager calls and the capture
             for block in blocks(model):
                 block.choice.calls = [1] * len(block.choice.calls)
         eager = [run(ids).clone() for ids in inputs]

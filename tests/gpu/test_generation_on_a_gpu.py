@@ -1,4 +1,4 @@
-"""Text on a GPU: a captured step gives the bits of the same step taken operator by operator."""
+"""Text generation on a GPU: a captured step gives the bits of the same step run operator by operator."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,7 +39,7 @@ def generator(engine, device=DEVICE, **attention):
 
 
 def shift_vectors(made, random):
-    """Norms are not all ones then, and biases not all zeros."""
+    """Makes norms other than one, and biases other than zero."""
     vectors = [parameter for parameter in made.decoder.parameters() if parameter.dim() == 1]
     for vector in [*vectors, *(merged.bias for merged in made.merged if merged.bias is not None)]:
         vector.data += 0.3 * torch.randn(vector.shape, generator=random, device=DEVICE)
@@ -96,7 +96,7 @@ def test_a_step_by_kernels_is_that_of_pytorch_operator_by_operator(attention, si
     def draw(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, generator=random, device=DEVICE, dtype=dtype)
 
-    for positions in (192, 2048):  # in one part; in two, for the few sequences
+    for positions in (192, 2048):  # in one part; in two for few sequences
         batch = generation.Batch(made.config, size, positions, made.device, torch.bfloat16)
         batch.lengths.copy_(torch.linspace(1, positions - 1, size, device=DEVICE).long())
         x, y = draw(size, 256, dtype=torch.float32), draw(size, 256)
@@ -122,7 +122,7 @@ def test_prompts_by_kernels_are_those_of_pytorch_operator_by_operator(attention,
     shift_vectors(made, torch.Generator(DEVICE).manual_seed(0))
     for by_kernels in (True, False):
         batch, drawn = generation.Batch(made.config, len(prompts), 192, made.device, torch.bfloat16), KeptLogits()
-        for cache in (batch.keys, batch.values):  # an earlier stream has left what is no number
+        for cache in (batch.keys, batch.values):  # as if an earlier stream had left NaN
             cache.fill_(torch.nan)
         with monkeypatch.context() as patched, torch.no_grad():
             if not by_kernels:

@@ -1,6 +1,6 @@
-"""The gradients of the operator on the CUDA kernels, against one right answer where there is one, else float64.
+"""Gradients of the operator on the CUDA kernels, compared with the one right answer if there is one, else with float64.
 
-With layers of integers every sum is exact, so a gradient has one right answer: exact products, rounded wherever the
+With layers of integers every sum is exact, so a gradient has one right answer: exact products, rounded where the
 operator rounds (sparsellm/ops/reference.py), and dx rounded once.
 """
 
@@ -29,7 +29,7 @@ def gradients(engine, x, ws, dy):
 
 
 def stepwise(x, ws, dy):
-    """(dx, dw ...) with exact products, rounded wherever the operator rounds."""
+    """(dx, dw ...) with exact products, rounded where the operator rounds."""
     first, *up, w_down = ws
     g, h, _ = cases.stepwise(x, ws)
     u = product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
@@ -53,7 +53,7 @@ def check(x, ws, dy, what, engines=ENGINES):
             _, found = gradients(engine, x, ws, dy)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
-                continue  # the dense engine adds two rounded products, so its dx has other bits
+                continue  # the dense engine adds two rounded products, so its dx has different bits
             assert_equal(ours, right, f"{what}, {way}: {name}")
 
 
@@ -85,7 +85,7 @@ def test_gradients_are_exact_at_any_shape(m, gated):
 
 @GATED
 def test_gradients_of_the_dense_engine_are_exact_in_many_rounds(gated):
-    """A CTA computes more tiles than the fused kernels have places for drawn tiles, so the places are used again."""
+    """A CTA computes more tiles than the fused kernels have places for drawn tiles, so places are reused."""
     check_shape(20_001, 264, 2048, gated, engines=("dense",))
 
 
@@ -117,7 +117,7 @@ def test_gradients_repeat_bit_for_bit(gated):
 
 
 @GATED
-def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
+def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
     fires = cases.firing("synthetic29", 300, 264)
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     dy = small(300, x.shape[1], seed=3)

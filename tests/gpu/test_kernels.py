@@ -1,7 +1,7 @@
-"""What the CUDA kernels compute, against one right answer where there is one, else against float64.
+"""Results of the CUDA kernels, compared with the one right answer if there is one, else with float64.
 
-Before every call, free memory is poisoned and inputs are made anew. How torch runs the kernels, in graphs, streams,
-compilers, autograd and models, is in tests/gpu/test_kernels_in_torch.py.
+Before every call, free memory is poisoned and new inputs are made. tests/gpu/test_kernels_in_torch.py tests the kernels
+in graphs, streams, compilers, autograd and models.
 """
 
 import kernel_cases as cases
@@ -24,7 +24,7 @@ def gate_pack(x, w):
 
 
 def tile_engine(x, ws, ordered=None, capacity=None, long_capacity=None, saving=False):
-    """(y, l1, fired, counts, saved) of the C++ operator; what is None is chosen as the driver does (ops/cuda.py)."""
+    """(y, l1, fired, counts, saved) of the C++ operator; arguments that are None are chosen as in ops/cuda.py."""
     m, n = len(x), len(ws[0])
     capacity = cuda.capacity_of(m, n, dispatch.ROOM) if capacity is None else capacity
     ordered = dispatch.orders(m) if ordered is None else ordered
@@ -45,7 +45,7 @@ def test_empty_memory_is_poisoned():
         cases.poison()
         held = [torch.empty(n, dtype=torch.bfloat16, device=DEVICE) for n in (1, 77, 5_000, 600_000, 20_000_000)]
         assert [bool(t.isnan().all()) for t in held] == [True] * len(held)
-        del held[::2]  # leaves holes between allocations for the second round
+        del held[::2]  # leaves holes between allocations, for the second round
 
 
 # gate_pack.
@@ -74,8 +74,8 @@ def test_gate_pack_is_exact_at_any_shape(m):
     ("m", "k", "n"), [(40_001, 8, 2048), (40_000, 64, 2056), (40_000, 136, 2048), (2600, 2048, 16_384)]
 )
 def test_gate_pack_in_many_rounds(m, k, n):
-    """Clusters draw many pairs, in some of which one of the two CTAs has nothing to pack; the last shape has a w so
-    large that it is done in bands of columns."""
+    """Clusters draw many pairs, in some of which one of the two CTAs has nothing to pack. The w of the last shape is so
+    large that it is processed in bands of columns."""
     x, (w, *_) = cases.integers(m, k, n)
     odd = (torch.arange(m, device=DEVICE) // TOKEN_TILE % 2 == 1)[:, None]
     for name, some in (("all", x), ("first", x.where(~odd, 0)), ("second", x.where(odd, 0))):
@@ -96,8 +96,8 @@ def test_gate_pack_takes_the_widest_layers(k, n, m):
 @pytest.mark.parametrize("m", [16, 64, 65, 1000, 4088])
 @pytest.mark.parametrize(("k", "n"), [(264, 1000), (2048, 5632)])
 def test_gate_pack_is_as_accurate_as_cublas(k, n, m):
-    """Both errors are of one rounding to bfloat16, beside which the order of float32 sums hardly matters: so the error
-    may exceed cuBLAS's by a twentieth."""
+    """Both errors come from one rounding to bfloat16, compared with which the order of float32 sums hardly matters. So
+    the error may exceed cuBLAS's by a twentieth."""
     x, (w, *_) = cases.normal(m, k, n)
     packed = gate_pack(x, w)
     g, exact = twell.unpack(packed, n), torch.relu(x.double() @ w.double().T)
@@ -139,7 +139,7 @@ def test_gate_pack_knows_zero_from_almost_zero_and_from_not_a_number(m):
 
 @pytest.mark.parametrize("m", [3, 17, 40, 63, 65, 200])
 def test_nothing_fires_behind_the_last_token(m):
-    """Behind the last token the kernels read zeros for x; zero times an infinite weight is NaN, which would fire."""
+    """Beyond the last token the kernels read x as zeros; zero times an infinite weight is NaN, which would fire."""
     x, w = (torch.zeros((rows, 16), device=DEVICE, dtype=torch.bfloat16) for rows in (m, 264))
     x[:, 0], w[:, 0] = -1, torch.inf
     gate = torch.relu(cases.product(x, w))
@@ -166,7 +166,7 @@ def test_every_engine_is_exact_at_any_shape(m, gated):
 
 @GATED
 def test_the_dense_engine_is_exact_in_many_rounds(gated):
-    """A CTA computes more tiles than its kernel has places for drawn tiles, so the places are used again."""
+    """A CTA computes more tiles than its kernel has places for drawn tiles, so places are reused."""
     x, ws = cases.integers(20_001, 264, 2048, gated)
     check_exact(x, ws, "M 20,001", engines=("dense",))
 
@@ -180,7 +180,7 @@ def test_every_engine_takes_the_widest_layers(k, n, gated):
 @GATED
 @pytest.mark.parametrize("m", [1, 16, 40, 64, 130])
 def test_the_widest_rows_that_fire_every_neuron(m, gated):
-    """A row of 65,536 nonzeros, a count that is one more than 16 bits hold."""
+    """A row of 65,536 nonzeros, one more than a 16-bit count can hold."""
     x, ws = cases.integers(m, 8, 65_536, gated)
     ws[0].zero_()
     ws[0][:, 0] = 1  # as x[:, 0] is
@@ -197,8 +197,8 @@ def test_every_engine_takes_wide_tokens(k, gated):
 @GATED
 @pytest.mark.parametrize("m", [600, 1500, 8192, 9001, 20_000])
 def test_every_engine_takes_many_tokens(m, gated):
-    """Enough tokens that they are ordered in several chunks, that rows are cut into larger chunks, and that every CTA
-    has several units of work."""
+    """There are so many tokens that they are ordered in several chunks, that rows are cut into larger chunks, and that
+    every CTA has several units of work."""
     for name in ("synthetic29", "synthetic300", "full rows"):
         gate = cases.small_integers(cases.firing(name, 256, 5632))
         x, ws = cases.layer_of(gate, gated)
@@ -284,7 +284,7 @@ def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated
 
 @GATED
 @pytest.mark.parametrize("m", [60, 700, 3000])
-def test_nonzeros_for_which_there_is_no_room_are_not_lost(m, gated):
+def test_nonzeros_that_overflow_the_lists_are_not_lost(m, gated):
     fires = cases.firing("synthetic29", m, 1000)
     fires[::97] = True  # long rows
     gate = cases.small_integers(fires)
@@ -313,10 +313,10 @@ def test_rows_that_fire_every_neuron(m, gated):
         check_exact(*cases.layer_of(gate, gated), f"M {m}, heavy rows {heavy}")
 
 
-# How many nonzeros consecutive rows have. Up to 64 rows, the row engine deals rows to clusters: a row to a cluster, the
-# pieces of a row of very many nonzeros to several, and several rows to a cluster if there are more rows than clusters.
-# From 65 rows on, rows are divided in runs, one for each cluster; only rows of more than 128 nonzeros are cut, from 512
-# rows on of more than 64.
+# Nonzeros of consecutive rows. Up to 64 rows, the row engine deals rows to clusters: one row per cluster, the pieces of
+# a row with very many nonzeros to several clusters, and several rows per cluster if there are more rows than clusters.
+# From 65 rows on, rows are divided into runs, one per cluster, and only rows with more than 128 nonzeros are cut; from
+# 512 rows on, those with more than 64.
 RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,

@@ -1,4 +1,4 @@
-"""The operator on CUDA kernels as torch runs it: the same bits, graphs, streams, compiling, autograd, models."""
+"""The operator on CUDA kernels within torch: determinism, graphs, streams, compiling, autograd, models."""
 
 import copy
 import threading
@@ -40,7 +40,7 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
         assert_same(cases.run(engine, x, ws, choice=choice), first, "alone")
     side, busy = torch.cuda.Stream(), x.new_ones((4096, 4096))
     side.wait_stream(torch.cuda.current_stream())
-    for rounds in range(1, 6):  # in each round, other work occupies multiprocessors for longer
+    for rounds in range(1, 6):  # in each round, other work occupies SMs for longer
         with torch.cuda.stream(side):
             for _ in range(rounds):
                 busy @ busy
@@ -52,7 +52,7 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
 @pytest.mark.parametrize("engine", ["row", "dense"])
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 300, 1343])
 def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated, monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", dispatch.MANY_TOKENS)  # as outside of tests: none of these fuses
+    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", dispatch.MANY_TOKENS)  # as outside tests: no call here fuses
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
     choice, weights = EngineChoice(engine), cases.layer(ws)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
     none, all_ = torch.zeros(m, n, dtype=torch.bool, device=DEVICE), torch.ones(m, n, dtype=torch.bool, device=DEVICE)
     for seed, fires in enumerate([none, all_, none, *[None] * 3]):
         new_x, new_ws = cases.integers(m, k, n, gated, seed + 1)
-        if fires is not None:  # but for its column of ones, x is zero: the threshold alone decides
+        if fires is not None:  # x is zero except for its column of ones, so the threshold alone decides
             new_x[:, 1:] = 0
             new_ws[0][:, 0] = 3.0 if fires.any() else -3.0
         x.copy_(new_x)
@@ -108,7 +108,7 @@ def test_nothing_waits_for_the_device(engine, gated):
 @ENGINE
 @pytest.mark.parametrize("m", [16, 300])
 def test_work_goes_to_the_current_stream(m, engine):
-    """A side stream writes the input late, so work on another stream would read what was there before."""
+    """A side stream writes the input late, so work on another stream would read the old contents."""
     x, ws = cases.integers(m, 264, 1000)
     late, choice = torch.full_like(x, torch.nan), EngineChoice(engine)
     expected = cases.run(engine, x, ws, choice=choice)
@@ -127,7 +127,7 @@ def test_a_copy_of_w_down_that_one_stream_makes_late_is_whole_on_another(engine)
     x, ws = cases.integers(300, 264, 1000)
     expected, choice = cases.run(engine, x, ws), EngineChoice(engine)
     torch.cuda.synchronize()
-    for _ in range(2):  # a new copy, and one made anew in its memory
+    for _ in range(2):  # a new copy, and one that is renewed in the same memory
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(50_000_000)
             cases.run(engine, x, ws, choice=choice)
@@ -173,8 +173,7 @@ def test_opcheck(m, stored, engine, gated):
     saving = engine != "row"  # row has no backward
     x, *ws = (t.requires_grad_(saving) for t in (x, *(w.to(stored) for w in ws)))
     inputs = (x, *cases.layer(ws), Plan.of(engine).tensor(), saving)
-    # What the tile engine saves is undefined where lists have room left, so the results of two calls cannot be
-    # compared.
+    # The unused end of the tile engine's lists is undefined, so the saved buffers of two calls cannot be compared.
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests += ["test_aot_dispatch_dynamic"] if engine != "tile" else []
     torch.library.opcheck(torch.ops.sparsellm.feedforward, inputs, test_utils=tests)
@@ -207,7 +206,7 @@ def test_gradients_are_as_accurate_as_dense_pytorchs(m, k, n, engine, gated):
 @GATED
 @ENGINE
 def test_a_changed_weight_is_heeded(engine, gated):
-    """An EngineChoice keeps a copy of w_down, which it must make anew when the weight has changed."""
+    """An EngineChoice keeps a copy of w_down, which it must renew when the weight has changed."""
     x, ws = cases.integers(130, 264, 1000, gated)
     choice = EngineChoice(engine)
     assert_same(cases.run(engine, x, ws, choice), cases.run(engine, x, ws), "fresh")
@@ -239,7 +238,7 @@ def token_ids(sequences, positions):
 def test_an_accelerated_model_is_as_accurate_as_its_own(name, engine):
     model = hugging_face(name)
     precise = copy.deepcopy(model).float()
-    for ids in (token_ids(2, 100), token_ids(1, 5)):  # more and fewer tokens than a token tile has
+    for ids in (token_ids(2, 100), token_ids(1, 5)):  # more and fewer tokens than a token tile
         theirs, exact = model(ids).logits, precise(ids).logits.double()
         sparsellm.accelerate(model, "cuda", engine)
         for call in range(3):
@@ -281,8 +280,8 @@ def test_our_decoder_under_autocast(engine, gated):
     for _ in range(2):
         logits, out = under_autocast()
         assert_as_accurate(logits, theirs, exact, "logits")
-        # The first layer's input is the same in both, so its counts differ only where a z near zero rounds to another
-        # side.
+        # Both have the same input to the first layer, so its counts differ only where a z near zero rounds to different
+        # sides.
         assert abs(out.nnz[0] - plain.nnz[0]) <= 1 + plain.nnz[0] * 2**-8
         assert out.fired.shape == plain.fired.shape
         assert out.ce.isfinite()
@@ -291,7 +290,7 @@ def test_our_decoder_under_autocast(engine, gated):
 
 @ENGINE
 def test_where_memory_is_short_an_engine_says_so_as_torch_does(engine):
-    torch.cuda.empty_cache()  # of the large segments that earlier tests leave: they would keep one for x alone
+    torch.cuda.empty_cache()  # frees large segments of earlier tests, one of which would be kept for x alone
     x, ws = cases.normal(4096, 264, 8000, True, rate=0.05)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
@@ -319,8 +318,8 @@ def test_without_statistics_the_dense_engine_gives_the_same_y(m, gated):
 @GATED
 @pytest.mark.parametrize(("engine", "m"), [("row", 300), ("tile", 300), ("dense", 300), ("dense", 2048)])
 def test_a_threads_first_call_of_cuda_may_be_the_operators(engine, m, gated):
-    """A new thread has no CUDA context until the runtime gives it one, and tensor maps are made by the driver. The same
-    holds for autograd's own thread, whose first call may be the backward pass."""
+    """A new thread has no CUDA context until the runtime gives it one, and the driver, not the runtime, makes tensor
+    maps. The same holds for autograd's own thread, whose first call may be the backward pass."""
     x, ws = cases.integers(m, 264, 1000, gated)
     x.requires_grad_(engine != "row")
     plan, found = Plan.of(engine), []
@@ -346,8 +345,8 @@ def test_a_threads_first_call_of_cuda_may_be_the_operators(engine, m, gated):
 
 @GATED
 def test_threads_with_layers_of_other_sizes_do_not_disturb_each_other(gated):
-    """How much shared memory a kernel may use is an attribute of the kernel, which all threads share: a thread with a
-    narrow layer must not lower it for a thread with a wide one."""
+    """The shared memory limit of a kernel is an attribute that all threads share, so a thread with a narrow layer must
+    not lower it for a thread with a wide layer."""
     layers = [cases.integers(300, 264, n, gated) for n in (1000, 16_384)]
     expected = [cases.run("tile", x, ws) for x, ws in layers]
     problems = []
@@ -373,7 +372,7 @@ def test_a_compiled_model_replays_cuda_graphs_of_the_engines_it_was_captured_wit
     torch._dynamo.utils.counters.clear()
     model = sparsellm.accelerate(hugging_face("llama"), "cuda")
     for block in model.model.layers:
-        block.mlp.choice.calls[0] = 1  # else the first call would be counted, and another engine be chosen
+        block.mlp.choice.calls[0] = 1  # otherwise the first call would be counted, and another engine chosen
     ids = token_ids(4, 1)
     with torch.no_grad():
         run = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -386,7 +385,7 @@ def test_a_compiled_model_replays_cuda_graphs_of_the_engines_it_was_captured_wit
     calls = [block.mlp.choice.calls[0] for block in model.model.layers]
     for output in outputs:
         assert_equal(output, outputs[0], "a replay")
-    # inductor rounds in other places than eager PyTorch
+    # inductor rounds at other points than eager PyTorch
     assert (outputs[0] - expected).norm() <= 2**-6 * expected.norm()
     with torch.no_grad():
         run(ids, use_cache=False)

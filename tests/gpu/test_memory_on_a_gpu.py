@@ -1,4 +1,4 @@
-"""What only a GPU can show of memory: that the arithmetic holds, that a limit does, and what a real shortage does."""
+"""Memory, as only a GPU can test it: estimates agree with peaks, a limit holds, and a real shortage is survived."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from sparsellm.ops import Plan
 from sparsellm.training.memory import GIB, give_back
 
 pytestmark = pytest.mark.gpu
-# The width of the experiments, four layers of it: 5 GiB of states.
+# Four layers of the experiments' width: 5 GiB of optimizer state, weights and gradients.
 WIDE = [
     "model.vocab_size=49152", "model.hidden_size=2048", "model.intermediate_size=5632", "model.num_layers=4",
     "model.num_heads=32", "model.context_length=2048", "model.init_std=0.02", "training.sequence_length=2048",
@@ -17,7 +17,7 @@ WIDE = [
     "runtime.deterministic=false", "runtime.micro_batch_size=auto",
 ]  # fmt: skip
 TORCH = "runtime.kernels=torch"
-# Four heads of keys and values, of a width of their own, normalised, and an output matrix beside the embedding.
+# Four key/value heads with a width and norms of their own, and an output matrix separate from the embedding.
 QWEN3 = [
     "model.num_heads=16", "model.num_key_value_heads=4", "model.head_dim=192", "model.qk_norm=true",
     "model.tie_embeddings=false",
@@ -67,7 +67,7 @@ def graphs():
     ],
 )
 def test_the_arithmetic_is_within_three_percent_of_the_peak(overrides, engine, size, tmp_path):
-    """At 16, a step has one micro-batch, and its gradients come as activations go."""
+    """At 16, a step has one micro-batch, and its gradients are allocated while activations are freed."""
     before = torch.cuda.memory_allocated()
     with small_trainer(tmp_path / "run", *WIDE, *overrides, f"runtime.micro_batch_size={size}") as trainer:
         if engine == "tile":
@@ -88,9 +88,9 @@ def used_of_the_gpu():
 
 
 def test_a_limit_holds_for_all_that_the_process_has_and_is_made_use_of(tmp_path):
-    """Of sizes that divide 64, the largest that fits is at least half of what would."""
-    there = used_of_the_gpu()  # this process's context among it, and perhaps others'
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]  # of tests before
+    """Among sizes that divide 64, the largest that fits is at least half of the largest that would fit."""
+    there = used_of_the_gpu()  # including this process's context, and perhaps other processes
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]  # of earlier tests
     with small_trainer(tmp_path / "run", *WIDE, "training.batch_size=64", "runtime.memory_limit_gib=16") as trainer:
         trainer.micro_batch.choose()
         batches = trainer.data.batches(None)
@@ -139,7 +139,7 @@ def test_a_new_size_compiles_each_part_once(tmp_path):
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again_with_half(tmp_path, capsys):
-    """Something takes the memory that 8 sequences need and 4 do not."""
+    """Something else holds memory that 8 sequences need and 4 do not."""
     with small_trainer(tmp_path / "run", *WIDE, "runtime.memory_limit_gib=30") as trainer:
         trainer.micro_batch.most = 8
         trainer.micro_batch.choose()

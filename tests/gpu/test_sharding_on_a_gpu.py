@@ -1,4 +1,4 @@
-"""What only a GPU can show of models in shards. One GPU is enough: its rank then has all shards of a group of one."""
+"""Sharded models, as only a GPU can test them. One GPU is enough: its rank has all shards of a group of one."""
 
 import gc
 from dataclasses import replace
@@ -26,7 +26,7 @@ def nothing_compiled():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Has a rank make shards although there is no other, with which a run would do without."""
+    """Make a single rank shard its model, which a run would not do."""
 
     def as_one_of_two(function):
         return lambda *args: function(*args[:-1], replace(args[-1], world_size=2))
@@ -65,7 +65,7 @@ def test_shards_train_on_the_kernels_as_a_whole_model_does_and_are_saved(recompu
     for shard in ("optimizer", "full"):
         assert all(torch.equal(tensor, drawn["none"][name]) for name, tensor in drawn[shard].items())
         assert losses[shard][0] == losses["none"][0]  # the same weights and the same kernels
-        # Then attention's backward adds in any order, and what it changes is rounded to bfloat16.
+        # Later losses differ: attention's backward adds in any order, and the difference is rounded to bfloat16.
         assert losses[shard] == pytest.approx(losses["none"], rel=2**-7)
 
 
@@ -89,7 +89,7 @@ def test_a_step_in_shards_never_waits_and_compiles_nothing_after_the_first(shard
 
 @pytest.mark.usefixtures("alone")
 def test_shards_take_the_memory_that_arithmetic_says(tmp_path):
-    """Between steps 12 bytes of a parameter; within a step, `optimizer` has all weights, and `full` those in use."""
+    """Between steps: 12 bytes per parameter. Within a step, `optimizer` has all weights, and `full` those in use."""
     model = [
         "model.hidden_size=1024", "model.intermediate_size=4096", "model.num_layers=8", "model.vocab_size=4096",
         "training.batch_size=2", "runtime.micro_batch_size=1",

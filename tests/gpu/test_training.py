@@ -1,4 +1,4 @@
-"""What only a GPU can show of training: the host does not wait, nothing recompiles, a resumed run has the same bits."""
+"""Training, as only a GPU can test it: the host does not wait, nothing recompiles, a resumed run has the same bits."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from sparsellm.training import communication, plans
 
 pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]
-# small runs are deterministic unless told otherwise, and such runs have no plans
+# small runs are deterministic by default, and deterministic runs choose no engines
 PLANNED = [*CUDA, "runtime.deterministic=false"]
 
 
@@ -67,8 +67,8 @@ def test_steps_after_the_first_compile_nothing(tmp_path):
 
 
 def alternate(monkeypatch):
-    """Replace the policy, which would keep a model this small dense: layers take turns in changing their engine, some
-    at every decision."""
+    """Replace the policy, which would keep such a small model dense: layers take turns changing their engine, some at
+    every decision."""
     decisions = iter(range(1000))
 
     def choose(*_, current):
@@ -81,7 +81,7 @@ def alternate(monkeypatch):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_plans_change_without_compiling_or_waiting(recompute, tmp_path, monkeypatch):
-    """The host waits for the counts of the step before the last alone, by an event, which the debug mode allows."""
+    """The host waits only for the counts of the step before the last, through an event, which the debug mode allows."""
     alternate(monkeypatch)
     with small_trainer(tmp_path / "run", *PLANNED, f"runtime.recompute={recompute}") as trainer:
         batches, seen = trainer.data.batches(None), []
@@ -131,10 +131,10 @@ def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("stopped_after", [4, 5, 6])
 def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkeypatch):
-    """A run that is stopped before, at or after a decision makes the same decisions, and has the same bits, as a run
-    that is not: all that plans depend on is deterministic if PyTorch is."""
+    """A run that is stopped before, at or after a decision makes the same decisions, and has the same bits, as an
+    uninterrupted run: everything that engine choices depend on is deterministic if PyTorch is."""
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
-    # This policy depends on every single nonzero that was counted, and on the plan in effect.
+    # This policy depends on every nonzero that was counted, and on the current plan.
     monkeypatch.setattr(
         plans, "choose_training_engine", lambda *counted, current: Engine((round(counted[3]) + current // 2) % 2 * 2)
     )
@@ -173,7 +173,7 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("gated", ["true", "false"], ids=["gated", "nongated"])
 def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
-    """So does a step whose lists have too little room: rest_calls counts it, and the next decision gives more room."""
+    """So does a step whose lists overflow: rest_calls counts it, and the next decision gives them more capacity."""
     sums, norms = {}, {}
     overrides = [*PLANNED, "model.hidden_size=256", "model.intermediate_size=5632", f"model.gated={gated}"]
     overrides += ["model.context_length=512", "training.sequence_length=512", "runtime.micro_batch_size=8"]
@@ -190,7 +190,7 @@ def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
             assert sums[name].rest_calls.tolist() == [int(name == "small room")] * 2
             for _ in range(2):
                 trainer.advance(batches)
-            # what the policy gives for 50 nonzeros per token
+            # the policy's capacity for 50 nonzeros per token
             assert all(plan.room == ROOM for plan in trainer.plans.plans)
     # Engines round to bfloat16 in different places, so only closeness is asserted; test_gradients.py asserts exactness.
     for name in ("tile", "small room"):
@@ -236,7 +236,7 @@ def test_operators_are_as_accurate_as_dense_pytorch(m, k, n, gated, how):
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])
 def test_compressed_gradients_are_rounded_to_bfloat16(compress, tmp_path):
-    """On one rank, which adds nothing up."""
+    """On one rank, so that nothing is added up."""
     with small_trainer(tmp_path / "run", *CUDA, "runtime.compile=false") as trainer:
         expected = first_gradients(trainer)
         model = DistributedDataParallel(trainer.decoder, device_ids=[0], gradient_as_bucket_view=True)
@@ -249,7 +249,7 @@ def test_compressed_gradients_are_rounded_to_bfloat16(compress, tmp_path):
 
 
 def test_a_profile_has_the_kernels_of_its_steps_alone(tmp_path):
-    """Counted by those of the optimizer, which every step has equally many of; none is of the step before."""
+    """Checked by the optimizer's kernels, of which every step has the same number; none belongs to an earlier step."""
     counts = []
     for steps in ("[6,6]", "[8,9]"):
         with small_trainer(tmp_path / steps, *CUDA, f"runtime.profile_steps={steps}") as trainer:
@@ -263,7 +263,7 @@ def test_a_profile_has_the_kernels_of_its_steps_alone(tmp_path):
     assert 0 < counts[0] == counts[1] / 2
 
 
-# Of Qwen3 8B, but for the vocabulary and the number of layers: 6.7 GiB of states.
+# Qwen3 8B, except for the vocabulary and the number of layers: 6.7 GiB of weights, gradients and optimizer state.
 QWEN3 = [
     "model=qwen3_8b", "model.vocab_size=4096", "model.hidden_size=4096", "model.intermediate_size=12288",
     "model.num_layers=2", "model.num_heads=32", "model.context_length=1024", "model.init_std=0.02",

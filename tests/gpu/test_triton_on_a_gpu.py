@@ -1,6 +1,6 @@
-"""What the Triton kernels compute on a GPU: the adversarial cases of the CUDA kernels, fewer and smaller.
+"""Results of the Triton kernels on a GPU: the adversarial cases of the CUDA kernels, but fewer and smaller.
 
-Their driver is called as the operator would, so that the CUDA kernels may be loaded in the same process.
+Tests call the driver as the operator would, so that the CUDA kernels may be loaded in the same process.
 """
 
 import kernel_cases as cases
@@ -19,7 +19,7 @@ ENGINES = ("dense", "tile", "row")
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
-    """The process computes on the Triton kernels, and dense PyTorch is at its most accurate."""
+    """Make the process use the Triton kernels, and dense PyTorch its most accurate products."""
     try:
         backend.check("triton")
     except KernelsUnavailable as error:
@@ -33,14 +33,14 @@ def triton(monkeypatch):
 
 
 def forward(engine, x, ws, saving=False, room=320):
-    """(the operator's output, what is saved)"""
+    """(the operator's output, the saved buffer)"""
     cases.poison()
     *results, saved = backend.driver().forward(x, *layer(ws), Plan.of(engine, room), None, saving)
     return output_of(*results), saved
 
 
 def by_position(x, ws, active):
-    """The rows of `active` as the tile engine orders the tokens, which is as specified."""
+    """The rows of `active` in the tile engine's order of the tokens, which is checked against the specification."""
     from triton_order import order_of
 
     _, saved = forward("tile", x, ws, saving=True)
@@ -68,7 +68,7 @@ def check_forward(x, ws, what, engines=ENGINES):
 
 
 def stepwise_gradients(x, ws, dy):
-    """(dx, dw ...) with exact products, rounded wherever the operator rounds."""
+    """(dx, dw ...) with exact products, rounded where the operator rounds."""
     first, *up, w_down = ws
     g, h, _ = cases.stepwise(x, ws)
     u = cases.product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
@@ -99,7 +99,7 @@ def small(m, k, seed):
 @GATED
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_exact_whatever_fires(pattern, gated, monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 70)  # forward alone orders the 300 tokens, not the 129
+    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 70)  # a forward pass alone orders the 300 tokens, not 129
     for m, n in ((300, 1000), (129, 264)):
         gate = cases.small_integers(cases.firing(pattern, m, n), seed=n)
         check_forward(*cases.layer_of(gate, gated), f"{pattern}, M {m}, N {n}")
@@ -115,20 +115,20 @@ def test_exact_at_any_shape(m, gated):
 
 
 @GATED
-@pytest.mark.parametrize("m", [8192, 20_001])  # of which the policy orders the second
+@pytest.mark.parametrize("m", [8192, 20_001])  # the policy orders the second
 def test_exact_for_many_tokens(m, gated, monkeypatch):
-    monkeypatch.setattr(backend.driver(), "ALONE", 1)  # forward passes alone, too
+    monkeypatch.setattr(backend.driver(), "ALONE", 1)  # also in a forward pass alone
     fires = cases.firing("synthetic29", 256, 5632)
     x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
     drawn = torch.randint(256, (m,), device=DEVICE, generator=cases.random(m))
     check_forward(x[drawn], ws, f"M {m}")
-    if gated:  # as small integers as sums over so many tokens allow
+    if gated:  # integers small enough for exact sums over so many tokens
         check_gradients(x[drawn], ws, small(m, x.shape[1], seed=3).sign(), f"M {m}", engines=("tile",))
 
 
 @GATED
-def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated):
-    m, n = 4352, 1000  # more entries than lists that hold all of a small call
+def test_nonzeros_that_overflow_the_lists_are_not_lost(gated):
+    m, n = 4352, 1000  # more entries than the lists of a small call, which hold all
     fires = cases.firing("synthetic300", m, n)
     x, ws = cases.normal(m, 264, n, gated, rate=0.1)
     assert fires.any()

@@ -1,6 +1,6 @@
-"""What only two GPUs can show: copies and shards over NCCL, and what becomes of the other rank when one is killed.
+"""Training as only two GPUs can test it: replicas and shards over NCCL, and the end of a rank when the other is killed.
 
-As a script, under torchrun, it is a rank of the first test.
+Run as a script under torchrun, this file is a rank of the first test.
 """
 
 import json
@@ -31,7 +31,7 @@ pytestmark = [
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SHARDS = ("none", "optimizer", "full")
 STEPS = 6
-# 97 rows over two ranks make shards of different sizes, heads of 64 take flash attention.
+# 97 rows on two ranks make shards of different sizes; heads of 64 use flash attention.
 SMALL = [
     "model.vocab_size=97", "model.hidden_size=128", "model.num_heads=2", "model.intermediate_size=256",
     "runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=2",
@@ -45,7 +45,7 @@ def wholes(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def in_every_shape(folder: Path) -> None:
-    """Train and save in each way of sharing, and have each way resume what each has saved."""
+    """Train and save with each way of sharding, and resume each saved run with each way."""
     found: dict = {"losses": {}, "drawn": {}, "resumed": []}
     states, drawn = {}, {}
     with process_group("cuda") as ranks:
@@ -87,9 +87,9 @@ def test_shards_over_nccl_train_as_copies_do_and_any_shape_resumes_any_other(tmp
         found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert all(found["drawn"].values())
         for shard in SHARDS[1:]:
-            # The first cross entropy is of the same weights, by the same kernels.
+            # The first cross entropy has the same weights and kernels.
             assert found["losses"][shard][0][0] == pytest.approx(found["losses"]["none"][0][0], rel=1e-6)
-            # Then attention's backward adds in any order, and what it changes is rounded to bfloat16.
+            # Later ones differ: attention's backward adds in any order, and the difference is rounded to bfloat16.
             for step, expected in zip(found["losses"][shard], found["losses"]["none"], strict=True):
                 assert step == pytest.approx(expected, rel=2**-7)
         assert len(found["resumed"]) == len(SHARDS) ** 2

@@ -1,4 +1,4 @@
-"""The order of tokens as sparsellm.ops.triton.clusters specifies it, in plain torch: for tests, token by token."""
+"""The order of tokens that sparsellm.ops.triton.clusters specifies, in plain torch, token by token, for tests."""
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +10,13 @@ from sparsellm.ops.twell import tiles
 
 
 def of_chunk(pairs: Tensor) -> Tensor:
-    """The order of one chunk, float64 [tokens, N / 2]: where its pairs of neurons fire."""
+    """The order of one chunk, given as float64 [tokens, N / 2]: which pairs of neurons fire."""
     count, c = len(pairs), torch.arange(clusters.CLUSTERS, device=pairs.device)
     leaders = pairs[(2 * c + 1) * count // (2 * len(c))]
 
     def assign(tokens: Tensor, profiles: Tensor) -> Tensor:
         scores = len(c) * (tokens @ profiles.T) - (profiles @ leaders.T).sum(1)
-        return (scores == scores.max(1, keepdim=True).values).int().argmax(1)  # of equal ones the lowest
+        return (scores == scores.max(1, keepdim=True).values).int().argmax(1)  # of equal scores, the lowest
 
     samples = min(clusters.SAMPLES, count)
     looked_at = pairs[torch.arange(samples, device=pairs.device) * count // samples]

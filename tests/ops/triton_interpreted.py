@@ -173,7 +173,7 @@ def test_exact_at_any_shape(gated, monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
-def test_nonzeros_for_which_there_is_no_room_are_not_lost(gated, monkeypatch):
+def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
     x, ws = cases.integers(130, 24, 72, gated)
     nonzeros = int((expected(x.float(), [w.float() for w in ws], x.float())[0] != 0).sum())
     rounded = engines.ARRAY_ALIGNMENT
