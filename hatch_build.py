@@ -1,7 +1,7 @@
 """The wheel's compiled kernels: with SPARSELLM_KERNELS=PATH in the environment the wheel carries that library.
 
-A library needs no version of Python, but Linux with the C library (glibc) that its symbols ask for: the wheel's tag
-says so. Without SPARSELLM_KERNELS the wheel holds sources only, and is for any machine.
+The library does not depend on the Python version, but on Linux with the C library (glibc) that its symbols require,
+which the wheel's tag states. Without SPARSELLM_KERNELS, the wheel contains only sources, and fits any machine.
 """
 
 import os
@@ -22,7 +22,7 @@ class KernelsHook(BuildHookInterface):
         path = Path(self.root, named)
         library = path / LIBRARY if path.is_dir() else path
         if not library.is_file():
-            raise FileNotFoundError(f"SPARSELLM_KERNELS={named} is no library or folder with {LIBRARY}: `make kernels`")
+            raise FileNotFoundError(f"SPARSELLM_KERNELS={named} has no {LIBRARY}: build it with `make kernels`")
         glibc = max(int(minor) for minor in re.findall(rb"\bGLIBC_2\.(\d+)", library.read_bytes()))
         build_data["force_include"][str(library)] = f"sparsellm/kernels/{LIBRARY}"
         build_data["pure_python"] = False

@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a GPU.
+# Runs compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a GPU.
 #
-#     scripts/sanitize.sh [TOOL ...]      memcheck racecheck synccheck, unless tools are named
+#     scripts/sanitize.sh [TOOL ...]      default tools: memcheck racecheck synccheck
 #
-# PYTHON      the interpreter: .venv/bin/python if there is one, else python3
-# LOGS        where each tool's output goes: a new folder under /tmp, unless set
-# SECONDS_EACH  after which a tool is stopped and has failed: 120
+# PYTHON        the interpreter; default: .venv/bin/python if it exists, otherwise python3
+# LOGS          the folder for each tool's output; default: a new folder under /tmp
+# SECONDS_EACH  time limit per tool, after which the tool has failed; default: 120
 #
 # Exit code: 0 if every tool passed, 1 if one did not, 2 if nothing could run.
 #
-# What each tool proves here. memcheck: no access outside of a tensor; torch's caching allocator is off, so that every
-# tensor is an allocation of its own. racecheck: shared memory as threads see it; it does not follow TMA and WGMMA, the
-# asynchronous proxy, so its silence about those is no proof; nor what an mbarrier orders among ordinary loads and
-# stores: release 2025.3 calls every such pair in the tile products a race: they are left out of it. So is sort_kernel: of
-# 1,600 tokens the tool reports what all threads' BAR.SYNC separates, other pairs in every run. And so are the cases of few
-# tokens, and with them gate_pack_small, gate_pack_fewest, pack_product and row_cluster: the first, of 16, ends in an
-# internal error of the tool and an illegal access, whichever kernels are checked, as cuBLAS's products do, which are left
-# out too; memcheck finds none. synccheck: barriers are used as they may be.
-# initcheck would report reads that are meant: a packed row's first 32 or 64 bytes are loaded before its count is known.
+# What each tool proves here:
+#   memcheck   No access outside a tensor. torch's caching allocator is off, so every tensor is a separate allocation.
+#   racecheck  No race in shared memory between ordinary loads and stores. It does not follow TMA and WGMMA (the
+#              asynchronous proxy), so it proves nothing about those. These are excluded from it, with release 2025.3:
+#              - the tile products: it does not know what an mbarrier orders, and reports every such pair as a race;
+#              - sort_kernel: for 1,600 tokens it reports pairs that a BAR.SYNC of all threads separates, different pairs
+#                in every run;
+#              - the cases of few tokens, and with them gate_pack_small, gate_pack_fewest, pack_product and row_cluster:
+#                the first case, of 16 tokens, ends in an internal error of the tool and an illegal access, whichever
+#                kernels are checked; memcheck finds no illegal access there;
+#              - cuBLAS's products, which end in the same way.
+#   synccheck  Barriers are used as allowed.
+# initcheck would report intended reads: a packed row's first 32 or 64 bytes are loaded before its count is known.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,7 +40,7 @@ fi
 logs=${LOGS:-$(mktemp -d /tmp/sparsellm-sanitize.XXXXXX)}
 mkdir -p "$logs"
 
-echo "without a tool (builds the kernels if need be)"
+echo "without a tool (builds the kernels if necessary)"
 if ! "$python" -m scripts.sanitize_kernels; then
     echo "sanitize.sh: the case fails without any tool" >&2
     exit 2
@@ -44,15 +48,15 @@ fi
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY
 if [ $# -eq 0 ]; then set -- memcheck racecheck synccheck; fi
-# Which kernels are checked: ours. The option's name changed over the releases. Errors of CUDA calls that torch makes and
-# handles by itself are not ours either.
+# Only our kernels are checked, through an option whose name changed between releases. Errors of CUDA calls that torch
+# makes and handles itself are not reported.
 help=$("$sanitizer" --help 2>&1)
 only=
 for option in --kernel-name --kernel-regex; do
     if [[ $help == *"$option "* ]]; then only=$option; break; fi
 done
 if [ -z "$only" ]; then
-    echo "sanitize.sh: $sanitizer has no option to choose kernels by name (--kernel-name): take a newer one" >&2
+    echo "sanitize.sh: $sanitizer has no option to choose kernels by name (--kernel-name): use a newer one" >&2
     exit 2
 fi
 failed=0
@@ -68,7 +72,7 @@ for tool in "$@"; do
     timeout "${SECONDS_EACH:-120}" "$sanitizer" --tool "$tool" "$only" kns=sparsellm "${not[@]}" --error-exitcode 1 \
         --report-api-errors no --print-limit 20 "$python" -m scripts.sanitize_kernels "${parts[@]}" >"$logs/$tool.log" 2>&1
     code=$?
-    # The exit code alone would not tell a tool that never attached.
+    # The exit code alone would not show that a tool never attached.
     if [ $code -eq 0 ] && grep -Eq '(ERROR|RACECHECK) SUMMARY: 0 ' "$logs/$tool.log"; then
         verdict=PASS
     else

@@ -1,17 +1,17 @@
-"""One small case of each CUDA kernel, through the operators: what scripts/sanitize.sh runs under compute-sanitizer.
+"""Runs one small case of each CUDA kernel, through the operators. scripts/sanitize.sh runs it under compute-sanitizer.
 
     python -m scripts.sanitize_kernels [forward] [few] [backward] [--without-products]
 
-All parts, unless some are named; few: of few tokens.
+Runs all parts unless some are named; few: cases of few tokens.
 
-Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. This
-shows a kernel that the sanitizer stops, or that computes something else when it is slowed down. The backward part
-compares the gradients of the weights, bfloat16 and (rounded) float32, with room in the tile engine's lists and without.
-A layer has what makes kernels branch: a token that fires next to nothing, a token that fires every neuron, a neuron
-that fires for every token.
+Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. A
+difference shows a kernel that the sanitizer stopped, or that computes something else when it is slowed down. The
+backward part compares the gradients of the weights, bfloat16 and (rounded) float32, with enough capacity in the tile
+engine's lists and with too little. A layer contains the cases at which kernels branch: a token that fires almost no
+neuron, a token that fires every neuron, a neuron that fires for every token.
 
---without-products leaves out the products that the dense engine has cuBLAS compute, for under racecheck (2025.3, driver
-580) any of them ends in an illegal access, whichever kernels are checked. What depends on them is then not compared.
+--without-products skips the dense engine's products by cuBLAS, because under racecheck (2025.3, driver 580) any of them
+ends in an illegal access, whichever kernels are checked. Results that depend on them are then not compared.
 """
 
 import argparse
@@ -29,9 +29,8 @@ from torch import Tensor
 from sparsellm.ops import Plan, build, dispatch, feedforward
 from sparsellm.ops.feedforward import forward
 
-# Numbers of tokens for which there are different kernels: gate_pack up to 16, gate_pack and the row engine up to 64,
-# the row engine up to 1,535. From ORDERED_TOKENS on tokens are ordered: here of fewer than the policy orders, to be
-# fast.
+# Numbers of tokens with different kernels: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up
+# to 1,535. From ORDERED_TOKENS on tokens are ordered, which are fewer than the policy orders, to be fast.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
 FEW_TOKENS = 128  # at most
 MANY_TOKENS = 1536  # at least: fewer, the row engine's gate is a product of cuBLAS
@@ -49,13 +48,13 @@ def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
 
     x = draw(-1, 1, m, K) * (torch.rand((m, K), generator=generator) < 12 / K)
     x[:, :2] = torch.tensor([1.0, 0.0])
-    # token 1 fires next to nothing, token 2 every neuron
+    # token 1 fires almost no neuron, token 2 every neuron
     x[1, :2], x[2, :2] = torch.tensor([64.0, 0.0]), torch.tensor([1.0, 64.0])
     first = draw(-3, 3, N, K)
     first[:, 0], first[:, 1] = draw(-12, -6, N), 1
     first[7, 0] = 100  # neuron 7 fires for every token
     second = draw(-3, 3, N, K)
-    second[:, 1] = 0  # else token 2's sums would pass 2^24, above which their order matters
+    second[:, 1] = 0  # otherwise token 2's sums would exceed 2^24, above which their order matters
     ws = [first, *([second] if gated else []), draw(-2, 2, K, N)]
     return x, *ws
 
@@ -71,8 +70,8 @@ def run(engine: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """(dw of each weight, rounded to bfloat16, ..., nnz) by `engine`, on the device of the inputs, from weights of the
-    dtype `stored`. dy is 0 and 1 in turn, and dl1 is 1."""
+    """(dw of each weight, rounded to bfloat16, ..., nnz) by `engine`, on the device of the inputs, from weights of
+    dtype `stored`. dy alternates between 0 and 1, and dl1 is 1."""
     x, *ws = inputs
     ws = [w.detach().to(stored).requires_grad_() for w in ws]
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -83,7 +82,7 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 
 def leave_out_products() -> None:
-    """Let functions that do nothing take the place of torch's products, for libraries that are loaded after this."""
+    """Replace torch's products by functions that do nothing, for libraries that are loaded after this call."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "nothing.c"), Path(folder, "nothing.so")
         source.write_text("".join(f"int aoti_torch_cuda_{name}_out() {{ return 0; }}\n" for name in ("mm", "addmm")))
@@ -111,8 +110,8 @@ def main() -> int:
 def check(parts: Sequence[str], products: bool) -> list[str]:
     """Compare all cases of these parts with the reference. Returns the names of those that differ.
 
-    products: whether cuBLAS's are computed. If not, then of the dense engine only the statistics are compared, and only
-    where its own kernel computes what they are of.
+    products: whether cuBLAS's products are computed. If not, only the dense engine's statistics are compared, and only
+    where its own kernel computes them.
     """
     wrong: list[str] = []
 
@@ -155,7 +154,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
 
 
 def fusing(fused: bool) -> AbstractContextManager:
-    """The dense engine as for many tokens, or as for few."""
+    """Make the dense engine compute as for many tokens, or as for few."""
     return patch.object(dispatch, "MIN_FUSED_TOKENS", 0 if fused else 1 << 62)
 
 

@@ -44,7 +44,7 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
         with torch.cuda.stream(side):
             for _ in range(rounds):
                 busy @ busy
-        assert_same(cases.run(engine, x, ws, choice=choice), first, "beside other work")
+        assert_same(cases.run(engine, x, ws, choice=choice), first, "during other work")
     torch.cuda.synchronize()
 
 

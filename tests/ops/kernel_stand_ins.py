@@ -1,7 +1,7 @@
-"""The operators of kernels/bindings.cpp, by their schemas, in Python that computes the same on the CPU.
+"""The operators of kernels/bindings.cpp, with their schemas, in Python that computes the same results on the CPU.
 
-Every tensor that they get must be contiguous, 16-byte aligned and bfloat16 where the kernels read bfloat16. ASKED holds
-the arguments, beside tensors, of the calls of the tile engine.
+Their tensors must be contiguous, 16-byte aligned and bfloat16 where the kernels read bfloat16. ASKED has the arguments
+other than tensors of the tile engine's calls.
 """
 
 import re
@@ -113,7 +113,7 @@ def dense_forward(x, w_gate, w_up, w_down, fused, counting, saving):
     assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
     *outputs, planes = computed(x, w_gate, w_up, w_down.t().contiguous())
     if not fused:
-        planes[0] = x @ (w_up if w_gate is None else w_gate).T  # z in the place of g
+        planes[0] = x @ (w_up if w_gate is None else w_gate).T  # z in place of g
         if not counting:
             outputs[1:] = [t.flatten()[:0] for t in outputs[1:]]
     return *outputs, torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
@@ -131,7 +131,7 @@ def dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused):
 
 
 def gradients(w_gate, found):
-    """As the kernels return them: without rows where there is no w_gate."""
+    """As the kernels return them: without rows if there is no w_gate."""
     dx, *dws = found
     return [dx, *([] if w_gate is not None else [dx.new_empty(0, dx.shape[1])]), *dws]
 

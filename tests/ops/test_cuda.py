@@ -1,4 +1,4 @@
-"""What sparsellm.ops.cuda asks of the kernels, without a GPU: stand-ins take their place (kernel_stand_ins.py)."""
+"""The calls that sparsellm.ops.cuda makes, without a GPU: stand-ins replace the kernels (kernel_stand_ins.py)."""
 
 import kernel_stand_ins
 import pytest
@@ -30,7 +30,7 @@ def layer(ws):
 
 
 def forward(x, ws, plan, w_down_t=None, saving=False):
-    """FeedForwardOutput's fields, and what is saved."""
+    """FeedForwardOutput's fields, and the saved buffer."""
     y, l1, fired, counts, saved = cuda.forward(x, *layer(ws), plan, w_down_t, saving)
     return output_of(y, l1, fired, counts), saved
 
@@ -138,7 +138,7 @@ def test_inputs_of_any_layout_are_read(engine):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("engine", [Engine.dense, Engine.tile])
 def test_gradients_of_any_layout_are_read(engine):
-    """Where the l1 of several layers are stacked and weighted, autograd gives each a piece of one gradient."""
+    """If the l1 of several layers are stacked and weighted, autograd gives each a piece of one gradient."""
     x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, True, torch.bfloat16, requires_grad=False)
     dy, pieces = tokens(9, 16, torch.bfloat16, seed=3), torch.tensor([0.25, 0.37]).unbind()
     _, saved = forward(x, ws, Plan(engine), saving=True)

@@ -1,4 +1,4 @@
-"""The operators against the formulas of DESIGN §2, written out here once more and differentiated by autograd."""
+"""The operators against the formulas of DESIGN §2, which are repeated here and differentiated by autograd."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def tokens(m, k, dtype=torch.float64, seed=1):
 
 
 def operator(gated):
-    """f(x, *weights, plan), the weights being two where the layer is not gated."""
+    """f(x, *weights, plan), with two weights in a non-gated layer."""
     return feedforward if gated else lambda x, *arguments: feedforward(x, None, *arguments)
 
 
@@ -114,7 +114,7 @@ def test_bfloat16_is_as_accurate_as_dense_pytorch(gated, plan):
 @pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_a_second_derivative_is_refused(gated, plan):
-    """As of a gradient penalty: without the derivatives of g and u it would be wrong."""
+    """A gradient penalty, for example, would be wrong without the derivatives of g and u."""
     x, ws = tokens(9, 16).requires_grad_(), weights(16, 24, gated)
     gradients = torch.autograd.grad(operator(gated)(x, *ws, plan).y.square().sum(), [x, *ws], create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiated twice|no autograd formula was registered"):
@@ -124,7 +124,7 @@ def test_a_second_derivative_is_refused(gated, plan):
 @pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "registered"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_forward_mode_is_refused(gated, plan):
-    """torch would take the registered operator for a constant."""
+    """torch would treat the registered operator as a constant."""
     x, ws = tokens(9, 16), weights(16, 24, gated, requires_grad=False)
     with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward mode"):
         operator(gated)(forward_ad.make_dual(x, x), *ws, plan)
@@ -152,11 +152,11 @@ def test_either_output_may_go_without_a_gradient(gated, plan):
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
 def test_silent_neurons_have_zero_gradients(gated):
-    """Nothing flows where the gate is zero, not even the L1 term."""
+    """No gradient flows where the gate is zero, not even that of the L1 term."""
     ws = weights(16, 24, gated)
     x = tokens(7, 16).abs().requires_grad_()
     with torch.no_grad():
-        ws[0][:12] = -ws[0][:12].abs()  # negative on every positive token
+        ws[0][:12] = -ws[0][:12].abs()  # negative for every positive token
     out = operator(gated)(x, *ws, None)
     (out.y.sum() + out.l1).backward()
     assert not out.fired[:12].any()

@@ -1,4 +1,4 @@
-"""The rounds in which candidates are timed, on a GPU that the tests make up."""
+"""The rounds in which candidates are timed, on a simulated GPU."""
 
 import torch
 
@@ -6,7 +6,7 @@ from sparsellm.ops import gpu_timing
 
 
 def test_rounds_that_the_host_was_too_slow_for_are_repeated(monkeypatch):
-    hosts = iter([0.0005, 0.0005, *[0.1] * 3, *[0.0005] * 5])  # of two first calls, then of the rounds
+    hosts = iter([0.0005, 0.0005, *[0.1] * 3, *[0.0005] * 5])  # for two first calls, then for the rounds
     seen = []
 
     def events(runs):

@@ -1,6 +1,6 @@
-"""The build of the kernels: each compiles without spills, and the cache survives many ranks and sudden death.
+"""The build of the kernels: each compiles without spills, and the cache survives many ranks and kills.
 
-What concerns the cache runs with a compiler that is a shell script, so that it is quick and needs no CUDA.
+Tests of the cache use a shell script as compiler, so that they are quick and need no CUDA.
 """
 
 import os
@@ -31,7 +31,7 @@ def nvcc():
     try:
         return compiler.nvcc()
     except KernelsUnavailable as reason:
-        if os.environ.get("SPARSELLM_NVCC") == "required":  # as .ci/run says
+        if os.environ.get("SPARSELLM_NVCC") == "required":  # as in .ci/run
             raise
         pytest.skip(str(reason))
 
@@ -48,13 +48,13 @@ def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path)
     )
     assert done.returncode == 0, done.stdout
     assert [row for row in resources(done.stdout) if row.spills] == []
-    assert "Performance Loss" not in done.stdout  # ptxas puts waits between the instructions of a wgmma chain
+    assert "Performance Loss" not in done.stdout  # ptxas would warn that it serializes a chain of wgmma
     (ptx,) = tmp_path.glob("*.ptx")
     assert split_stores(ptx.read_text()) == []  # ptx::st_global_v4 stores 16 bytes at once
 
 
 def split_stores(ptx: str) -> list[str]:
-    """Four words side by side, stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
+    """Four adjacent words stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
     stores = re.findall(r"st\.global\.[ubf]32\s+\[(%rd\d+)(?:\+(-?\d+))?\], (%\w+);", ptx)
     runs = zip(*(stores[i:] for i in range(4)), strict=False)
     return [
@@ -62,7 +62,7 @@ def split_stores(ptx: str) -> list[str]:
         for run in runs
         if len({base for base, _, _ in run}) == 1
         and [int(at or 0) - int(run[0][1] or 0) for _, at, _ in run] == [0, 4, 8, 12]
-        and len({value for _, _, value in run}) > 1  # a word four times may well be cleared so
+        and len({value for _, _, value in run}) > 1  # one word stored four times may be a clear
     ]
 
 
@@ -105,7 +105,7 @@ echo made > "$out"
 
 
 class Workshop:
-    """A compiler, two sources and a cache, all of them small and our own."""
+    """A small compiler, two sources and a cache, made for the tests."""
 
     def __init__(self, folder: Path):
         self.folder, self.kernels, self.cache = folder, folder / "kernels", folder / "cache" / "kernels"
@@ -137,7 +137,7 @@ class Workshop:
         )  # fmt: skip
 
     def hold(self) -> Path:
-        """While the file is there, linking does not end."""
+        """While the file exists, linking does not end."""
         hold = self.folder / "hold"
         hold.touch()
         return hold
@@ -204,7 +204,7 @@ def test_without_nvcc_the_cache_serves(workshop, monkeypatch):
 
 
 def without_nvcc(monkeypatch, *pip: Path):
-    """No compiler, but for one in the site-packages of `pip`."""
+    """No compiler except one in the site-packages of `pip`."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(compiler, "TOOLKIT", Path("/nowhere"))
@@ -364,7 +364,7 @@ class TestLoading:
     def test_a_library_that_does_not_load_is_named(self, monkeypatch, workshop):
         self.machine(monkeypatch)
         with pytest.raises(KernelsUnavailable, match=r"do not load .*remove .*cache/kernels"):
-            build.load()  # for it is a text file
+            build.load()  # because it is a text file
 
     @pytest.mark.parametrize("rank", [None, "0", "3"])
     def test_unavailable_kernels_are_announced_once_by_rank_0(self, monkeypatch, capsys, rank):
@@ -381,7 +381,7 @@ class TestLoading:
 
 
 def made(library: Path) -> Path:
-    """A library of the sources there are now, as the linker marks it."""
+    """A library of the current sources, as the linker marks it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_bytes(b"\x7fELF note GNU\0" + bytes.fromhex(compiler.build_id()) + b" code")
     return library
@@ -475,7 +475,7 @@ def test_make_kernels_shows_a_compile_error(monkeypatch, capsys, workshop):
 
 
 def test_a_library_is_linked_without_a_cuda_build_of_torch_and_asks_for_it(nvcc, tmp_path, monkeypatch):
-    """Linking passes --no-undefined: whatever the kernels need is in torch_cpu, the C library or the stand-in."""
+    """Linking passes --no-undefined: everything the kernels need is in torch_cpu, the C library or the stub."""
     folder, sources = tmp_path / "built", tmp_path / "kernels"
     folder.mkdir()
     sources.mkdir()

@@ -1,5 +1,5 @@
-"""The Triton kernels without a GPU: their logic in Triton's interpreter, and every kernel compiled for every GPU that
-is promised, with its resources held to that GPU's limits. On a GPU: tests/gpu/test_triton_on_a_gpu.py."""
+"""The Triton kernels without a GPU: their logic in Triton's interpreter, and every kernel compiled for every supported
+GPU, with its resources held to that GPU's limits. On a GPU: tests/gpu/test_triton_on_a_gpu.py."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_laye
 from sparsellm.ops.triton import limits, tuning
 
 KB = 1 << 10
-# The shared memory of a block, and the block sizes that the GPU takes.
+# Shared memory per block, and the block sizes for the GPU.
 GPUS = {
     ("cuda", 80): (163 * KB, tuning.SMALL),
     ("cuda", 86): (99 * KB, tuning.SMALL),
@@ -31,7 +31,7 @@ FILE_REGISTERS = {"cuda": 65_536, "hip": 131_072}
 
 
 def test_the_kernels_compute_the_operator_in_tritons_interpreter():
-    """One process, because the interpreter is chosen before kernels are imported, and for all of a process."""
+    """In a process of its own, because the interpreter is chosen before kernels are imported, for the whole process."""
     path = Path(__file__).with_name("triton_interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
@@ -42,10 +42,10 @@ def test_the_kernels_compute_the_operator_in_tritons_interpreter():
 
 @pytest.mark.parametrize(("gpu", "limit"), GPUS.items(), ids=[f"{backend}-{name}" for backend, name in GPUS])
 def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that what is tested is compiled
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that everything is compiled again
     backend, architecture = gpu
     shared, sizes = limit
-    most = gpu == ("cuda", 90)  # the others compile what needs most
+    most = gpu == ("cuda", 90)  # the others compile the largest kernels
     launches = of_layers(sizes, k=2048, n=5632, gated=(True, False) if most else (True,))
     assert len(launches) > 25
     if most:
@@ -92,12 +92,12 @@ def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path,
 
 
 def within_limits(launches, gpu):
-    """Each launch with its assembly, compiled, held to the limits of the GPU and to the rule of early starts."""
+    """Each launch with its assembly, compiled, held to the limits of the GPU and to the rules of early starts."""
     for launch in launches:
         found = compiled(launch, *gpu)
         what = f"{launch.kernel} {launch.arguments} on {gpu[1]}: {found[:3]}"
         assert found.shared <= GPUS[gpu][0], what
-        # Of float16's products NVIDIA's assembler keeps up to 24 bytes on the stack, for it takes 72 or 80 registers.
+        # For float16 products, NVIDIA's assembler keeps up to 24 bytes on the stack: it uses only 72 or 80 registers.
         half = launch.kernel == "matrix_vector" and launch.arguments["weight"] == "*fp16"
         assert found.spills <= (24 if half else 0), what
         assert found.registers * launch.options["num_warps"] * WARP[gpu[0]] <= FILE_REGISTERS[gpu[0]], what
@@ -106,8 +106,8 @@ def within_limits(launches, gpu):
 
 
 def assert_what_comes_before_the_wait(launch, assembly, waits):
-    """A kernel that starts before the one ahead has ended reads until then what no kernel of the chain writes: weights,
-    and where sequences are. It lets the next one start once, after that."""
+    """A kernel that starts before the previous one has ended first reads only what no kernel of the chain writes:
+    weights and the positions of sequences. After its wait, it lets the next one start, once."""
     assert assembly.count("griddepcontrol.wait") == assembly.count("griddepcontrol.launch_dependents") == waits
     if waits:
         before, _, after = assembly.partition("griddepcontrol.wait")
@@ -144,7 +144,7 @@ def test_kernels_of_prompts_compile_within_the_limits_of_the_gpu(gpu, tmp_path, 
 
 
 def test_kernels_are_launched_where_their_inputs_are(monkeypatch):
-    """Triton launches on the current device. That of a layer may be another one, as in a model on several GPUs."""
+    """Triton launches on the current device. A layer may be on another device, as in a model on several GPUs."""
     current, launch_of = [], Recorder.__getitem__
 
     @contextlib.contextmanager

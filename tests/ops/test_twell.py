@@ -1,4 +1,4 @@
-"""The packed format: what it holds, that nothing is lost, and that C++ means the same."""
+"""The packed format: its contents, that it loses nothing, and that C++ has the same constants."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def bits(h):
 
 
 def poisoned(packed):
-    """With garbage wherever the format says undefined."""
+    """Fill everything that the format leaves undefined with garbage."""
     words = segments(packed.words)
     counts = words[..., :1]
     fits = counts < WORDS
@@ -63,7 +63,7 @@ def check(h):
 
 
 def heavy_tailed(m, n, density, seed=0):
-    """Rates that differ from neuron to neuron and from token to token, some of them zero."""
+    """Rates that differ between neurons and between tokens, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
     neurons = torch.randn(n, generator=generator).mul(1.5).exp() * (torch.rand(n, generator=generator) > 0.3)
     of_tokens = torch.randn(m, 1, generator=generator).exp()

@@ -1,7 +1,7 @@
-"""What the Triton kernels compute, in Triton's interpreter: run by test_triton.py in a process of its own.
+"""Results of the Triton kernels in Triton's interpreter. test_triton.py runs this file in a process of its own.
 
-The layers and patterns are those of the tests on a GPU, small, in float32 and float16 (the interpreter's products in
-bfloat16 are wrong). Their entries are small integers, so there is one right answer.
+The layers and patterns are those of the tests on a GPU, but small, in float32 and float16 (the interpreter's bfloat16
+products are wrong). Their entries are small integers, so there is one right answer.
 """
 
 import sys
@@ -27,14 +27,14 @@ from sparsellm.ops.triton import clusters, engines, plan, tuning
 cases.DEVICE = "cpu"
 DL1 = 0.5
 DTYPES = (torch.float32, torch.float16)
-# Those that are alike at 264 neurons are left out.
+# Without those that are equal at 264 neurons.
 PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
 assert plan.triton.knobs.runtime.interpret
 
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Large parts, for the interpreter's time is that of its steps."""
+    """Large parts, because the interpreter's time grows with its steps."""
     monkeypatch.setattr(engines, "PLAN", {"ROWS": 16, "WORDS": 16})
     monkeypatch.setattr(engines, "ROWS", 64)
     monkeypatch.setattr(engines, "REGROUP", {"ROWS": 64, "WORDS": 8})
@@ -44,7 +44,7 @@ def small_programs(monkeypatch):
 
 @pytest.fixture
 def ordered(monkeypatch):
-    """Tokens are ordered however few there are, in 16 clusters."""
+    """Order tokens even if there are few, in 16 clusters."""
     monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 1)
     for name, value in {"CLUSTERS": 16, "SAMPLES": 100, "MEMBERS": 20}.items():
         monkeypatch.setattr(clusters, name, value)
@@ -60,7 +60,7 @@ def product(a, w):
 
 
 def expected(x, ws, dy):
-    """(g, h, y, [dx, dw ...]) with exact products, rounded wherever the operator rounds."""
+    """(g, h, y, [dx, dw ...]) with exact products, rounded where the operator rounds."""
     first, *up, w_down = ws
     g = torch.relu(product(x, first))
     u = product(x, up[0]).float() if up else torch.ones_like(g, dtype=torch.float32)
@@ -73,7 +73,7 @@ def expected(x, ws, dy):
 
 
 def check(x, ws, what, dtype=torch.float32, engine="tile", rest=0, room=320):
-    """The results of an engine on a layer, whose memory holds no zeros by chance."""
+    """The results of an engine on a layer; its memory never contains zeros by chance."""
     x, *ws = (t.to(dtype) for t in (x, *ws))
     dy = torch.randint(-2, 3, x.shape, generator=cases.random(len(x))).to(dtype)
     g, h, y, gradients = expected(x, ws, dy)
@@ -133,7 +133,7 @@ def test_exact_at_any_shape_in_another_order(ordered, monkeypatch):
 
 
 def test_similar_tokens_share_tiles(monkeypatch):
-    """Of tokens of 8 kinds, each fires 30 neurons of its kind's 64."""
+    """Tokens of 8 kinds; each token fires 30 of its kind's 64 neurons."""
     monkeypatch.setattr(clusters, "CLUSTERS", 32)
     m, kinds = 512, 8
     fires, draw = torch.zeros((m, kinds, 64), dtype=torch.bool), cases.random(1)
@@ -150,7 +150,7 @@ def test_similar_tokens_share_tiles(monkeypatch):
 
 
 def test_neurons_that_fire_for_the_same_tokens_share_tiles():
-    """Of 128 neurons, every other one fires for the first half of 256 tokens, the others for the second."""
+    """Every other of 128 neurons fires for the first half of 256 tokens, the others for the second half."""
     fires = (torch.arange(256)[:, None] < 128) == (torch.arange(128)[None, :] % 2 == 0)
     x, ws = cases.layer_of(torch.where(fires, 1.0, -1.0), gated=True)
     kept = engines._found(check(x, ws, "halves"), x.float(), 128, True)
@@ -232,7 +232,7 @@ def test_no_tokens():
 
 def test_the_length_of_what_is_saved_is_foretold_and_checked(ordered, monkeypatch):
     x, ws = cases.integers(20, 16, 40)
-    x, *ws = (t.half() for t in (x, *ws))  # of the size of bfloat16
+    x, *ws = (t.half() for t in (x, *ws))  # as wide as bfloat16
     *_, longer = engines.forward(x, *ws, Plan.of("tile"), None, True)
     assert len(longer) == engines.saved_bytes(20, 40, 320, gated=True)
     monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 21)
@@ -255,7 +255,7 @@ def test_block_sizes_fit_each_other():
 
 
 def turned(heads, kv_heads, norms, cos, sin):
-    """Queries and keys of one token's heads [H + 2 H_kv, D], normalised and rotated in float64, and its values: all in
+    """Queries and keys of one token's heads [H + 2 H_kv, D], normalized and rotated in float64, and its values: all in
     the dtype of the heads."""
     q, k, v = heads.double().split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
     if norms is not None:
@@ -269,7 +269,7 @@ def turned(heads, kv_heads, norms, cos, sin):
 
 
 def attention(heads, norms, cos, sin, lengths, keys, values):
-    """What `attend_to_the_past` computes, sequence by sequence and head by head, in float64."""
+    """The results of `attend_to_the_past`, sequence by sequence and head by head, in float64."""
     size, _, kv_heads, width = keys.shape
     shared, out = (heads.shape[1] - 2 * kv_heads) // kv_heads, []
     for b, length in enumerate(lengths.tolist()):
@@ -281,17 +281,17 @@ def attention(heads, norms, cos, sin, lengths, keys, values):
     return torch.stack(out).view(size, -1, width)
 
 
-# In float16 heads, weights of a sum and results are rounded by 2^-11 each, of numbers up to 4.
+# In float16, heads, weights of a sum and results are each rounded by 2^-11, for numbers up to 4.
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 @pytest.mark.parametrize(
     ("sharing", "kv_heads", "width", "normed", "positions", "lengths"),
     [
-        (1, 2, 64, False, 192, [0, 130, 191]),  # one query head to a head of keys
-        (2, 2, 48, True, 64, [1, 16, 63]),  # heads that are normalised, and no power of two wide
+        (1, 2, 64, False, 192, [0, 130, 191]),  # one query head per key head
+        (2, 2, 48, True, 64, [1, 16, 63]),  # normalized heads whose width is not a power of two
         (20, 1, 32, False, 64, [1, 40]),  # more query heads than a product's rows
-        (2, 1, 64, True, 2048, [3, 1500]),  # in two parts, of which one is empty
+        (2, 1, 64, True, 2048, [3, 1500]),  # in two parts, one of them empty
         (1, 2, 64, False, 2048, [2047]),  # the last position of all
-        (1, 3, 32, True, 7000, [900, 6999]),  # in four parts, for six would be no power of two
+        (1, 3, 32, True, 7000, [900, 6999]),  # in four parts, because six would not be a power of two
         (4, 1, 24, False, 9000, [8000]),  # in eight
     ],
 )
@@ -307,7 +307,7 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
     cos, sin = draw(positions, width), draw(positions, width)
     cos, sin = (torch.cat([table[:, : width // 2]] * 2, -1) for table in (cos, sin))
     keys, values = (draw(size, positions, kv_heads, width).to(dtype) for _ in range(2))
-    for cache in (keys, values):  # what is behind the last token may be anything
+    for cache in (keys, values):  # memory after the last token may have any content
         for b, length in enumerate(lengths):
             cache[b, length:] = torch.nan
     expected_keys, expected_values = keys.clone(), values.clone()
@@ -322,7 +322,7 @@ def test_attention_of_one_token(sharing, kv_heads, width, normed, positions, len
 ACTIVATIONS = {"": lambda a: a, "relu": torch.relu, "silu": torch.nn.functional.silu}
 
 
-# In float16 the factors of a product are rounded, each by 2^-11, and the product once more.
+# In float16, each factor of a product is rounded by 2^-11, and so is the product.
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("given", ["x", "x + y", "norm(x)", "norm(x + y)"])
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def small_generator(model, width, layers, head_dim):
     settings = MODELS[model] | ({"head_dim": head_dim} if model == "qwen3" else {})
     config = ModelConfig(96, width, 128, layers, 4, context_length=64, init_std=0.1, **settings)
     decoder = Decoder(config, Activation.silu if model == "silu" else Activation.relu)
-    for parameter in decoder.parameters():  # norms and biases are not all ones and zeros
+    for parameter in decoder.parameters():  # so that norms and biases are not all ones and zeros
         parameter.data += 0.3 * torch.randn(parameter.shape)
     return generation.Generator(decoder, kernels=None)
 
@@ -408,8 +408,8 @@ def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch)
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-# Rounded to float16 or bfloat16, a number is wrong by up to 2^-11 or 2^-8, and two roundings of about the same number
-# may part by twice as much.
+# Rounding to float16 or bfloat16 changes a number by up to 2^-11 or 2^-8, so two roundings of about the same number may
+# differ by twice that.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
@@ -418,7 +418,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 def test_a_sum_and_its_norm(rows, width, dtype):
     random = torch.Generator().manual_seed(0)
     x, y, weight = (torch.randn(shape, generator=random) for shape in ((rows, width), (rows, width), (width,)))
-    x *= torch.logspace(-2, 2, rows)[:, None]  # each row has a scale of its own
+    x *= torch.logspace(-2, 2, rows)[:, None]  # each row has its own scale
     y = y.to(dtype)
     before = x.clone()
     both, normed = pointwise.sum_norm(x, y, weight, 0.1, dtype)
@@ -429,7 +429,7 @@ def test_a_sum_and_its_norm(rows, width, dtype):
 
 
 def tables(positions, width):
-    """Tables of a rotation, of which the second half of each row is not to be read."""
+    """Tables of a rotation; the second half of each row must not be read."""
     halves = torch.randn(2, positions, width // 2, generator=torch.Generator().manual_seed(1))
     return halves, torch.cat([halves, torch.full_like(halves, torch.nan)], -1)
 
@@ -439,10 +439,10 @@ def tables(positions, width):
     ("sharing", "kv_heads", "width", "normed", "lengths"),
     [
         (1, 2, 64, False, [3, 3]),  # no padding
-        (3, 2, 48, True, [1, 5, 2]),  # heads that are normalised, and no power of two wide
-        (20, 2, 32, False, [2, 1]),  # more heads than a step
-        (2, 20, 32, True, [4]),  # and more heads of keys
-        (7, 1, 10, True, [1, 2]),  # fewer and narrower heads than a step
+        (3, 2, 48, True, [1, 5, 2]),  # normalized heads whose width is not a power of two
+        (20, 2, 32, False, [2, 1]),  # more heads than one step processes
+        (2, 20, 32, True, [4]),  # more key heads than one step processes
+        (7, 1, 10, True, [1, 2]),  # fewer and narrower heads than one step processes
     ],
 )
 def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed, lengths, dtype, monkeypatch):
@@ -454,7 +454,7 @@ def test_heads_of_prompts_are_turned_and_placed(sharing, kv_heads, width, normed
     keys, values = torch.full((2, len(lengths), positions, kv_heads, width), torch.nan, dtype=dtype)
     theirs = keys.clone(), values.clone()
     expected = torch.zeros(len(lengths), longest, count, width, dtype=dtype)
-    for cache in theirs:  # zeros behind a sequence's end, and nothing behind that of the longest one
+    for cache in theirs:  # zeros after a sequence's end, nothing after the end of the longest one
         cache[:, :longest] = 0
     places = [(b, t) for b, length in enumerate(lengths) for t in range(length)]
     for row, (b, t) in enumerate(places):
@@ -475,7 +475,7 @@ def test_prompts_by_kernels_are_those_of_pytorch(model, given, monkeypatch):
     for by_kernels in (False, True):
         monkeypatch.setattr(layer_forward, "by_kernels", lambda _, chosen=by_kernels: chosen)
         batch, drawn = generation.Batch(made.config, len(given), 16, made.device, torch.float32), KeptLogits()
-        for cache in (batch.keys, batch.values):  # an earlier stream has left what is no number
+        for cache in (batch.keys, batch.values):  # as if an earlier stream had left NaN
             cache.fill_(torch.nan)
         with torch.no_grad():
             made._prefill(batch, given, drawn)

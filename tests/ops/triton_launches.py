@@ -1,4 +1,4 @@
-"""What the Triton driver launches, recorded without a GPU, and compiled ahead of time for any GPU."""
+"""The launches of the Triton driver, recorded without a GPU, and compiled ahead of time for any GPU."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ OPTIONS = ("num_warps", "num_stages")
 
 
 class Launch(NamedTuple):
-    """One launch: a kernel and all that its compilation depends on."""
+    """One launch: a kernel and everything that its compilation depends on."""
 
     kernel: str
     arguments: dict[str, Any]  # by name: the type of a pointer or number, or a constant's value
@@ -48,7 +48,7 @@ class Resources(NamedTuple):
 
 
 class Recorder:
-    """Takes the place of a kernel, and records its launches."""
+    """Replaces a kernel, and records its launches."""
 
     def __init__(self, kernel: Any, found: dict[str, Launch]) -> None:
         self.kernel, self.found = kernel, found
@@ -79,7 +79,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(sizes: tuning.Tuning) -> Iterator[dict[str, Launch]]:
-    """All kernels are recorded while the driver runs on the CPU, with the block sizes `sizes`."""
+    """Record all kernels while the driver runs on the CPU, with the block sizes `sizes`."""
     found: dict[str, Launch] = {}
     with contextlib.ExitStack() as stack:
         for module in MODULES:
@@ -128,7 +128,7 @@ def of_decoding(
 
 
 def of_prompts(k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[Launch]:
-    """Every launch for two prompts of up to three tokens, beside products, attention and the operator."""
+    """Every launch for two prompts of up to three tokens, except products, attention and the operator."""
     with recording(tuning.SMALL) as found:
         projected, norm = torch.zeros((5, heads + 2 * kv_heads, width), dtype=dtype), torch.zeros(width)
         cache, table = projected.new_zeros((2, 64, kv_heads, width)), torch.zeros((64, width))
@@ -143,8 +143,8 @@ def of_prompts(k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype
 
 
 def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources:
-    """The resources of a launch's kernel on an NVIDIA GPU ("cuda", 90) or an AMD one ("hip", "gfx942"). A kernel that
-    can start before the one ahead has ended does so from compute capability 9.0 on."""
+    """The resources of a launch's kernel on an NVIDIA GPU ("cuda", 90) or an AMD GPU ("hip", "gfx942"). Kernels that
+    can start before the previous one has ended do so from compute capability 9.0 on."""
     starts_early = backend == "cuda" and int(architecture) >= 90
     kernel = next(getattr(module, launch.kernel) for module in MODULES if hasattr(module, launch.kernel))
     names = [parameter.name for parameter in kernel.params]
@@ -170,7 +170,7 @@ def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources
 
 
 def bytes_read(launch: Launch, assembly: str) -> Counter[str]:
-    """By name of an argument: how many bytes of it a thread loads in this beginning of a kernel's PTX."""
+    """By argument name: how many bytes of the argument a thread loads in this first part of a kernel's PTX."""
     names = [name for name, value in launch.arguments.items() if is_passed(value)]
     of_register: dict[str, set[str]] = {}
     found: Counter[str] = Counter()
@@ -188,5 +188,5 @@ def bytes_read(launch: Launch, assembly: str) -> Counter[str]:
 
 
 def is_passed(value: Any) -> bool:
-    """Whether this is an argument of the compiled kernel, not a constant in it."""
+    """Whether this is an argument of the compiled kernel rather than a constant in it."""
     return isinstance(value, str) and value in {*TYPES.values(), "i32", "fp32"}
