@@ -33,11 +33,10 @@ class Command(NamedTuple):
 
 
 def commands(document: Path) -> list[Command]:
-    """The command lines of a document's indented or fenced blocks, and of code within its sentences."""
+    """The command lines of a document's fenced blocks, and of code within its sentences."""
     text = document.read_text().replace("\\\n", " ")
-    blocks = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    blocks += [line for block in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
-    inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^(    [^\n]*|```.*?^```)$", "", text, flags=re.M | re.S))
+    blocks = [line for block in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+    inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     found = []
     for line in [*blocks, *(" ".join(code.split()) for code in inline)]:
         if not line.startswith(BEGINNINGS):
@@ -93,11 +92,9 @@ def test_commands_are_found_in_blocks_and_in_sentences(tmp_path):
     document = tmp_path / "X.md"
     document.write_text("""Say `sparsellm COMMAND`:
 
-    torchrun ... --nproc_per_node 8 -m sparsellm.train b=2 \\
-        'c=[3, 4]'  # why
-    sparsellm.accelerate(model)
-
-```
+```bash
+torchrun ... --nproc_per_node 8 -m sparsellm.train b=2 \\
+    'c=[3, 4]'  # why
 python -m sparsellm.analyze d=5
 ```
 Or `sparsellm train
@@ -106,6 +103,18 @@ a=1`.
     assert [(c.name, c.arguments, c.ranks) for c in commands(document)] == [
         ("train", ["b=2", "c=[3, 4]"], 8), ("analyze", ["d=5"], 1), ("train", ["a=1"], 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if d != HISTORY], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_code_blocks_are_fenced_and_name_their_language(document):
+    fences = re.findall(r"^ *```(.*)$", document.read_text(), re.M)
+    assert len(fences) % 2 == 0, f"{document.name} has a block that does not end"
+    assert all(fences[::2]), f"{document.name} has a block without a language"
+    outside = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.M | re.S)
+    indented = [line for line in outside.splitlines() if re.match(r"    +(?![-*|\d ])", line)]
+    assert not indented, f"{document.name} has a block without fences: {indented[0]}"
 
 
 def test_the_readme_is_short():
