@@ -21,8 +21,8 @@ namespace sparsellm {
 constexpr int kFinishWarps = 3;
 constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; __syncthreads uses 0
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs of rounds up to p
-// + 2. So the first CTA starts round p + 3 at most, and during that round it draws the pair of round p + 5. Six pairs
+// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs of rounds up to
+// p + 2. So the first CTA starts round p + 3 at most, and during that round it draws the pair of round p + 5. Six pairs
 // can therefore be in use at once, those of rounds p to p + 5. If the kernel does not count fired neurons, the
 // finishing warps do not wait for one another, and one of them may be a round ahead: seven.
 constexpr int kRounds = 8;

@@ -1,6 +1,6 @@
 // dense_hidden: h = relu(x w_gate^T) * (x w_up^T) as a dense matrix, and the statistics: l1, which neurons fire, how
-// many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null): h =
-// relu(x w_gate^T).
+// many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null):
+// h = relu(x w_gate^T).
 //
 // A product of pairs (common/pairs.cuh). In a gated layer, a column tile of 256 columns is 128 neurons twice: 128 rows
 // of w_gate, which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second CTA fetches. So

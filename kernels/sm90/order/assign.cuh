@@ -79,11 +79,11 @@ __device__ __forceinline__ void compare_profiles(const Order& order, int index, 
   }
 }
 
-// Sets a cluster's bias, the part of its score that does not depend on the token: score = 128 * weighted overlap +
-// bias, with bias = 127 - cluster - 128 * price. So the low seven bits of the largest score are the cluster's number,
-// and the lowest of equally good clusters wins. A cluster that does not exist gets a bias with which it never wins.
-// bias is [4][8], in the order in which best_score reads it: entry j, then lane 4 s + w, has clusters 32 w + 8 b + 4 s
-// + j for b = 0..3.
+// Sets a cluster's bias, the part of its score that does not depend on the token:
+// score = 128 * weighted overlap + bias, with bias = 127 - cluster - 128 * price. So the low seven bits of the largest
+// score are the cluster's number, and the lowest of equally good clusters wins. A cluster that does not exist gets a
+// bias with which it never wins. bias is [4][8], in the order in which best_score reads it: entry j, then lane 4 s + w,
+// has clusters 32 w + 8 b + 4 s + j for b = 0..3.
 __device__ __forceinline__ void set_bias(int4 (&bias)[kClusters / 4], const Chunk& chunk, int cluster, int price) {
   const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
   reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =

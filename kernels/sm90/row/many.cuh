@@ -87,10 +87,10 @@ struct UnitRange {
   }
 };
 
-// One warp and its unit. Columns are processed in pieces of 256 kVectors: of a piece, this lane has vectors 0 .. valid
-// - 1, the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so every lane
-// has columns. Arrays in registers are locals, passed by reference: as members, they would keep the scalars next to
-// them in local memory until loops are unrolled.
+// One warp and its unit. Columns are processed in pieces of 256 kVectors: of a piece, this lane has vectors
+// 0 .. valid - 1, the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so
+// every lane has columns. Arrays in registers are locals, passed by reference: as members, they would keep the scalars
+// next to them in local memory until loops are unrolled.
 template <int kVectors, bool kFull, bool kGated>
 struct ManyWarp {
   static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight

@@ -56,9 +56,9 @@ struct Tables {
   }
 };
 
-// A row as its warp reads it: position p of the warp's sequence (four positions per quad) is the row's nonzero p +
-// offset, if that, modulo 2 ** 32, is less than `count`. An example of two rows with 5 and 9 nonzeros: the first has
-// positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
+// A row as its warp reads it: position p of the warp's sequence (four positions per quad) is the row's nonzero
+// p + offset, if that, modulo 2 ** 32, is less than `count`. An example of two rows with 5 and 9 nonzeros: the first
+// has positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
 struct alignas(16) Row {
   uint32_t offset, start, count;
   uint32_t place;  // place of the row's value in slot 0

@@ -16,9 +16,9 @@
 // unrolled, and the compiler does not redo the simplifications that come before unrolling: the producer's loop was then
 // ordered differently.
 //
-// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once; dh +
-// dl1 sign(h) is in float32, and multiplied by g or u it is rounded to bf16 once. l1 is summed in float32 in a fixed
-// order. The results are deterministic: which CTA computes an item changes no bit.
+// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once;
+// dh + dl1 sign(h) is in float32, and multiplied by g or u it is rounded to bf16 once. l1 is summed in float32 in a
+// fixed order. The results are deterministic: which CTA computes an item changes no bit.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -123,8 +123,8 @@ struct Problem {
   }
 };
 
-// The rows of a group that a lane of the producer copies, 16 of the 128 bytes of a stage each: rows lane / 8, lane / 8
-// + 4, ...
+// The rows of a group that a lane of the producer copies, 16 of the 128 bytes of a stage each: rows lane / 8,
+// lane / 8 + 4, ...
 using LaneRows = const uint8_t* [8];
 
 __device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int64_t pitch, uint32_t chunk,
