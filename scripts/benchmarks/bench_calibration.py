@@ -9,14 +9,12 @@ more than 10% behind, it prints what each engine took, and what the calibration 
 SKIP times as long as dense, by the calibration, is not timed: it is not the fastest.
 """
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.benchmarks import harness
 from sparsellm.calibration import measure, report
 from sparsellm.calibration.layer import Call, Firing, Layer
 from sparsellm.ops import backend
@@ -99,15 +97,14 @@ def explain(cell: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--kernels", choices=("cuda", "triton", "auto"), default="auto")
     parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="KxN")
     parser.add_argument("--m", type=int, nargs="+", default=TOKENS, help="tokens")
-    parser.add_argument("--json", type=Path, help="every cell goes into this file")
     args = parser.parse_args()
     backend.load(args.kernels)
     kernels = backend.loaded() or "cuda"
-    print(f"{torch.cuda.get_device_name()}, {backend.NAMES[kernels]}, torch {torch.__version__}")
+    print(f"{harness.gpu()}, {backend.NAMES[kernels]}")
     everything: list[dict[str, Any]] = []
     for name in args.layers:
         width, neurons = (int(size) for size in name.split("x"))
@@ -127,8 +124,7 @@ def main() -> None:
         everything += [{"layer": name, **cell} for cell in found]
         del layer
     show("all layers", everything)
-    if args.json:
-        args.json.write_text(json.dumps(everything, indent=1))
+    harness.write(args.json, everything)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,6 @@ log-probabilities of continuations are from those of `hf` at its first batch siz
 option is the likeliest.
 """
 
-import argparse
-import copy
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +25,8 @@ import torch
 from torch import nn
 
 import sparsellm
-from scripts.benchmarks import patterns
-from scripts.benchmarks.bench_model import MODEL, random_model
+from scripts.benchmarks import harness, patterns
+from scripts.benchmarks.bench_model import MODEL, random_model, sharing_copy
 from scripts.benchmarks.shaped_models import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
 from sparsellm.calibration import chosen_by
 from sparsellm.distributed.groups import process_group
@@ -79,7 +76,7 @@ def options_apart(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="local rows, TASK/SPLIT.jsonl or .parquet")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", choices=list(TASKS))
     parser.add_argument("--limit", type=int, help="only so many rows of each task")
@@ -90,10 +87,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=MODEL.num_layers)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 64, 128, 256, 512])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
+    gpu = harness.gpu()
     if (args.checkpoint is None) == (args.tokenizer is None):
         parser.error("give --checkpoint, or --tokenizer for random weights")
 
@@ -110,8 +105,7 @@ def main() -> None:
             model = shaped_model(tokenizer, texts, args.layers, args.activations, args.mean)
         else:
             model = pretrained.read_model(args.checkpoint, torch.bfloat16).to("cuda").eval()
-        sparse = copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
-        sparsellm.accelerate(sparse, "cuda")
+        sparse = sparsellm.accelerate(sharing_copy(model), "cuda")
 
         variants: dict[str, Score] = {}
         for size in args.batch_sizes:
@@ -125,7 +119,7 @@ def main() -> None:
         count = sum(map(len, requests.values()))
         parameters = sum(p.numel() for p in model.parameters())
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16;"
+            f"{gpu}: {parameters / 1e9:.2f}B parameters, bfloat16;"
             f" {count:,} requests of {len(requests)} tasks; engines are chosen by"
             f" {chosen_by(model.config.hidden_size, model.config.intermediate_size)}",
             flush=True,
@@ -147,18 +141,19 @@ def main() -> None:
     first = next(iter(variants))
     best = min(min(found) for name, found in seconds.items() if name.startswith("lm-eval"))
     rows = {}
-    print(
-        f"\n{'variant':<28}{'seconds':>9}{'requests/s':>12}{'of best hf':>12}{'log-prob. off':>15}{'ranked other':>14}"
-    )
     for name, found in seconds.items():
         off, changed = options_apart(answers[name], answers[first], requests)
         rows[name] = {"seconds": found, "requests_per_s": count / min(found), "ratio": best / min(found),
                       "largest_difference": off, "ranked_otherwise": changed}  # fmt: skip
-        least = min(found)
-        print(f"{name:<28}{least:>9.2f}{count / least:>12,.0f}{best / least:>12.3f}{off:>15.3f}{changed:>14}")
-    if args.json:
-        result = {"gpu": torch.cuda.get_device_name(), "parameters": parameters, "requests": count, "variants": rows}
-        args.json.write_text(json.dumps(result, indent=1))
+    harness.table(
+        {
+            "variant": name, "seconds": f"{min(row['seconds']):.2f}", "requests/s": f"{row['requests_per_s']:,.0f}",
+            "of best hf": f"{row['ratio']:.3f}", "log-prob. off": f"{row['largest_difference']:.3f}",
+            "ranked other": str(row["ranked_otherwise"]),
+        }
+        for name, row in rows.items()
+    )  # fmt: skip
+    harness.write(args.json, {"gpu": gpu, "parameters": parameters, "requests": count, "variants": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ lm_eval knows under names of their own, whole_TASK; with the same checkpoint, dt
 command, imports included, of each of --rounds, and the scores of both. With --ranks above 1 torchrun starts both.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import lm_eval.tasks
 import torch
 
-from scripts.benchmarks import whole_tasks
+from scripts.benchmarks import harness, whole_tasks
 from sparsellm.config import from_overrides
 from sparsellm.data.tokenizer import end_of_text_id, load, vocabulary_size
 from sparsellm.evaluation.tasks import TASKS, on_local_rows
@@ -62,7 +61,7 @@ def timed(module: str, arguments: list[str], ranks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
     parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
@@ -75,7 +74,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, help="of both commands; the second finds rows cached")
     parser.add_argument("--only", choices=["sparsellm", "lm_eval"], help="one command alone")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     if (args.checkpoint is None) == (args.tokenizer is None):
         parser.error("give --checkpoint, or --tokenizer for random weights")
@@ -85,7 +83,7 @@ def main() -> None:
         whole_tasks.write(args.data_dir, folder / "rows")
         checkpoint = args.checkpoint or random_checkpoint(args.model, args.tokenizer, folder / "hf")
         names = define(folder / "rows", folder / "definitions")
-        limit = [] if args.limit is None else [args.limit]
+        limit = () if args.limit is None else (str(args.limit),)
         seconds: dict[str, list[float]] = {"sparsellm": [], "lm_eval": []}
         scores: dict[str, dict[str, float]] = {}
         for round in range(args.rounds):
@@ -94,9 +92,7 @@ def main() -> None:
                 if command == "sparsellm":
                     asked = [f"checkpoint={checkpoint.resolve()}", f"data_dir={folder / 'rows'}", f"output_dir={out}"]
                     asked += [f"dtype={args.dtype}", f"device={args.device}", f"kernels={args.kernels}"]
-                    seconds[command].append(
-                        timed("sparsellm.evaluate", [*asked, *(f"limit={n}" for n in limit)], args.ranks)
-                    )
+                    took = timed("sparsellm.evaluate", [*asked, *(f"limit={n}" for n in limit)], args.ranks)
                     found = json.loads((out / "results.json").read_text())["tasks"]
                     scores[command] = {task: found[task]["score"] for task in TASKS}
                 else:
@@ -104,19 +100,15 @@ def main() -> None:
                     asked += ["--model_args", f"pretrained={checkpoint.resolve()},dtype={args.dtype}"]
                     asked += ["--include_path", str(folder / "definitions"), "--output_path", str(out), "--log_samples"]
                     asked += [] if args.ranks > 1 else ["--device", args.device]
-                    seconds[command].append(
-                        timed("lm_eval", [*asked, *(word for n in limit for word in ("--limit", str(n)))], args.ranks)
-                    )
+                    took = timed("lm_eval", [*asked, *(["--limit", *limit] if limit else [])], args.ranks)
                     (path,) = out.rglob("results_*.json")
                     found = json.loads(path.read_text())["results"]
                     of = {task: found[f"whole_{task}"] for task in TASKS}
                     scores[command] = {task: of[task].get("acc_norm,none", of[task]["acc,none"]) for task in TASKS}
-                print(f"{command}: {seconds[command][-1]:.1f} s", flush=True)
-    print(f"\n{'task':<16}" + "".join(f"{command:>12}" for command in scores))
-    for task in TASKS:
-        print(f"{task:<16}" + "".join(f"{scores[command][task]:>12.4f}" for command in scores))
-    if args.json:
-        args.json.write_text(json.dumps({"options": vars(args), "seconds": seconds, "scores": scores}, default=str))
+                seconds[command].append(took)
+                print(f"{command}: {took:.1f} s", flush=True)
+    harness.table({"task": task} | {command: f"{of[task]:.4f}" for command, of in scores.items()} for task in TASKS)
+    harness.write(args.json, {"options": vars(args), "seconds": seconds, "scores": scores})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the thread that builds requests ahead of it, and of the tokenizer's own threads.
 both are the same.
 """
 
-import argparse
 import tempfile
 import time
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts.benchmarks import whole_tasks
+from scripts.benchmarks import harness, whole_tasks
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import building, downstream, tasks
 from sparsellm.hf.hub import offline
@@ -55,7 +54,7 @@ def uncached():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="only so many rows of each task")
@@ -76,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, offline(True), process_group("cpu") as ranks:
         whole_tasks.write(args.data_dir, Path(folder, "rows"))
         found: dict[str, Any] = {}
-        print(f"{'CPU seconds per 1,000 requests':<32}{'main':>8}{'ahead':>8}{'tokenizer':>11}{'requests':>10}")
+        rows = []
         for name in ("lm-eval", "ours"):
             loaded = [tasks.load(task, str(Path(folder, "rows"))) for task in tasks.TASKS]
             main_start, start, ahead[0] = time.thread_time(), time.process_time(), 0.0
@@ -93,11 +92,15 @@ def main() -> None:
             used, whole = time.thread_time() - main_start, time.process_time() - start
             requests = sum(len(sample["arguments"]) for _, samples in found[name] for sample in samples)
             each = [1000 * seconds / requests for seconds in (used, ahead[0], whole - used - ahead[0])]
-            print(f"{name:<32}{each[0]:>8.3f}{each[1]:>8.3f}{each[2]:>11.3f}{requests:>10,}", flush=True)
+            columns = zip(("main", "ahead", "tokenizer"), each, strict=True)
+            rows.append({"CPU seconds per 1,000 requests": name} | {title: f"{s:.3f}" for title, s in columns})
+            rows[-1]["requests"] = f"{requests:,}"
+    harness.table(rows)
     same = [
         samples == theirs and all(result[key] == of.get(f"{key},none") for key in ("acc", "acc_stderr", "acc_norm"))
         for (result, samples), (of, theirs) in zip(found["ours"], found["lm-eval"], strict=True)
     ]
+    harness.write(args.json, rows)
     print(f"scores and samples are {'the same' if all(same) else 'NOT the same'}")
 
 

@@ -3,39 +3,49 @@
     python -m scripts.benchmarks.bench_ffn --activations DIR [--m 2048 16384] [--patterns layer1 ...] [--json OUT]
     python -m scripts.benchmarks.bench_ffn --activations DIR --decode [--m 1 4 16 64]  few tokens, as CUDA graphs
     python -m scripts.benchmarks.bench_ffn --activations DIR --training [--m 16384]    forward and backward
-    python -m scripts.benchmarks.bench_ffn --nongated ...                     relu(x W_u^T) W_d^T
+    python -m scripts.benchmarks.bench_ffn --kernels triton ...                        Triton kernels instead of CUDA
+    python -m scripts.benchmarks.bench_ffn --nongated ...                              relu(x W_u^T) W_d^T
 
-For each M and pattern (patterns.py), one line per variant: its time; how many times as fast as the best
-dense PyTorch it is, eager or compiled (the gate's line: its time over that of cuBLAS's gate product); and the error
-||y - ref|| / ||ref|| of its output against float64, on at most 2,048 evenly spaced tokens, with its ratio to the error
-of eager dense PyTorch. `row`, `tile` and `dense` are the operator's engines, as an accelerated model calls them; `auto`
-is the engine that sparsellm.ops chooses from the counts of an earlier call.
+For each M and pattern (patterns.py), one line per variant: its time; its speedup over the best dense PyTorch, eager or
+compiled (lines of the gate: the time over that of cuBLAS's gate product); and the error ||y - ref|| / ||ref|| of its
+output against float64, on at most 2,048 evenly spaced tokens, over the error of eager dense PyTorch. `row`, `tile` and
+`dense` are the operator's engines, as an accelerated model calls them; `auto` is the engine that sparsellm.ops chooses
+from the counts of an earlier call.
 
-With --training, one line per variant: the time of y and of the gradients of y . dy + dl1 l1 by x and every weight
-(dense PyTorch has no l1); with dl1 = 0, the error of y and of each gradient on all tokens, and its ratio to that of
-eager dense PyTorch; what is saved for backward beyond x and the weights; and how far memory rises. `torch ours` is the
-operator's traced reference, compiled; `auto` is the engine that a layer in training reaches from dense in two
-decisions.
+With --training, the time is that of y and of the gradients of y . dy + dl1 l1 by x and every weight (dense PyTorch has
+no l1). Errors are those of y and of each gradient on all tokens, with dl1 = 0. Each line also has what is saved for
+backward beyond x and the weights, and by how much memory rises. `torch ours` is the operator's traced reference,
+compiled; `auto` is the engine that a layer in training reaches from dense in two decisions.
 
-With --decode, the M tokens are evenly spaced among 16,384 of the pattern. The tokens of a decoding batch belong to
-different sequences, and are not the first ones, which fire more neurons.
+With --decode, the M tokens are evenly spaced among 16,384 of the pattern: the tokens of a decoding batch belong to
+different sequences, and the first tokens of a sequence fire more neurons.
+
+--profile adds the time of each kernel of the tile engine.
 
 Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights take turns, so
 that a call does not find its own in L2. A variant that fails shows its error, the others go on, and the exit code is 1.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from scripts.benchmarks import ffn_training, patterns
-from scripts.benchmarks.patterns import BASES, dense_gated, dense_nongated
+from scripts.benchmarks import harness, patterns
+from scripts.benchmarks.patterns import BASES
 from sparsellm.inference.engine_choice import NeuronMajor
-from sparsellm.ops import Plan, choose_engine
+from sparsellm.ops import (
+    Engine,
+    FeedForwardOutput,
+    Plan,
+    backend,
+    choose_engine,
+    choose_training_engine,
+    feedforward,
+    reference,
+)
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
 
@@ -44,95 +54,145 @@ FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_38
 DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
 DECODE_FROM = 16_384  # tokens of a pattern among which those of a decoding batch are spread
 GATES = ("cuBLAS gate", "gate_pack")
+L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
+MIB = 2**20
+Call = Callable[[int], object]  # call i takes copy i of the inputs, modulo their number
 
 
-class Inputs:
-    """One copy of a layer's input and weights, in the forms that the candidates take."""
+class Step(NamedTuple):
+    """The inputs of one forward and backward pass."""
 
-    def __init__(self, x: Tensor, block: patterns.Block, gated: bool, copy: bool) -> None:
-        weights = (block.w_gate, block.w_up, block.w_down) if gated else (block.w_gate, block.w_down)
-        self.x, *self.weights = (t.clone() if copy else t for t in (x, *weights))
-        self.layer = self.weights if gated else (None, *self.weights)
-        self.w_down_t = NeuronMajor.of(self.weights[-1], None).weight
+    leaves: list[Tensor]  # x and the weights, bfloat16, with requires_grad
+    dy: Tensor  # [M, K], the dtype of x
+    dl1: Tensor  # 0-d float32
 
 
 class Bench:
+    """Measures one pattern at a time; what differs between passes is in `Forward` and `Training`."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.eager = dense_gated if args.gated else dense_nongated
+        self.eager = patterns.dense_gated if args.gated else patterns.dense_nongated
         self.compiled = torch.compile(self.eager, dynamic=False)
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-
-    def candidates(self, inputs: list[Inputs]) -> dict[str, Callable[[int], object]]:
-        """What is timed, by name. Call i of a candidate takes inputs i, i modulo their number."""
-
-        def at(i: int) -> Inputs:
-            return inputs[i % len(inputs)]
-
-        def block(f: Callable) -> Callable[[int], Tensor]:
-            return lambda i: f(at(i).x, *at(i).weights)
-
-        def engine(name: str) -> Callable[[int], tuple]:
-            plan = Plan.of(name)
-            return lambda i: forward(at(i).x, *at(i).layer, plan, at(i).w_down_t, False)
-
-        return {
-            "torch eager": block(self.eager),
-            "torch compiled": block(self.compiled),
-            "cuBLAS gate": lambda i: at(i).x @ at(i).weights[0].T,
-            "gate_pack": lambda i: gate_pack(at(i).x, at(i).weights[0]),
-            **{name: engine(name) for name in ("row", "tile", "dense")},
-        }
 
     def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
         """The result for one pattern and number of tokens: what was measured, and a row for each variant."""
         x = spread(block.x, tokens) if self.args.decode else block.x[:tokens]
-        each = (x.nbytes + block.w_gate.nbytes) if not self.args.decode else 0
-        copies = DECODE_SETS if self.args.decode else max(1, -(-2 * self.l2_bytes // each))
-        inputs = [Inputs(x, block, self.args.gated, copy=copies > 1) for _ in range(copies)]
+        weights = [block.w_gate, block.w_up, block.w_down] if self.args.gated else [block.w_gate, block.w_down]
         nnz, union = patterns.counts(x, block.w_gate)
-        calls = self.candidates(inputs)
-        if self.args.decode:
-            timed, failed = captured(calls)
-            times = {**alternating_ms(timed), **failed}
-            times = {n: t if isinstance(t, Exception) else t / DECODE_CALLS for n, t in times.items()}
-            times = {n: times[n] for n in calls}
-        else:
-            measured = alternating_ms(calls, self.args.budget_ms)
-            times = {n: measured[n] for n in calls}
-        errors = self.errors(inputs[0], {n: calls[n] for n in calls if n not in GATES}, times)
-        engine = self.automatic(calls, times, tokens, nnz, union)
-        result = {
+        copies = max(1, -(-2 * self.l2_bytes // (x.nbytes + block.w_gate.nbytes)))
+        variants, engine = self.variants(x, weights, DECODE_SETS if self.args.decode else copies, nnz, union)
+        return {
             "tokens": tokens, "pattern": name, "note": block.note, "gated": self.args.gated,
-            "nonzeros_per_token": nnz / tokens, "union_per_128": union / -(-tokens // patterns.TOKEN_TILE),
-            "auto": engine, "variants": rows(times, errors, engine),
+            "training": self.args.training, "nonzeros_per_token": nnz / tokens,
+            "union_per_128": union / -(-tokens // patterns.TOKEN_TILE), "auto": engine,
+            "variants": rows(variants, engine),
         }  # fmt: skip
-        return result
 
-    def errors(self, inputs: Inputs, blocks: dict, times: dict) -> dict[str, float | Exception]:
-        tokens = len(inputs.x)
-        at = torch.arange(0, tokens, max(1, -(-tokens // ERROR_TOKENS)), device=inputs.x.device)
-        reference = self.eager(*(t.double() for t in (inputs.x[at], *inputs.weights)))
-        found: dict[str, float | Exception] = {}
-        for name, call in blocks.items():
-            if isinstance(times[name], Exception):
-                continue
-            try:
-                out = call(0)
-                y = (out if isinstance(out, Tensor) else out[0])[at]
-                found[name] = float((y.double() - reference).norm() / reference.norm())
-            except Exception as error:
-                found[name] = error
-        return found
+    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
+        raise NotImplementedError
 
-    def automatic(self, calls: dict, times: dict, tokens: int, nnz: int, union: int) -> str | None:
-        """The engine that the policy chooses from what tile or row counts; if neither runs, from nnz and union."""
-        for name in ("tile", "row"):
+    def times(self, calls: dict[str, Call]) -> dict[str, float | Exception]:
+        found = alternating_ms(calls, self.args.budget_ms)
+        if self.args.profile and "tile" in calls:
+            print(by_kernel(calls["tile"]))
+        return {name: found[name] for name in calls}
+
+
+class Forward(Bench):
+    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
+        sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
+        turned = [NeuronMajor.of(each[-1], None).weight for each in sets]
+        missing = () if self.args.gated else (None,)
+
+        def dense(f: Callable[..., Tensor]) -> Call:
+            return lambda i: f(*sets[i % copies])
+
+        def engine(name: str) -> Call:
+            plan = Plan.of(name)
+
+            def call(i: int) -> object:
+                x, *weights = sets[i % copies]
+                return forward(x, *missing, *weights, plan, turned[i % copies], False)
+
+            return call
+
+        gates: dict[str, Call] = {"cuBLAS gate": lambda i: sets[i % copies][0] @ sets[i % copies][1].T}
+        if backend.loaded() != "triton":
+            gates["gate_pack"] = lambda i: gate_pack(*sets[i % copies][:2])
+        calls = {
+            "torch eager": dense(self.eager),
+            "torch compiled": dense(self.compiled),
+            **gates,
+            **{name: engine(name) for name in ("row", "tile", "dense")},
+        }
+        if self.args.decode:
+            graphs, failed = captured(calls)
+            found = self.times(graphs)
+            times = {n: failed[n] if n in failed else per_call(found[n]) for n in calls}
+        else:
+            times = self.times(calls)
+        at = torch.arange(0, len(x), max(1, -(-len(x) // ERROR_TOKENS)), device=x.device)
+        right = self.eager(*(t.double() for t in (x[at], *weights)))
+
+        def details(name: str) -> dict:
+            if name in GATES:
+                return {}
+            out = calls[name](0)
+            return {"errors": {"y": error((out if isinstance(out, Tensor) else out[0])[at], right)}}
+
+        for name in ("tile", "row"):  # if neither runs, the policy is given nnz and union
             if not isinstance(times[name], Exception):
                 nnz, *_, union = calls[name](0)[3].tolist()
                 break
-        width, neurons = patterns.K, patterns.N
-        return choose_engine(tokens, width, neurons, nnz, union).name
+        return measured(times, details), choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
+
+
+class Training(Bench):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        missing = () if args.gated else (None,)
+
+        def planned(plan: Tensor | None) -> Callable[..., FeedForwardOutput]:
+            return lambda x, *weights: feedforward(x, *missing, *weights, plan)
+
+        self.forwards = {
+            "torch eager": self.eager,
+            "torch compiled": self.compiled,
+            "torch ours": torch.compile(planned(None), dynamic=False),
+            **{name: planned(Plan.of(name).tensor()) for name in ("tile", "dense")},
+        }
+        self.results = ("y", "dx", *(("dw_gate",) if args.gated else ()), "dw_up", "dw_down")
+
+    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
+        dy = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).bfloat16()
+        dl1 = torch.tensor(L1_COEFFICIENT / len(x), device=x.device)
+        steps = [Step([t.clone().requires_grad_() for t in (x, *weights)], dy.clone(), dl1) for _ in range(copies)]
+
+        def run(forward: Callable) -> Call:
+            return lambda i: forward_backward(forward, steps[i % copies])
+
+        times = self.times({name: run(forward) for name, forward in self.forwards.items()})
+        step = steps[0]._replace(dl1=torch.zeros_like(dl1))
+        right = exact(step)
+
+        def details(name: str) -> dict:
+            forward = self.forwards[name]
+            found = zip(self.results, forward_backward(forward, step), right, strict=True)
+            return {
+                "errors": {result: error(ours, theirs) for result, ours, theirs in found},
+                "saved_mib": saved_by(forward, step.leaves) / MIB,
+                "peak_mib": peak_bytes(lambda: forward_backward(forward, step)) / MIB,
+            }
+
+        found, engine = measured(times, details), Engine.dense
+        for _ in range(2):  # the decisions of a layer that starts dense and counts what its engines count
+            if not isinstance(times[engine.name], Exception):
+                out = self.forwards[engine.name](*step.leaves)
+                size = *x.shape, weights[-1].shape[1]
+                engine = choose_training_engine(*size, int(out.nnz), int(out.union), engine)
+        return found, engine.name
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
@@ -140,13 +200,13 @@ def spread(x: Tensor, tokens: int) -> Tensor:
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
-def gate_pack(x: Tensor, w: Tensor):
+def gate_pack(x: Tensor, w: Tensor) -> object:
     from sparsellm.ops import cuda
 
     return cuda.gate_pack(x, w)
 
 
-def captured(calls: dict[str, Callable[[int], object]]) -> tuple[dict, dict[str, Exception]]:
+def captured(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Exception]]:
     """(each candidate as the replay of a CUDA graph of DECODE_CALLS calls, the error of each that was not captured)."""
     graphs, failed = {}, {}
     for name, call in calls.items():
@@ -167,30 +227,109 @@ def captured(calls: dict[str, Callable[[int], object]]) -> tuple[dict, dict[str,
     return graphs, failed
 
 
-def rows(times: dict, errors: dict, engine: str | None) -> list[dict]:
-    """One dict per variant: ms, ratio to its base, error, error ratio to eager dense, or what failed."""
-    dense = [t for t in (times[name] for name in BASES) if not isinstance(t, Exception)]
-    gate = times["cuBLAS gate"]
-    bases = {"block": min(dense, default=None), "gate": None if isinstance(gate, Exception) else gate}
+def per_call(ms: float | Exception) -> float | Exception:
+    return ms if isinstance(ms, Exception) else ms / DECODE_CALLS
+
+
+def by_kernel(call: Call, calls: int = 5) -> str:
+    """The milliseconds in one call of every kernel of at least 1 us, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for i in range(calls):
+            call(i)
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / calls / 1e3, e.key[:40], e.count // calls) for e in profile.key_averages()]
+    rows = sorted((row for row in rows if row[0] >= 1e-3), reverse=True)
+    return "    " + "  ".join(f"{name}{f' x{count}' if count > 1 else ''} {ms:.3f}" for ms, name, count in rows)
+
+
+def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: Step) -> list[Tensor]:
+    """y, and the gradients by the leaves: of y . dy + dl1 l1, or, where `forward` returns y alone, of y . dy."""
+    with torch.enable_grad():
+        out = forward(*step.leaves)
+        if isinstance(out, Tensor):
+            return [out.detach(), *torch.autograd.grad(out, step.leaves, step.dy)]
+        return [out.y.detach(), *torch.autograd.grad((out.y, out.l1), step.leaves, (step.dy, step.dl1))]
+
+
+def exact(step: Step) -> list[Tensor]:
+    """The results of `forward_backward` in float64; CHUNK tokens are computed at a time, for memory."""
+    x, *weights = (t.detach() for t in step.leaves)
+    gated = len(weights) == 3
+    forward = reference.gated_forward if gated else reference.nongated_forward
+    backward = reference.gated_backward if gated else reference.nongated_backward
+    weights = [w.double() for w in weights]
+    sums = [torch.zeros_like(w) for w in weights]
+    ys, dxs = [], []
+    for x_part, dy_part in zip(x.split(patterns.CHUNK), step.dy.split(patterns.CHUNK), strict=True):
+        x_part, dy_part = x_part.double(), dy_part.double()
+        y, *_ = outputs = forward(x_part, *weights)
+        dx, *dws = backward(x_part, *weights, *outputs[4:], dy_part, step.dl1.double())
+        ys.append(y)
+        dxs.append(dx)
+        for total, dw in zip(sums, dws, strict=True):
+            total += dw
+    return [torch.cat(ys), torch.cat(dxs), *sums]
+
+
+def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Tensor]) -> int:
+    """The bytes that forward saves for backward, without the leaves; a storage that is saved twice counts once."""
+    found = {}
+
+    @torch.compiler.disable  # else torch.compile would trace it with a compiled forward
+    def keep(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = forward(*leaves)
+    of_leaves = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    del out  # not before: while `out` lives, no saved storage is freed, so addresses tell storages apart
+    return sum(size for at, size in found.items() if at not in of_leaves)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Bytes by which the device's memory in use rises during run()."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+def measured(times: dict[str, float | Exception], details: Callable[[str], dict]) -> dict[str, dict]:
+    """By variant: its time and `details`, and under `failure` the error that ended the measuring, if one did."""
+    found: dict[str, dict] = {}
+    for name, ms in times.items():
+        found[name] = {}
+        try:
+            if isinstance(ms, Exception):
+                raise ms
+            found[name] = {"ms": ms}
+            found[name] |= details(name)
+        except Exception as error:
+            found[name]["failure"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def rows(variants: dict[str, dict], engine: str) -> list[dict]:
+    """A row for each variant, and for `auto`: what was measured, the ratio to its base, and its errors over those of
+    eager dense PyTorch."""
+    dense = min((variants[name]["ms"] for name in BASES if "ms" in variants[name]), default=None)
+    gate = variants.get("cuBLAS gate", {}).get("ms")
+    eager_errors = variants["torch eager"].get("errors")
     found = []
-    for name in [*times, "auto"]:
-        of = engine if name == "auto" else name
-        time, error = times[of], errors.get(of)
-        row: dict = {"variant": f"auto: {engine}" if name == "auto" else name}
-        failure = next((e for e in (time, error) if isinstance(e, Exception)), None)
-        if not isinstance(time, Exception):
-            row["ms"] = time
-            if name in GATES and bases["gate"]:
-                row["of_gate"] = time / bases["gate"]
-            elif bases["block"]:
-                row["speedup"] = bases["block"] / time
-        if isinstance(error, float):
-            row["error"] = error
-            base = errors.get("torch eager")
-            if isinstance(base, float) and base:
-                row["of_dense_error"] = error / base
-        if failure is not None:
-            row["failure"] = f"{type(failure).__name__}: {failure}"
+    for name in [*variants, "auto"]:
+        row = {"variant": f"auto: {engine}" if name == "auto" else name}
+        row |= variants[engine if name == "auto" else name]
+        if "ms" in row and name in GATES and gate:
+            row["of_gate"] = row["ms"] / gate
+        elif "ms" in row and name not in GATES and dense:
+            row["speedup"] = dense / row["ms"]
+        if "errors" in row and eager_errors and name != "torch eager":
+            row["of_dense_errors"] = {key: error / eager_errors[key] for key, error in row["errors"].items()}
         found.append(row)
     return found
 
@@ -203,51 +342,49 @@ def show(result: dict) -> None:
     )
     for row in result["variants"]:
         line = f"  {row['variant']:<15}"
-        if "ms" in row:
-            line += f"{row['ms']:>10.4f} ms"
-        if "speedup" in row:
-            line += f"{row['speedup']:>8.3f}x dense"
-        elif "of_gate" in row:
-            line += f"{row['of_gate']:>8.3f} of gate"
-        if "error" in row:
-            line += f"   error {row['error']:.2e}"
-        if "of_dense_error" in row:
-            line += f" = {row['of_dense_error']:.2f} of dense"
+        for key, form in (("ms", "{:>10.4f} ms"), ("speedup", "{:>8.3f}x dense"), ("of_gate", "{:>8.3f} of gate")):
+            line += form.format(row[key]) if key in row else ""
         if "of_dense_errors" in row:
-            errors = (f"{name} {ratio:.2f}" for name, ratio in row["of_dense_errors"].items())
-            line += f"   errors of dense's: {' '.join(errors)}"
+            line += "   errors / dense's:" + "".join(f" {n} {ratio:.2f}" for n, ratio in row["of_dense_errors"].items())
         elif "errors" in row:
-            line += f"   errors: {' '.join(f'{name} {error:.2e}' for name, error in row['errors'].items())}"
+            line += "   errors:" + "".join(f" {name} {error:.2e}" for name, error in row["errors"].items())
         if "saved_mib" in row:
-            line += f"   saved {row['saved_mib']:,.1f} MiB"
-        if "peak_mib" in row:
-            line += f"   peak {row['peak_mib']:,.0f} MiB"
+            line += f"   saved {row['saved_mib']:,.1f} MiB   peak {row['peak_mib']:,.0f} MiB"
         if "failure" in row:
             line += f"   FAILED {' '.join(row['failure'].split())[:200]}"
         print(line, flush=True)
 
 
 def summary(results: list[dict]) -> None:
-    print(f"\n{'M':>8} {'pattern':<14}{'nonzeros':>9}{'union':>7}{'dense ms':>10}{'gate':>7}", end="")
-    print(f"{'row':>8}{'tile':>8}{'dense':>8}  {'auto':<12}{'error':>7}")
+    """Prints a line for each result. `worst error` is the largest error ratio of all results of all variants but dense
+    PyTorch."""
+    lines = []
     for result in results:
         by = {row["variant"]: row for row in result["variants"]}
-        auto = by[f"auto: {result['auto']}"]
-        dense = min((by[name]["ms"] for name in BASES if "ms" in by[name]), default=float("nan"))
-
-        def number(row: dict, key: str) -> str:
-            return f"{row[key]:.2f}" if key in row else "-"
-
-        print(
-            f"{result['tokens']:>8} {result['pattern']:<14}{result['nonzeros_per_token']:>9.1f}"
-            f"{result['union_per_128']:>7.0f}{dense:>10.3f}{number(by['gate_pack'], 'of_gate'):>7}"
-            + "".join(f"{number(by[name], 'speedup'):>8}" for name in ("row", "tile", "dense"))
-            + f"  {result['auto'] + ' ' + number(auto, 'speedup'):<12}{number(auto, 'of_dense_error'):>7}"
-        )
+        dense = min((by[name] for name in BASES if "ms" in by[name]), key=lambda row: row["ms"], default={})
+        ratios = [r for name, row in by.items() if name not in BASES for r in row.get("of_dense_errors", {}).values()]
+        line = {
+            "M": f"{result['tokens']}", "pattern": result["pattern"],
+            "nonzeros": f"{result['nonzeros_per_token']:.1f}", "union": f"{result['union_per_128']:.0f}",
+            "dense ms": harness.cell(dense.get("ms"), ".3f"),
+        }  # fmt: skip
+        if "gate_pack" in by:
+            line["gate"] = harness.cell(by["gate_pack"].get("of_gate"), ".2f")
+        for name, row in by.items():
+            if name not in (*BASES, *GATES):
+                line[name] = harness.cell(row.get("speedup"), ".2f")
+        line["auto"] = f"{result['auto']} {line.pop('auto: ' + result['auto'])}"
+        line["worst error"] = f"{torch.tensor(ratios).max():.2f}" if ratios else "-"  # a NaN is the worst
+        if result["training"]:
+            line["saved MiB: dense"] = harness.cell(dense.get("saved_mib"), ".0f")
+            line["tile's"] = harness.cell(by["tile"].get("saved_mib"), ".0f")
+        lines.append(line)
+    print()
+    harness.table(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--m", type=int, nargs="+",
                         help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training, {DECODE_TOKENS}"
                         " with --decode")  # fmt: skip
@@ -257,22 +394,19 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")
     mode.add_argument("--training", action="store_true", help="forward and backward")
+    parser.add_argument("--kernels", choices=("auto", "cuda", "triton"), default="auto")
     parser.add_argument("--gated", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--nongated", dest="gated", action="store_false")
+    parser.add_argument("--profile", action="store_true", help="the time of each kernel of the tile engine")
     parser.add_argument("--budget-ms", type=float, default=120, help="measured time per variant, M and pattern")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
-    from sparsellm.ops import build
-
+    print(f"{harness.gpu()}, K {patterns.K}, N {patterns.N}, bfloat16")
     try:
-        build.load()
+        backend.load(args.kernels)
     except Exception as error:  # each variant that needs the kernels will raise it again
         print(f"the kernels did not load: {error}")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, K {patterns.K}, N {patterns.N}, bfloat16")
 
-    results, broken, bench = [], [], (ffn_training.Bench if args.training else Bench)(args)
+    results, broken, bench = [], [], (Training if args.training else Forward)(args)
     default = TRAINING_TOKENS if args.training else DECODE_TOKENS if args.decode else FORWARD_TOKENS
     sizes = sorted(args.m or default)
     with torch.no_grad():
@@ -288,12 +422,11 @@ def main() -> None:
             except Exception as error:  # a whole table failed: the others are still worth printing
                 broken.append(name)
                 print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
-    if results:
-        (ffn_training.summary if args.training else summary)(results)
-    if args.json:
-        args.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}, indent=1))
     if not results and not broken:
         raise SystemExit("no pattern was measured")
+    if results:
+        summary(results)
+    harness.write(args.json, {"gpu": torch.cuda.get_device_name(), "results": results})
     failures = sum("failure" in row for result in results for row in result["variants"])
     if failures or broken:
         raise SystemExit(f"{failures} variants and {len(broken)} patterns failed")

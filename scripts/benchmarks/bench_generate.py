@@ -30,7 +30,6 @@ those that it was shaped with; `batched` and `ours` draw from the whole vocabula
 import argparse
 import gc
 import itertools
-import json
 import re
 import statistics
 import time
@@ -46,8 +45,9 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import sparsellm
-from scripts.benchmarks import patterns
+from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.bench_model import MODEL, random_model, sharing_copy
+from scripts.benchmarks.harness import cell
 from scripts.benchmarks.shaped_models import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
 from sparsellm.benchmark.timing import Stopwatch, rate, wait_for
 from sparsellm.calibration import chosen_by
@@ -307,13 +307,10 @@ HEADER = (
 
 
 def line(case: Case, name: str, row: dict[str, Any]) -> str:
-    def number(key: str, width: int, form: str) -> str:
-        return f"{'-' if row[key] is None else format(row[key], form):>{width}}"
-
-    times = "".join(number(key, 7, ".2f") for key in ("ffn_ms", "attention_ms", "other_ms", "host_ms"))
+    times = "".join(f"{cell(row[key], '.2f'):>7}" for key in ("ffn_ms", "attention_ms", "other_ms", "host_ms"))
     return (
         f"{case.mode:<8}{case.batch:>6}{case.context:>8}  {name:<12}{row['first_ms']:>9.1f}{row['each_ms']:>9.2f}"
-        f"{row['tokens_per_s']:>10,.0f}{number('mj_per_token', 9, '.1f')}{number('of_peak', 8, '.0%')}{times}"
+        f"{row['tokens_per_s']:>10,.0f}{cell(row['mj_per_token'], '.1f'):>9}{cell(row['of_peak'], '.0%'):>8}{times}"
     )
 
 
@@ -381,7 +378,7 @@ def read(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, default=36.0, help="nonzeros per token, averaged over layers")
     parser.add_argument("--layers", type=int, default=MODEL.num_layers)
@@ -398,7 +395,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=3.0, help="after which no case begins")
     parser.add_argument("--no-parts", dest="parts", action="store_false", help="leave out where the time goes")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text are given together")
@@ -411,8 +407,7 @@ def main() -> None:
             f"--new is {args.new} with --contexts {args.contexts}: for the mode `ours`, calls for one token and for all"
             f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and no more new tokens"
         )
-    if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
+    print(harness.gpu(), flush=True)
     start, device = time.perf_counter(), torch.device("cuda")
     args.temperature = 1.0 if args.checkpoint else 1e4
     model, text = read(args)
@@ -425,8 +420,8 @@ def main() -> None:
     sample = block_inputs(model, text(256, 128))
     nonzeros = sum((x @ gate(block).T > 0).sum().item() for x, block in zip(sample, layers, strict=True))
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {parameters / 1e9:.2f}B parameters, bfloat16,"
-        f" {nonzeros / len(layers) / 256:.1f} nonzeros per token, {args.new} new tokens, copies {speed / 1e12:.2f} TB/s"
+        f"{parameters / 1e9:.2f}B parameters, bfloat16, {nonzeros / len(layers) / 256:.1f} nonzeros per token,"
+        f" {args.new} new tokens, copies {speed / 1e12:.2f} TB/s"
         f"; engines are chosen by {chosen_by(model.config.hidden_size, model.config.intermediate_size)}"
     )
     print(HEADER)
@@ -446,8 +441,7 @@ def main() -> None:
     if left_out:
         said = ", ".join(f"{case.mode} {case.batch} x {case.context}" for case in left_out)
         print(f"left out, for --minutes {args.minutes:g} were over: {said}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    harness.write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsellm
+from scripts.benchmarks import harness
 
 ROUNDS, UNTIMED = 5, 10
 MODES: tuple[Callable[[], AbstractContextManager], ...] = (torch.no_grad, torch.inference_mode)
@@ -44,13 +45,14 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
+    args = harness.parser(__doc__).parse_args()
+    print(harness.gpu())
     blocks = {
         "LlamaMLP": block(lambda model: model),
         "accelerated": block(lambda model: sparsellm.accelerate(model, "cuda")),
         "engine='row'": block(lambda model: sparsellm.accelerate(model, "cuda", "row")),
     }
+    rows = []
     for mode in MODES:
         for tokens in (1, 16, 64, 256, 4096):
             x = torch.randn(1, tokens, 2048, device="cuda", dtype=torch.bfloat16)
@@ -60,8 +62,10 @@ def main() -> None:
                     for _ in range(UNTIMED):
                         each(x)
                 times = {name: microseconds(lambda each=each, x=x: each(x), calls) for name, each in blocks.items()}
-            line = "".join(f"{name} {time_:7.1f}   " for name, time_ in times.items())
-            print(f"{mode.__name__:<15}{tokens:>6} tokens   {line}", flush=True)
+            columns = {name: f"{time_:.1f}" for name, time_ in times.items()}
+            rows.append({"microseconds": mode.__name__, "tokens": f"{tokens:,}"} | columns)
+    harness.table(rows)
+    harness.write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ So that few steps do, plans decide every second step here, and auto grows at the
 import argparse
 import json
 import statistics
-from pathlib import Path
 
 import torch
 
-from scripts.benchmarks import bench_train, patterns, shaped_models
+from scripts.benchmarks import bench_train, harness, patterns, shaped_models
 from sparsellm import data
 from sparsellm.commands.train import check, device_type
 from sparsellm.config import Config, ConfigError, from_overrides
@@ -97,24 +96,21 @@ def best(row: dict) -> float:
 
 
 def show(rows: list[dict]) -> None:
-    print(
-        f"\n{'experiment':<12}{'way':<8}{'start':>6}{'end':>5}{'tokens/s':>11}{'tensors GiB':>13}{'GPU GiB':>9}"
-        f"  {'given, tokens/s':<32}{'auto / best':>12}"
-    )
+    lines = []
     for row in rows:
-        auto, line = row["auto"], f"{row['experiment']:<12}{row['way']:<8}"
+        auto, line = row["auto"], {"experiment": row["experiment"], "way": row["way"]}
         if auto["tokens_per_s"] is None:
-            print(f"{line}{'does not fit':>22}")
+            lines.append(line | {"start": "OOM"})
             continue
         start, end = auto["micro_batches"]
-        given = ", ".join(
-            f"{size}: " + ("OOM" if each["tokens_per_s"] is None else f"{each['tokens_per_s']:,.0f}")
-            for size, each in row["given"].items()
-        )
-        print(
-            f"{line}{start:>6}{end:>5}{auto['tokens_per_s']:>11,.0f}{auto['tensors_gib']:>13.1f}{auto['gpu_gib']:>9.1f}"
-            f"  {given:<32}{auto['tokens_per_s'] / best(row):>12.3f}"
-        )
+        given = (f"{size}: {harness.cell(each['tokens_per_s'], ',.0f')}" for size, each in row["given"].items())
+        lines.append(line | {
+            "start": str(start), "end": str(end), "tokens/s": f"{auto['tokens_per_s']:,.0f}",
+            "tensors GiB": f"{auto['tensors_gib']:.1f}", "GPU GiB": f"{auto['gpu_gib']:.1f}",
+            "given (-: OOM), tokens/s": ", ".join(given), "auto / best": f"{auto['tokens_per_s'] / best(row):.3f}",
+        })  # fmt: skip
+    print()
+    harness.table(lines)
     for name in dict.fromkeys(row["experiment"] for row in rows):
         of = {row["way"]: row for row in rows if row["experiment"] == name}
         if {"torch", "sparse"} <= of.keys() and best(of["torch"]) and of["sparse"]["auto"]["tokens_per_s"]:
@@ -123,7 +119,7 @@ def show(rows: list[dict]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="config overrides common to all")
     parser.add_argument("--limit", type=float, metavar="GIB", help="runtime.memory_limit_gib; without it the whole GPU")
     parser.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS))
@@ -132,8 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured, after a warm-up")
     parser.add_argument("--firing", type=float, default=shaped_models.DEFAULT_MEAN, help="neurons per token and layer")
     patterns.add_activations(parser)
-    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: random texts instead of data")
-    parser.add_argument("--json", type=Path, metavar="OUT")
+    patterns.add_locality(parser)
     args = parser.parse_intermixed_args(arguments)
     bench_train.decide_soon()
     try:
@@ -143,8 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
             if not ranks.is_main:
                 return
             show(rows)
-            if args.json:
-                args.json.write_text(json.dumps({"limit_gib": args.limit, "torch": torch.__version__, "rows": rows}))
+            harness.write(args.json, {"limit_gib": args.limit, "torch": torch.__version__, "rows": rows})
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 

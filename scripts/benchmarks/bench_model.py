@@ -18,18 +18,17 @@ calls. Energy is the GPU's by NVML's counter, per token. Ratios are to the faste
 import argparse
 import copy
 import gc
-import json
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scripts.benchmarks import patterns
+from scripts.benchmarks import harness, patterns
+from scripts.benchmarks.harness import cell
 from scripts.benchmarks.shaped_models import (
     CALIBRATION,
     firing_statistics,
@@ -127,8 +126,7 @@ def measure(config: ModelConfig, args: argparse.Namespace, device: str) -> dict[
         f"{parameters / 1e9:.2f}B parameters, {layers} layers{', not gated' * (not config.gated)}, {args.batch} x"
         f" {args.length} tokens, bfloat16, hidden states only"
     )
-    print(f"nonzeros per token: mean {np.mean(nonzeros):.1f}, by layer", *(f"{value:.0f}" for value in nonzeros))
-    print(f"union of 128 tokens: mean {np.mean(unions):,.0f}, by layer", *(f"{value:.0f}" for value in unions))
+    print(harness.listed("nonzeros per token", nonzeros), harness.listed("union of 128 tokens", unions), sep="\n")
 
     models = variants(model, VARIANTS[2:] if args.compiled else VARIANTS)
     states = warmed(models, tokens, tokens[:1])
@@ -165,34 +163,33 @@ def measure(config: ModelConfig, args: argparse.Namespace, device: str) -> dict[
     return result
 
 
-def summary(results: list[dict[str, Any]]) -> list[str]:
-    """A line for each model: its fastest sparse variant beside its fastest dense one."""
-    lines = [
-        "parameters  nonzeros  dense tokens/ms  sparse tokens/ms  speed-up  dense mJ/token  sparse mJ/token  energy"
-    ]
+def summary(results: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A row for each model: its fastest sparse variant compared with its fastest dense one."""
+    found = []
     for result in results:
         rows = [(name, row) for name, row in result["variants"].items() if "failure" not in row]
         kinds = [[row for name, row in rows if name.startswith(kind)] for kind in ("dense", "sparse")]
         if not all(kinds):
             continue
         dense, sparse = (max(kind, key=lambda row: row["tokens_per_s"]) for kind in kinds)
-        line = (
-            f"{result['parameters'] / 1e9:>9.2f}B{np.mean(result['nonzeros_per_layer']):>10.1f}"
-            f"{dense['tokens_per_s'] / 1e3:>17.1f}{sparse['tokens_per_s'] / 1e3:>18.1f}"
-            f"{sparse['tokens_per_s'] / dense['tokens_per_s']:>9.3f}x"
-        )
-        if None not in (dense["mj_per_token"], sparse["mj_per_token"]):
-            change = sparse["mj_per_token"] / dense["mj_per_token"] - 1
-            line += f"{dense['mj_per_token']:>16.2f}{sparse['mj_per_token']:>17.2f}{change:>+8.1%}"
-        lines.append(line)
-    return lines
+        energies = dense["mj_per_token"], sparse["mj_per_token"]
+        found.append({
+            "parameters": f"{result['parameters'] / 1e9:.2f}B",
+            "nonzeros": f"{np.mean(result['nonzeros_per_layer']):.1f}",
+            "dense tokens/ms": f"{dense['tokens_per_s'] / 1e3:.1f}",
+            "sparse tokens/ms": f"{sparse['tokens_per_s'] / 1e3:.1f}",
+            "speedup": f"{sparse['tokens_per_s'] / dense['tokens_per_s']:.3f}x",
+            "dense mJ/token": cell(energies[0], ".2f"), "sparse mJ/token": cell(energies[1], ".2f"),
+            "energy": "-" if None in energies else f"{energies[1] / energies[0] - 1:+.1%}",
+        })  # fmt: skip
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers (default: as recorded)")
-    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what tokens of a cluster share")
+    patterns.add_locality(parser)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
@@ -201,13 +198,10 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="only with compiled layers")
     parser.add_argument("--seconds", type=float, default=5, help="measured time per variant")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_intermixed_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
+    print(harness.gpu())
     if args.activations is None:
         print("no --activations: lognormal rates instead of recorded ones")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     results = []
     config = from_overrides(["model=1p5b", *args.overrides]).model
     if args.non_gated:
@@ -220,9 +214,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if backend.loaded():
         print(f"engines are chosen by {chosen_by(config.hidden_size, config.intermediate_size)}")
-    print(*summary(results), sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    harness.table(summary(results))
+    harness.write(args.json, results)
     failures = sum("failure" in row for result in results for row in result["variants"].values())
     if failures:
         raise SystemExit(f"{failures} variants failed")

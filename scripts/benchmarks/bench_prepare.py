@@ -13,8 +13,6 @@ Both rows count the tokens of the same text, and neither the imports nor the tra
 40 billion tokens take on the most cores. Every process is kept to its cores by its CPU affinity.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -29,6 +27,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from scripts.benchmarks import harness
 from sparsellm.config import from_overrides
 from sparsellm.data import corpus, prepare, tokenizer
 
@@ -118,7 +117,7 @@ def of_prepare_data(name: str, files: Path, folder: Path, cores: list[int]) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     here = sorted(os.sched_getaffinity(0))
     halves = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < len(here)]
     parser.add_argument("--cores", default=",".join(map(str, [*halves, len(here)])), help="numbers of cores")
@@ -153,7 +152,7 @@ def main() -> None:
         size = 2 if tokenizer.vocabulary_size(tokenizer.load(name)) <= 65_536 else 4
         for tokens in TARGETS:
             print(f"{tokens / 1e9:,.0f}B tokens: {tokens / best / 3600:.1f} h, {tokens * size / 1e9:,.0f} GB")
-        print(json.dumps(found))
+        harness.write(given.json, found)
 
 
 if __name__ == "__main__":

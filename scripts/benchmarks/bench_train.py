@@ -22,8 +22,6 @@ random texts whose neighbours share neurons: between 0.5 and 0.7, about as many 
 decision that allows it, so that a warm-up of a few steps does. Steps then wait more often for counts.
 """
 
-import argparse
-import json
 import math
 import os
 import shutil
@@ -37,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.benchmarks import patterns, shaped_models
+from scripts.benchmarks import harness, patterns, shaped_models
+from scripts.benchmarks.harness import cell
 from sparsellm import data
 from sparsellm.benchmark.timing import energy_mj
 from sparsellm.calibration import chosen_by
@@ -47,7 +46,7 @@ from sparsellm.distributed.groups import Ranks, process_group, world_size_from_e
 from sparsellm.runs.metrics import PEAK_FLOPS, mfu
 from sparsellm.training import micro_batch, plans, sharding
 from sparsellm.training.loop import Trainer
-from sparsellm.training.memory import give_back
+from sparsellm.training.memory import GIB, give_back
 from sparsellm.training.micro_batch import AUTO, MicroBatchError
 
 RECORDED = "recorded"
@@ -218,36 +217,13 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
 
 
 def show(found: list[dict]) -> None:
-    print(
-        f"{'variant':<44}{'micro':>6}{'tokens/s':>12}{'spread':>8}{'ratio':>8}{'MFU':>8}{'peak GiB':>10}{'ratio':>8}"
-        f"{'states GiB':>12}{'ratio':>8}"
-        f"{'data wait':>11}{'mJ/token':>10}{'ratio':>8}{'nonzeros':>10}"
-    )
-    for row in found:
-        start = f"{row['variant']:<44}{row['micro_batch']:>6}"
-        if row["out_of_memory"]:
-            print(f"{start}{'OOM':>12}")
-            continue
-        print(
-            f"{start}{row['tokens_per_s']:>12,.0f}{row['spread']:>8.1%}{_or_dash(row['ratio'], '.3f'):>8}"
-            f"{_or_dash(row['mfu'], '.1%'):>8}{row['peak_bytes'] / 2**30:>10.1f}{_or_dash(row['peak_ratio'], '.3f'):>8}"
-            f"{_or_dash(row['states_bytes'] and row['states_bytes'] / 2**30, '.2f'):>12}"
-            f"{_or_dash(row['states_ratio'], '.3f'):>8}"
-            f"{row['data_wait']:>11.2%}{_or_dash(row['mj_per_token'], '.2f'):>10}{_or_dash(row['mj_ratio'], '.3f'):>8}"
-            f"{_or_dash(row['nonzeros'] and statistics.mean(row['nonzeros']), '.1f'):>10}"
-        )
+    harness.table(map(_line, found))
     if len({row["micro_batch"] for row in found}) > 1:
         print("each at its best micro-batch:")
-        base = None
-        for variant in dict.fromkeys(row["variant"] for row in found):
-            fits = [row for row in found if row["variant"] == variant and not row["out_of_memory"]]
-            best = max(fits, key=lambda row: row["tokens_per_s"], default=None)
-            if best is None:
-                print(f"  {variant:<48}{'OOM':>12}")
-                continue
-            base = base or best["tokens_per_s"]
-            ratio = best["tokens_per_s"] / base
-            print(f"  {variant:<42}{best['micro_batch']:>6}{best['tokens_per_s']:>12,.0f}{ratio:>16.3f}")
+        fits = sorted((row for row in found if not row["out_of_memory"]), key=lambda row: row["tokens_per_s"])
+        best = {row["variant"]: row for row in fits}
+        rows = [best[variant] for variant in dict.fromkeys(row["variant"] for row in found) if variant in best]
+        harness.table(_speed(row) | {"ratio": f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.3f}"} for row in rows)
     for row in found:
         first, last = row.get("micro_batches", (None, None))
         if row["micro_batch"] == AUTO and first is not None:
@@ -259,14 +235,25 @@ def show(found: list[dict]) -> None:
             print(f"  chosen by {row['chosen_by']}")
     for key, title in (("nonzeros", "nonzeros per token"), ("union", "union of 128 tokens")):
         values = next((row[key] for row in found if row.get(key)), None)
-        if values is None:
-            print(f"{title}: not counted by these variants")
-        else:
-            print(f"{title}: mean {statistics.mean(values):,.1f}, by layer", *(f"{value:.0f}" for value in values))
+        print(f"{title}: not counted by these variants" if values is None else harness.listed(title, values))
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _speed(row: dict) -> dict[str, str]:
+    speed = "OOM" if row["out_of_memory"] else f"{row['tokens_per_s']:,.0f}"
+    return {"variant": row["variant"], "micro": str(row["micro_batch"]), "tokens/s": speed}
+
+
+def _line(row: dict) -> dict[str, str]:
+    if row["out_of_memory"]:
+        return _speed(row)
+    return _speed(row) | {
+        "spread": f"{row['spread']:.1%}", "ratio": cell(row["ratio"], ".3f"), "MFU": cell(row["mfu"], ".1%"),
+        "peak GiB": f"{row['peak_bytes'] / GIB:.1f}", "peak ratio": cell(row["peak_ratio"], ".3f"),
+        "states GiB": cell(row["states_bytes"] and row["states_bytes"] / GIB, ".2f"),
+        "of expected": cell(row["states_ratio"], ".3f"), "data wait": f"{row['data_wait']:.2%}",
+        "mJ/token": cell(row["mj_per_token"], ".2f"), "mJ ratio": cell(row["mj_ratio"], ".3f"),
+        "nonzeros": cell(row["nonzeros"] and statistics.mean(row["nonzeros"]), ".1f"),
+    }  # fmt: skip
 
 
 def firing(text: str) -> float | str:
@@ -274,7 +261,7 @@ def firing(text: str) -> float | str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="config overrides common to all variants")
     parser.add_argument("--variant", action="append", default=[], help="config overrides of one variant, in one string")
     parser.add_argument("--micro-batches", type=int, nargs="+", metavar="SIZE", help="measure each variant at each")
@@ -282,14 +269,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--firing", type=firing, metavar="MEAN", help="freeze weights that fire so often per token, or `recorded`"
     )
     patterns.add_activations(parser)
-    parser.add_argument(
-        "--locality", type=float, default=0.0, help="0 to 1: random texts instead of data, for --firing"
-    )
+    patterns.add_locality(parser)
     parser.add_argument("--soon", action="store_true", help="choose engines and micro-batches within a few steps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=5, help="steps, in every round")
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
-    parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_intermixed_args(arguments)
     if args.firing is None and (args.activations or args.locality):
         parser.error("--activations and --locality are for --firing")
@@ -349,13 +333,11 @@ def main(arguments: list[str] | None = None) -> None:
             text = f"random texts of locality {args.locality:g}" if args.locality else "the run's data"
             print(f"weights frozen, shaped to {source} rates, --firing {args.firing}; {text}")
         show(found)
-        if args.json:
-            result = {
-                "gpus": ranks.world_size, "gpu": name, "torch": torch.__version__, "overrides": args.overrides,
-                "firing": args.firing, "recorded_rates": args.activations is not None, "locality": args.locality,
-                "runs": found,
-            }  # fmt: skip
-            args.json.write_text(json.dumps(result, indent=1))
+        harness.write(args.json, {
+            "gpus": ranks.world_size, "gpu": name, "torch": torch.__version__, "overrides": args.overrides,
+            "firing": args.firing, "recorded_rates": args.activations is not None, "locality": args.locality,
+            "runs": found,
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

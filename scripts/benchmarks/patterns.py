@@ -67,6 +67,10 @@ def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     return torch.relu(x @ w_up.T) @ w_down.T
 
 
+def add_locality(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what neighbours share in random texts")
+
+
 def add_activations(parser: argparse.ArgumentParser) -> None:
     """Add the option --activations DIR to a parser. It refuses a DIR without a recording."""
 

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers")
-    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what tokens of a cluster share")
+    patterns.add_locality(parser)
     parser.add_argument("--sequences", type=int, default=64, help="of the text")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     args = parser.parse_intermixed_args(arguments)

@@ -1,11 +1,11 @@
-"""ffn_training.py: the gradients, errors, saved bytes and tables of bench_ffn --training; tiny, on the CPU."""
+"""bench_ffn: gradients, errors, saved bytes and tables; tiny, on the CPU."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts.benchmarks import bench_ffn, ffn_training, patterns
+from scripts.benchmarks import bench_ffn, patterns
 from sparsellm.ops import Plan, feedforward
 
 M, K, N = 300, 32, 64
@@ -13,11 +13,11 @@ GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"
 PLAN = pytest.mark.parametrize("plan", [None, Plan()], ids=["traced", "dense"])
 
 
-def step_of(gated: bool, dtype: torch.dtype, dl1: float = 0.0) -> ffn_training.Step:
+def step_of(gated: bool, dtype: torch.dtype, dl1: float = 0.0) -> bench_ffn.Step:
     block = patterns.synthetic(20, M, K, N, "cpu")
     weights = (block.w_gate, *((block.w_up,) if gated else ()), block.w_down)
     dy = torch.randn((M, K), generator=torch.Generator().manual_seed(1)).to(dtype)
-    return ffn_training.Step([t.to(dtype).requires_grad_() for t in (block.x, *weights)], dy, torch.tensor(dl1))
+    return bench_ffn.Step([t.to(dtype).requires_grad_() for t in (block.x, *weights)], dy, torch.tensor(dl1))
 
 
 def operator(gated: bool, plan: Plan | None):
@@ -33,8 +33,8 @@ def dense(gated: bool):
 def test_the_right_gradients_are_those_of_dense_pytorch(gated, chunk, monkeypatch):
     monkeypatch.setattr(patterns, "CHUNK", chunk)
     step = step_of(gated, torch.float64)
-    found = ffn_training.forward_backward(dense(gated), step)
-    torch.testing.assert_close(ffn_training.exact(step), found)
+    found = bench_ffn.forward_backward(dense(gated), step)
+    torch.testing.assert_close(bench_ffn.exact(step), found)
 
 
 @GATED
@@ -44,7 +44,7 @@ def test_our_variants_are_given_the_l1_loss(gated, plan):
     x, *up, w_down = step.leaves
     h = torch.relu(x @ up[0].T) * (x @ up[1].T if gated else 1)
     loss = (h @ w_down.T * step.dy).sum() + 0.25 * h.abs().sum()
-    y, *gradients = ffn_training.forward_backward(operator(gated, plan), step)
+    y, *gradients = bench_ffn.forward_backward(operator(gated, plan), step)
     torch.testing.assert_close(y, h @ w_down.T)
     torch.testing.assert_close(gradients, list(torch.autograd.grad(loss, step.leaves)))
 
@@ -54,11 +54,11 @@ def test_saved_bytes_are_the_planes_and_not_the_inputs(gated):
     step = step_of(gated, torch.bfloat16)
     registered = operator(gated, Plan())
     compiled = torch.compile(registered, dynamic=False, backend="aot_eager")
-    ffn_training.forward_backward(compiled, step)
+    bench_ffn.forward_backward(compiled, step)
     ours, theirs = (2, 3) if gated else (1, 1)  # g, u and PyTorch's h; h
     planes = {dense(gated): theirs, operator(gated, None): ours, registered: ours, compiled: ours}
     for forward, expected in planes.items():
-        assert ffn_training.saved_by(forward, step.leaves) == expected * M * N * torch.bfloat16.itemsize
+        assert bench_ffn.saved_by(forward, step.leaves) == expected * M * N * torch.bfloat16.itemsize
 
 
 @GATED
@@ -76,9 +76,9 @@ def test_a_table_has_every_variant_whatever_fails(gated, monkeypatch, capsys):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiler(f, dynamic=dynamic, backend="aot_eager"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1 << 16))
-    monkeypatch.setattr(ffn_training, "alternating_ms", one_call)
-    monkeypatch.setattr(ffn_training, "peak_bytes", lambda run: len(run()) * ffn_training.MIB)
-    bench = ffn_training.Bench(SimpleNamespace(gated=gated, compression=8, budget_ms=1.0))
+    monkeypatch.setattr(bench_ffn, "alternating_ms", one_call)
+    monkeypatch.setattr(bench_ffn, "peak_bytes", lambda run: len(run()) * bench_ffn.MIB)
+    bench = bench_ffn.Training(SimpleNamespace(gated=gated, training=True, decode=False, profile=False, budget_ms=1.0))
     with torch.no_grad():
         result = bench.measure("synthetic20", patterns.synthetic(20, M, K, N, "cpu"), M - 1)
     rows = {row["variant"]: row for row in result["variants"]}
@@ -92,7 +92,7 @@ def test_a_table_has_every_variant_whatever_fails(gated, monkeypatch, capsys):
             assert row["peak_mib"] == 2 + len(gradients)
     assert rows["torch ours"]["speedup"] == 4 / 3
     bench_ffn.show(result)
-    ffn_training.summary([result])
+    bench_ffn.summary([result])
     out = capsys.readouterr().out
     assert "FAILED ValueError: x.device is cpu" in out
     assert "dense 4.00" in out
@@ -105,11 +105,43 @@ def test_a_nan_is_the_worst_error(capsys):
     errors = {"torch eager": 2e-3, "torch compiled": 9e-3, "torch ours": 3e-3, "tile": float("nan"), "dense": 2e-3}
     for worst in ("nan", "1.50"):
         variants = {name: variant(1.0, error) for name, error in errors.items()}
-        rows = ffn_training.rows(variants, "dense")
+        rows = bench_ffn.rows(variants, "dense")
         result = {
             "tokens": 8, "pattern": "sparse", "nonzeros_per_token": 1.0, "union_per_128": 1.0, "auto": "dense",
-            "variants": rows,
+            "training": True, "variants": rows,
         }  # fmt: skip
-        ffn_training.summary([result])
+        bench_ffn.summary([result])
         assert worst in capsys.readouterr().out.splitlines()[-1].split()
         errors["tile"] = 2e-3
+
+
+@pytest.mark.parametrize("tokens", bench_ffn.DECODE_TOKENS)
+def test_decoded_tokens_are_evenly_spaced_and_not_the_first_of_a_sequence(tokens):
+    pitch = bench_ffn.DECODE_FROM // tokens
+    found = bench_ffn.spread(torch.arange(bench_ffn.DECODE_FROM), tokens)
+    assert found.tolist() == [pitch // 3 + pitch * i for i in range(tokens)]
+
+
+def test_a_failed_variant_leaves_the_others_their_ratios(capsys):
+    times = {
+        "torch eager": 2.0, "torch compiled": RuntimeError("no compiler"), "cuBLAS gate": 0.5, "gate_pack": 0.55,
+        "row": ValueError("no\nrow"), "tile": 1.0, "dense": 2.0,
+    }  # fmt: skip
+    errors = {"torch eager": 1e-3, "tile": 2e-3, "dense": 1e-3}
+    variants = bench_ffn.measured(times, lambda name: {"errors": {"y": errors[name]}} if name in errors else {})
+    rows = bench_ffn.rows(variants, "tile")
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["tile"]["speedup"] == by_name["auto: tile"]["speedup"] == 2
+    assert by_name["tile"]["of_dense_errors"] == {"y": 2}
+    assert by_name["gate_pack"]["of_gate"] == pytest.approx(1.1)
+    assert [name for name, row in by_name.items() if "failure" in row] == ["torch compiled", "row"]
+    result = {
+        "tokens": 8, "pattern": "sparse", "note": "", "nonzeros_per_token": 1.0, "union_per_128": 1.0, "auto": "tile",
+        "training": False, "variants": rows,
+    }  # fmt: skip
+    bench_ffn.show(result)
+    bench_ffn.summary([result])
+    out = capsys.readouterr().out
+    assert "FAILED ValueError: no row" in out
+    assert out.splitlines()[-2].split()[:5] == ["M", "pattern", "nonzeros", "union", "dense"]
+    assert " ".join(out.splitlines()[-1].split()) == "8 sparse 1.0 1 2.000 1.10 - 2.00 1.00 tile 2.00 2.00"

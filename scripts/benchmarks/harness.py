@@ -1,0 +1,51 @@
+"""What all benchmarks share: their options, their tables, the file of their numbers."""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help is `description` as it is written, with the option --json OUT."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="OUT", help="also write every number to this file")
+    return made
+
+
+def gpu() -> str:
+    """The GPU's name and torch's version, the first line of a benchmark. Ends the program where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("a CUDA GPU is needed")
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+
+
+def cell(value: float | None, form: str) -> str:
+    """`value` in this format; a dash for None."""
+    return "-" if value is None else format(value, form)
+
+
+def listed(title: str, values: Sequence[float]) -> str:
+    """The mean of a number that each layer has, and the number of each layer."""
+    return f"{title}: mean {sum(values) / len(values):,.1f}, by layer {' '.join(f'{value:.0f}' for value in values)}"
+
+
+def table(rows: Iterable[dict[str, str]]) -> None:
+    """Prints rows under their keys, the first column to the left. A row may lack columns."""
+    rows = list(rows)
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    widths = [max(len(name), *(len(row.get(name, "")) for row in rows)) for name in names]
+    for row in [dict(zip(names, names, strict=True)), *rows]:
+        first, *others = (row.get(name, "") for name in names)
+        print(first.ljust(widths[0]) + "".join(f"  {cell:>{w}}" for cell, w in zip(others, widths[1:], strict=True)))
+
+
+def write(out: Path | None, found: Any) -> None:
+    """The file of --json, where it was asked for."""
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1, default=str))
