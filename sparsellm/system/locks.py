@@ -1,40 +1,31 @@
-"""Locks between processes: an open file that one of them holds. The system frees what a killed process held."""
+"""Locks between processes, by filelock: an open file that one process holds until it closes it or ends.
 
-import fcntl
+The caller opens the file (sparsellm.system.regular), because the locked file is often the one that is written: a log, a
+partial file, a run's lock with its signature. filelock's own `FileLock` would open a path of its own.
+"""
+
 import time
 from collections.abc import Callable
 from typing import IO
 
-POLL = 0.1  # seconds between looks at a lock, where waiting may end before it is free
+from filelock import lock_descriptor
+
+POLL = 0.05  # seconds between two tries
 
 
 def take(
     file: IO[str] | IO[bytes],
     waiting: Callable[[], object] = lambda: None,
-    give_up: Callable[[], bool] | None = None,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Lock the open `file` until it is closed; whether that succeeded, as it does unless `give_up()` becomes true.
+    """Lock the open `file` until it is closed. Returns whether that succeeded: False once `give_up()` is true.
 
     Where another process holds the lock, this calls `waiting` once, to say so, and waits.
     """
-    if _is_taken(file):
-        return True
-    if give_up is not None and give_up():
-        return False
-    waiting()
-    if give_up is None:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return True
-    while not give_up():
-        time.sleep(POLL)
-        if _is_taken(file):
-            return True
-    return False
-
-
-def _is_taken(file: IO[str] | IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    taken = lock_descriptor(file.fileno(), blocking=False)
+    if not taken and not give_up():
+        waiting()
+        while not taken and not give_up():
+            time.sleep(POLL)
+            taken = lock_descriptor(file.fileno(), blocking=False)
+    return taken

@@ -38,7 +38,7 @@ def test_waits_for_another_process_and_says_so_once(holder, tmp_path, patient):
         holder.kill()  # the system frees its lock
 
     with (tmp_path / "lock").open("w") as file:
-        assert locks.take(file, waiting, None if patient else lambda: False)
+        assert locks.take(file, waiting, *(() if patient else (lambda: False,)))
     assert said == ["waiting"]
 
 
