@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
 from sparsellm.config import (
     Activation,
     Config,
@@ -34,9 +36,7 @@ FOLDER = "FOLDER"  # in place of the folders of a path that leads out of the wor
 _TEXT = """\
 ---
 # license: {licence}, as apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [sparsellm, sparse-activations]
+{head}
 ---
 
 # {name}, step {step:,}
@@ -69,10 +69,30 @@ def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | 
     table = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, step, rows))
     commands = "\n".join(f"    {command}" for command in commands_of(config, prepared))
     return _TEXT.format(
-        licence=LICENCE, name=config.run.name, step=step, kind=kind, parameters=parameters(config.model), table=table,
-        architecture=conversion.class_name(config.model),
+        licence=LICENCE, head=_head(config.run.name, rows), name=config.run.name, step=step, kind=kind,
+        parameters=parameters(config.model), table=table, architecture=conversion.class_name(config.model),
         activation=config.sparsity.activation.name, commands=commands,
     )  # fmt: skip
+
+
+def _head(name: str, rows: list[dict[str, Any]]) -> str:
+    """The card's YAML; the last scores of the tasks are the hub's evaluation results."""
+    scores = (_last(rows, "evaluation") or {"evaluation": {}})["evaluation"]
+    results = [
+        EvalResult("text-generation", task, task, "acc", round(score, 4))
+        for task, score in scores.items()
+        if score is not None and task != "mean"
+    ]
+    scored: dict[str, Any] = {"model_name": name, "eval_results": results} if results else {}
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["sparsellm", "sparse-activations"], **scored
+    )
+    return data.to_yaml()
+
+
+def _last(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    """The last of `rows` that has `key`."""
+    return next((row for row in reversed(rows) if row.get(key) not in (None, {})), None)
 
 
 def licence(card: str) -> str | None:
@@ -93,9 +113,7 @@ def licensed(card: str, name: str) -> str:
     return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
-def _parsed(card: str) -> Any:
-    from huggingface_hub import ModelCard
-
+def _parsed(card: str) -> ModelCard:
     try:
         return ModelCard(card)
     except Exception as error:  # of the YAML parser, or of the library for values that it does not know
@@ -194,15 +212,12 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     last = rows[-1]
     if last["ce"] is not None:
         found.append(("cross entropy, training", f"{last['ce']:.3f} (step {last['step']:,})"))
-    for row in reversed(rows):
-        if row["val_ce"] is not None:
-            found.append(("cross entropy, held-out", f"{row['val_ce']:.3f} (step {row['step']:,})"))
-            break
-    for row in reversed(rows):
-        if scores := row.get("evaluation"):
-            each = ", ".join(f"{_escaped(name)} {score:.4f}" for name, score in scores.items() if score is not None)
-            found.append((f"scores at step {row['step']:,}", each))
-            break
+    if validated := _last(rows, "val_ce"):
+        found.append(("cross entropy, held-out", f"{validated['val_ce']:.3f} (step {validated['step']:,})"))
+    if scored := _last(rows, "evaluation"):
+        scores = scored["evaluation"].items()
+        each = ", ".join(f"{_escaped(name)} {score:.4f}" for name, score in scores if score is not None)
+        found.append((f"scores at step {scored['step']:,}", each))
     if last["nnz_per_layer"] is not None:
         each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
         found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 from small_run import small_config, small_trainer
 
 from sparsellm.config import definition, from_overrides, quoted
@@ -50,13 +51,16 @@ def test_later_rows_and_rows_that_are_not_there_change_nothing():
     without = card.text(config, 6, [])
     assert "cross entropy" not in without
     for each in (text, without):
-        _, head, _ = each.split("---\n", 2)
-        assert yaml.safe_load(head) == {
+        head = yaml.safe_load(each.split("---\n", 2)[1])
+        index = head.pop("model-index", None)
+        assert head == {
             "library_name": "transformers",
             "pipeline_tag": "text-generation",
             "tags": ["sparsellm", "sparse-activations"],
         }
         assert each.count("FILL IN") == 2
+        assert (index is None) == (each is without)
+    assert ModelCard(text).data.eval_results == [EvalResult("text-generation", "piqa", "piqa", "acc", 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_it_says_of_which_gate_its_numbers_are_until_the_gate_is_a_relu():
 
 
 def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open():
-    text = card.text(small_config(), 6, [row(6)])
+    text = card.text(small_config(), 6, [row(6, evaluation={"piqa": 0.5, "mean": 0.5})])
     assert card.licence(text) is None
     filled = card.licensed(text, "mit")
     assert card.licence(filled) == "mit"
