@@ -82,6 +82,21 @@ def test_config_has_floors_of_its_own(path):
     assert imported_rooms(path, "sparsellm.config") <= set().union(*CONFIG_FLOORS[:own])
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+    left = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+    while free := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    assert left == {}
+
+
+def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Those of `modules` that a file names in its imports, within functions too."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    pairs = ((node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names)
+    return {within if within in modules else module for module, within in pairs} & modules.keys()
+
+
 def test_the_order_has_something_to_hold():
     assert "config" in imported_rooms(PACKAGE / "training" / "loop.py")
     assert "schema" in imported_rooms(PACKAGE / "config" / "rules.py", "sparsellm.config")

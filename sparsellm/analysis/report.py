@@ -18,7 +18,6 @@ from typing import Any
 from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
 from sparsellm.ops.twell import TOKEN_TILE
-from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
 
 ANALYSIS_JSON = "analysis.json"
@@ -31,10 +30,7 @@ Row = dict[str, Any]
 
 
 def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) -> None:
-    """Every file whole or not at all, the figures after the numbers; what an earlier analysis left is removed.
-
-    Raises OSError if the numbers cannot be written. A figure that cannot be is named in a line.
-    """
+    """Write the numbers, each file whole or not at all. Removes what an earlier analysis left. Raises OSError."""
     means = numbers.by_position(activity)
     positions = [
         {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}
@@ -51,15 +47,6 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
-    speeds = results["speed"] and results["speed"]["layers"]
-    try:
-        # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
-        from sparsellm.analysis import figures
-
-        for name, content in figures.draw(title(results), activity, results["layers"], speeds).items():
-            write_whole(folder / name, content)
-    except (ImportError, OSError) as error:
-        warn(f"the figures in {folder} are not complete: {error}")
 
 
 def title(results: Row) -> str:

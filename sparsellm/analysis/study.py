@@ -18,7 +18,8 @@ from sparsellm.ops import backend
 from sparsellm.runs.layout import ANALYSIS, CONFIG
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
 from sparsellm.system import regular
-from sparsellm.system.console import progress
+from sparsellm.system.console import progress, warn
+from sparsellm.system.files import write_whole
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +94,20 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         print(report.table(results), flush=True)  # which took minutes
         raise AnalysisError(f"{opened.output} cannot be written: {error}; choose another output_dir") from error
+    _draw(opened.output, results, counted)
     return results, opened.output
+
+
+def _draw(folder: Path, results: dict[str, Any], counted: activity.Activity) -> None:
+    """Write the figures. One that cannot be written is named in a line."""
+    try:
+        from sparsellm.analysis import figures  # matplotlib takes half a second: a refusal need not wait for it
+
+        speeds = results["speed"] and results["speed"]["layers"]
+        for name, content in figures.draw(report.title(results), counted, results["layers"], speeds).items():
+            write_whole(folder / name, content)
+    except (ImportError, OSError) as error:
+        warn(f"the figures in {folder} are not complete: {error}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from sparsellm.analysis.report import aligned
 from sparsellm.runs.layout import BENCHMARK_JSON
-from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
 
 BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # beside BENCHMARK_JSON
@@ -23,22 +22,9 @@ Table = list[list[str]]  # the header first
 
 
 def write_all(folder: Path, results: Row) -> None:
-    """Every file whole or not at all, the figure after the numbers.
-
-    Raises OSError if the numbers cannot be written. A figure that cannot be is named in a line.
-    """
+    """Write the numbers, each file whole or not at all. Raises OSError."""
     write_whole(folder / BENCHMARK_JSON, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
     write_whole(folder / BENCHMARK_MD, markdown(results).encode())
-    try:
-        (folder / BENCHMARK_PNG).unlink(missing_ok=True)  # of an earlier benchmark
-        # Here, for matplotlib takes half a second to import, and a refusal need not wait for it.
-        from sparsellm.benchmark import figure
-        from sparsellm.figures import drawn
-
-        for name, content in drawn({BENCHMARK_PNG: lambda: figure.draw(results)}).items():
-            write_whole(folder / name, content)
-    except (ImportError, OSError) as error:
-        warn(f"{folder / BENCHMARK_PNG} cannot be written: {error}")
 
 
 def reference(checkpoint: Row) -> str:

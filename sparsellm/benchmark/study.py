@@ -14,7 +14,8 @@ from sparsellm.distributed.groups import Ranks, device_type, process_group
 from sparsellm.ops import backend
 from sparsellm.runs.layout import BENCHMARK
 from sparsellm.runs.locate import locate, text_mistakes
-from sparsellm.system.console import say
+from sparsellm.system.console import say, warn
+from sparsellm.system.files import write_whole
 from sparsellm.training.memory import give_back
 
 COUNTED_AT_ONCE = 8  # sequences, when firing neurons are counted
@@ -68,7 +69,22 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         print(report.text(results), flush=True)  # which took minutes
         raise BenchmarkError(f"{folder} cannot be written: {error}; choose another output_dir") from error
+    _draw(folder / report.BENCHMARK_PNG, results)
     return results, folder
+
+
+def _draw(path: Path, results: dict[str, Any]) -> None:
+    """Write the figure; if it cannot be written, a line says so."""
+    try:
+        path.unlink(missing_ok=True)  # of an earlier benchmark
+        # matplotlib takes half a second to import: a refusal need not wait for it
+        from sparsellm.benchmark import figure
+        from sparsellm.figures import drawn
+
+        for content in drawn({path.name: lambda: figure.draw(results)}).values():
+            write_whole(path, content)
+    except (ImportError, OSError) as error:
+        warn(f"{path} cannot be written: {error}")
 
 
 def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]:
