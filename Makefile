@@ -5,6 +5,7 @@
 # make attack     attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations and models
 # make check      runs ruff and mypy
 # make nvcc       installs pip's nvcc into .venv if there is no nvcc; without one, tests that compile are skipped
+# make docs       builds the documents and the API reference into build/docs (mkdocs)
 # make kernels    builds the CUDA kernels and reports their resources; needs nvcc, but no GPU and no CUDA build of torch
 # make wheel      builds the kernels and a wheel in dist/ that contains them; installing the wheel needs no nvcc
 # SETUP=0         uses the `python3` on PATH (or PYTHON=...) unchanged, and installs nothing
@@ -32,7 +33,7 @@ INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-fast test-gpu attack check nvcc kernels wheel
+.PHONY: setup train test test-fast test-gpu attack check docs nvcc kernels wheel
 
 setup: $(TOOLS)
 
@@ -68,6 +69,10 @@ check: $(TOOLS)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(READY)
+	@$(RUN) -c 'import mkdocs, mkdocstrings' 2>/dev/null || $(INSTALL) -e '.[docs]'
+	$(RUN) -m mkdocs build --strict --quiet
 
 nvcc: $(READY)
 	@$(RUN) -c 'from sparsellm.ops.compiler import nvcc; print(nvcc())' 2>/dev/null || $(INSTALL) $(NVCC)

@@ -35,15 +35,23 @@ from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
 def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None, calibrate: bool = True) -> nn.Module:
-    """Switch the feedforward blocks inside `model` to the operator, in place, and return `model`.
+    """Switch the feedforward blocks inside `model` to the operator, in place.
 
-    kernels: "auto" takes the CUDA kernels on a Hopper GPU and those in Triton on another CUDA GPU; where they cannot
-    run it says so once and leaves the model as it is. "cuda" and "triton" take these, or raise KernelsUnavailable.
-    "torch" computes all calls by the operator's PyTorch reference. engine: "dense", "row" or "tile" for every call,
-    instead of each block's own choice. calibrate: whether to measure what the engines cost, if the model is in bfloat16
-    on a GPU and nobody has measured its layers on this GPU model; without that, an H200's constants choose. Raises
-    ValueError, having changed nothing, for a block that the operator does not compute, and where this process computes
-    on other kernels already.
+    Args:
+        kernels: "auto" takes the CUDA kernels on a Hopper GPU and the Triton kernels on another CUDA GPU. Where they
+            cannot run, it says so once and leaves the model as it is. "cuda" and "triton" demand these kernels. "torch"
+            computes every call by the operator's PyTorch reference.
+        engine: "dense", "row" or "tile" for every call, instead of each block's own choice.
+        calibrate: Measure what the engines cost, if the model is in bfloat16 on a GPU and its layer shapes have not
+            been measured on this GPU model. Without that, an H200's constants choose.
+
+    Returns:
+        `model`.
+
+    Raises:
+        KernelsUnavailable: The demanded kernels cannot run here.
+        ValueError: A block is not one that the operator computes, or this process already computes on other kernels.
+            The model is unchanged.
     """
     if kernels not in ("auto", "cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")

@@ -46,8 +46,12 @@ ALONE = threading.Lock()
 
 
 class Sampling(NamedTuple):
-    """How the next token is drawn from the logits: the likeliest (temperature 0), or at random from the smallest set of
-    tokens whose probabilities add up to top_p, after the logits were divided by the temperature."""
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: Draw from the smallest set of tokens whose probabilities add up to this.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -93,7 +97,19 @@ class Batch:
 
 
 class Generator:
-    """Generates with a decoder that it has taken for itself: in inference, its matrices in one dtype, accelerated."""
+    """Generates text with a decoder, which it takes over: without gradients, in one dtype, accelerated.
+
+    Args:
+        decoder: The model, on its device.
+        stop: Ids of tokens that end a sequence.
+        tokenizer: Needed by `text` and `continuation` only.
+        dtype: Of the weight matrices and the key/value cache.
+        kernels: As `accelerate` takes it; None does not accelerate. SiLU models are never accelerated.
+        calibrate: As `accelerate` takes it.
+
+    Raises:
+        KernelsUnavailable: The Triton kernels do not run on this GPU. Dense models need them too.
+    """
 
     def __init__(
         self,
@@ -104,11 +120,6 @@ class Generator:
         kernels: str | None = "auto",
         calibrate: bool = True,
     ) -> None:
-        """stop: ids of tokens that end a sequence. kernels, calibrate: as of `accelerate`; kernels=None: not
-        accelerated, as SiLU models never are.
-
-        Raises KernelsUnavailable for a GPU on which Triton's kernels do not run: dense models need them here, too.
-        """
         self.device = decoder.embed_tokens.weight.device
         layer_forward.require_kernels(decoder.embed_tokens.weight)
         self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
@@ -128,9 +139,16 @@ class Generator:
     def load(
         cls, path: str | Path, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any
     ) -> Self:
-        """The model, tokenizer and stop tokens of an hf/ folder or a hub name, as `huggingface.load` takes them.
+        """Read the model, tokenizer and stop tokens of an hf/ folder or a hub name.
 
-        device: a GPU where there is one. dtype: bfloat16 on a GPU, float32 on a CPU. settings: those of Generator.
+        Args:
+            path: The folder or hub name.
+            device: Default: a GPU if there is one.
+            dtype: Default: bfloat16 on a GPU, float32 on a CPU.
+            settings: `kernels` and `calibrate` of Generator.
+
+        Raises:
+            BrokenModel: The files are not a model that Generator runs.
         """
         config, activation, weights = conversion.load(path)
         tokenizer = pretrained.read_tokenizer(path, config.vocab_size)
@@ -161,11 +179,13 @@ class Generator:
     def stream(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0
     ) -> Iterator[list[int | None]]:
-        """Up to `new_tokens` times the next token of each sequence; None after one that is in `stop`. Ends early when
-        all sequences have ended.
+        """Yield the next token of each sequence, up to `new_tokens` times.
 
-        Raises ValueError, at once, for a prompt without tokens or with ids that the vocabulary lacks, for prompts that
-        have no room for `new_tokens` in the model's context, and for a `sampling` that cannot be drawn by.
+        A sequence yields None after a token in `stop`; iteration ends early when all sequences have ended.
+
+        Raises:
+            ValueError: Immediately, if a prompt has no tokens or ids outside the vocabulary, if prompts leave no room
+                for `new_tokens` in the model's context, or if `sampling` is out of range.
         """
         lengths = self._check(prompts, new_tokens, sampling)
         return self._stream(prompts, max(lengths) + new_tokens, new_tokens, sampling, seed)

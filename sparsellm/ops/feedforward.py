@@ -34,17 +34,24 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class FeedForwardOutput(NamedTuple):
     """What the operator returns; only y and l1 carry gradients.
 
-    l1 is a plain sum. The caller multiplies it by lambda / M, where M counts the tokens of the whole optimizer step
-    (DESIGN §2).
+    Attributes:
+        y: [M, K], the compute dtype.
+        l1: 0-d float32 (float64 for float64 inputs): the plain sum of |h|. The caller multiplies it by lambda / M,
+            where M counts the tokens of the whole optimizer step (DESIGN §2).
+        nnz: 0-d int64: number of nonzeros among the M x N activations.
+        fired: bool [N]: the neurons that fire for some token.
+        wide_segments: 0-d int64: segments of the packed gate that overflow their words (sparsellm.ops.twell).
+        rest_calls: 0-d int64: 1 if the call exceeded the tile engine's lists and took the overflow path, else 0.
+        union: 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured.
     """
 
-    y: Tensor  # [M, K], the compute dtype
-    l1: Tensor  # 0-d float32 (float64 for float64 inputs): the sum of |h|
-    nnz: Tensor  # 0-d int64: number of nonzeros among the M x N activations
-    fired: Tensor  # bool [N]: the neurons that fire for some token
-    wide_segments: Tensor  # 0-d int64: segments of the packed gate that overflow their words (sparsellm.ops.twell)
-    rest_calls: Tensor  # 0-d int64: 1 if the call exceeded the tile engine's lists and took the overflow path, else 0
-    union: Tensor  # 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured
+    y: Tensor
+    l1: Tensor
+    nnz: Tensor
+    fired: Tensor
+    wide_segments: Tensor
+    rest_calls: Tensor
+    union: Tensor
 
 
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
@@ -57,12 +64,22 @@ def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype
 def feedforward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan | Tensor | None
 ) -> FeedForwardOutput:
-    """y = h w_down^T and the statistics of h; x [M, K], M >= 0, w_gate and w_up [N, K], w_down [K, N].
+    """y = h w_down^T and the statistics of h, where h = relu(x w_gate^T) * (x w_up^T).
 
-    h = relu(x w_gate^T) * (x w_up^T), or h = relu(x w_up^T) if w_gate is None. Autocast sets the compute dtype. The
-    registered operator casts the weights in forward and again in backward, so that only the weights themselves, and no
-    copies, are kept in between. Raises ValueError for shapes, dtypes, devices or plans that are not allowed,
-    KernelsUnavailable if the plan's engine cannot run here, and RuntimeError for second derivatives and forward mode.
+    Autocast sets the compute dtype. The registered operator casts the weights in forward and again in backward, so that
+    only the weights themselves, and no copies, are kept in between.
+
+    Args:
+        x: [M, K], M >= 0.
+        w_gate: [N, K], or None: h = relu(x w_up^T).
+        w_up: [N, K].
+        w_down: [K, N].
+        plan: Which engine computes the call; None: the PyTorch reference, traced.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or the plan are not allowed.
+        KernelsUnavailable: The plan's engine cannot run here.
+        RuntimeError: Second derivatives or forward mode are asked for.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
