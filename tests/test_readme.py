@@ -147,15 +147,6 @@ def test_a_file_that_a_document_names_exists(document):
         assert any(path.exists() for path in places), f"{document.name} names {name}, which does not exist"
 
 
-@pytest.mark.parametrize(
-    "document", [d for d in DOCUMENTS if d != HISTORY], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_a_code_block_names_its_language(document):
-    fences = re.findall(r"^ *```(.*)$", document.read_text(), re.M)
-    assert len(fences) % 2 == 0
-    assert all(language.strip() for language in fences[::2]), f"{document.name} has a code block without a language"
-
-
 @pytest.mark.parametrize("document", GUIDE, ids=lambda path: path.name)
 def test_a_table_of_the_guide_has_a_caption(document):
     lines = [line for line in document.read_text().splitlines() if line]
