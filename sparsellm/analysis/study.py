@@ -17,6 +17,7 @@ from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops import backend
 from sparsellm.runs.layout import ANALYSIS, CONFIG
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
+from sparsellm.runs.precision import computation, computed_in, dtype_name
 from sparsellm.system import regular
 from sparsellm.system.console import progress, warn
 from sparsellm.system.files import write_whole
@@ -24,6 +25,7 @@ from sparsellm.system.files import write_whole
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+COUNTING = "counting reads every activation, which PyTorch alone keeps"
 LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
 
 
@@ -44,6 +46,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     checkpoint = locate(config.checkpoint)
     with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
         opened = _open(config, checkpoint)
+        warn(computation(opened.model.dtype, opened.why, COUNTING))
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
@@ -63,7 +66,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
             "gated": opened.model.config.model_type != "arcee",
             "layers": len(layers),
             "neurons": counted.fired.shape[1],
-            "dtype": str(opened.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(opened.model.dtype),
         },
         "text": {
             "source": config.text or "held-out",
@@ -118,6 +121,7 @@ class Opened:
     identity: str
     output: Path
     recordings: Path | None
+    why: str  # the model has its dtype
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
@@ -155,15 +159,14 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
             raise AnalysisError(
                 f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {described.vocab_size:,}"
             )
-        choice = config.dtype.name
-        dtype = "auto" if choice == "auto" else getattr(torch, choice)
+        dtype, why = computed_in(config.dtype, checkpoint)
         model = pretrained.read_model(checkpoint.model, dtype)
         feedforward_blocks(model)
     except CheckpointNotFound as error:  # damaged
         raise AnalysisError(str(error)) from error
     except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
         raise AnalysisError(unreadable(checkpoint, error)) from error
-    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded)
+    return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded, why)
 
 
 def _writable(folder: Path, key: str) -> Path:

@@ -182,10 +182,15 @@ def _scores(results: Row) -> Table:
     """What `evaluate` left: a row for each model, a column for each task that any has."""
     each = {model["checkpoint"]: model for model in _models(results)}.values()
     tasks = list(dict.fromkeys(task for model in each for task in (model["scores"] or {"tasks": {}})["tasks"]))
-    return [["accuracy of", "parameters", *tasks]] + [
-        [model["name"], size(model["parameters"]), *("-" if s is None else f"{s:.4f}" for s in map(of.get, tasks))]
+    return [["accuracy of", "parameters", "dtype", *tasks]] + [
+        [
+            model["name"],
+            size(model["parameters"]),
+            of.get("dtype", ""),
+            *("-" if s is None else f"{s:.4f}" for s in map(of["tasks"].get, tasks)),
+        ]
         for model in each
-        for of in [(model["scores"] or {"tasks": {}})["tasks"]]
+        for of in [model["scores"] or {"tasks": {}}]
     ]
 
 

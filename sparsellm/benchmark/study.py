@@ -14,6 +14,7 @@ from sparsellm.distributed.groups import Ranks, device_type, process_group
 from sparsellm.ops import backend
 from sparsellm.runs.layout import BENCHMARK
 from sparsellm.runs.locate import locate, text_mistakes
+from sparsellm.runs.precision import computation, default_on, dtype_name
 from sparsellm.system.console import say, warn
 from sparsellm.system.files import write_whole
 from sparsellm.training.memory import give_back
@@ -40,7 +41,9 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
     except OSError as error:
         raise BenchmarkError(f"{folder} cannot be written: {error}; choose another folder for output_dir") from error
     with process_group(device_type(config.device.name), connect=False) as ranks:
-        missing = _without_kernels(config, ranks.device)
+        missing, dtype = _without_kernels(config, ranks.device), dtype_on(ranks.device)
+        obstacle = missing[0].removeprefix("no kernels: ") if missing else None
+        warn(computation(dtype, default_on(ranks.device.type), obstacle))
         measured = []
         for i, name in enumerate(config.checkpoint):
             subject = Subject.open(locate(name), config)
@@ -55,7 +58,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
         results = {
             "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
             "torch": torch.__version__,
-            "dtype": str(dtype_on(ranks.device)).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
             "compiled": on_gpu,
             "kernels": (loaded := backend.loaded()) and backend.NAMES[loaded],
             "text": config.text or "held-out",

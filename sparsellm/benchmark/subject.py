@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsellm.analysis import AnalysisError
 from sparsellm.config import Activation, BenchmarkConfig, ConfigError, ModelConfig, load, parameters
-from sparsellm.evaluation.results import RESULTS, VALIDATION
+from sparsellm.evaluation.results import RESULTS, STORED, VALIDATION
 from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
@@ -90,7 +90,8 @@ class Subject:
 
 
 def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
-    """{"mean", "tasks": {name: score}, "validation_loss"} of these weights on whole tasks; None if there are none."""
+    """{"mean", "tasks": {name: score}, "validation_loss", "dtype" of the scores} of these weights on whole tasks; None
+    if there are none."""
     path = checkpoint.output(EVALUATION) / RESULTS
     if not path.is_file():
         return None
@@ -99,7 +100,7 @@ def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
         return None
     loss = found[VALIDATION] and found[VALIDATION]["loss"]
     tasks = {name: task["score"] for name, task in found["tasks"].items()}
-    return {"mean": found["mean"], "tasks": tasks, "validation_loss": loss}
+    return {"mean": found["mean"], "tasks": tasks, "validation_loss": loss, "dtype": found.get("dtype", STORED)}
 
 
 def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig, length: int | None) -> Tensor:

@@ -74,11 +74,20 @@ def _lines() -> list[str]:
 
 
 def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":
+    from sparsellm.inference.accelerate import is_accelerated
     from sparsellm.inference.generation import Generator
+    from sparsellm.ops import backend
+    from sparsellm.runs import precision
 
     with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
         checkpoint.identity()
-        return Generator.load(checkpoint.model, device, dtype, kernels=kernels.name)
+        generator = Generator.load(checkpoint.model, device, dtype, kernels=kernels.name)
+    why = precision.default_on(device) if dtype is None else f"dtype={precision.dtype_name(dtype)}"
+    obstacle = precision.obstacle(kernels, device)
+    if obstacle is None and not is_accelerated(generator.decoder):
+        obstacle = backend.available()[1] or "they compute ReLU gates"
+    warn(precision.computation(generator.dtype, why, obstacle))
+    return generator
 
 
 def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:

@@ -86,7 +86,7 @@ class DdpCompress(Enum):
 
 
 class Dtype(Enum):
-    """Dtype of an evaluated model's weights and activations; `auto` is the stored one, as in lm_eval."""
+    """Dtype of a model's weights and activations; what `auto` means, each command's key says."""
 
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -333,7 +333,7 @@ class RunConfig:
     checkpoint_every: int = key(500, "Steps between checkpoints.")
     keep_checkpoints: int = key(2, "Number of most recent checkpoints to keep.")
     keep_every: int = key(0, "Steps between checkpoints that are never deleted. 0: none.")
-    hf_dtype: Precision = key(Precision.float32, "Dtype of the exported hf/ weights.")
+    hf_dtype: Precision | None = key(None, "Dtype of the exported hf/ weights. null: runtime.precision.")
     skip_damaged: bool = key(
         False, "Skip damaged checkpoints and damaged rows of metrics.jsonl instead of refusing to resume."
     )
@@ -363,6 +363,11 @@ class Config:
         None,
         "Model to start from: a run, a checkpoint, an hf/ folder or a hub name; sets model.*. null: random weights.",
     )
+
+    @property
+    def hf_dtype(self) -> Precision:
+        """Dtype of the exported hf/ weights."""
+        return self.runtime.precision if self.run.hf_dtype is None else self.run.hf_dtype
 
 
 @dataclass
@@ -400,7 +405,9 @@ class EvaluateConfig:
         None, "Maximum rows per task, for quick looks; does not apply to the held-out loss. null: all."
     )
     batch_size: int | str = key("auto", "Sequences per forward pass and rank.")
-    dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: as stored.")
+    dtype: Dtype = key(
+        Dtype.auto, "Dtype of weights and activations. auto: the run's precision; without a run, as stored."
+    )
     device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
     kernels: Kernels = key(
         Kernels.auto,
@@ -431,7 +438,9 @@ class AnalyzeConfig:
         None,
         "Folder for token-by-token records of active neurons, the input of the benchmark scripts; large. null: none.",
     )
-    dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: as stored.")
+    dtype: Dtype = key(
+        Dtype.auto, "Dtype of weights and activations. auto: the run's precision; without a run, as stored."
+    )
     device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
     speed: bool = key(True, "Time each layer if kernels are available; times vary slightly between runs.")
 

@@ -32,15 +32,18 @@ from sparsellm.evaluation.results import (
     Finished,
     as_json,
     discard_others,
+    dtypes,
     has_scores,
     kept,
 )
-from sparsellm.hf import conversion, hub, pretrained
-from sparsellm.inference.accelerate import SparseFeedForward, accelerate, restore
+from sparsellm.hf import hub, pretrained
+from sparsellm.inference.accelerate import accelerate, is_accelerated, restore
 from sparsellm.model import Decoder
 from sparsellm.ops import backend
-from sparsellm.runs.locate import locate, unreadable
+from sparsellm.runs.locate import unreadable
+from sparsellm.runs.precision import computation, dtype_name, load_float32, obstacle
 from sparsellm.system import regular
+from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
 
 T = TypeVar("T")
@@ -63,20 +66,20 @@ def evaluate_checkpoint(
     The main rank calls `show` and then `record` with the contents once they are written, before any rank returns:
     torchrun ends the others once one has failed.
 
-    {"checkpoint", "identity" of its weights, "step", "tasks": {TASK: {"metric", "score", "stderr", "acc", "acc_stderr",
-    "acc_norm", "acc_norm_stderr", "split", "rows", "note", "measured": {"dtype", "kernels", "device", "data", "limit",
-    and the version of each package}}}, "failed": {TASK: reason}, "mean" of the scores, "mean_acc" of `acc`,
-    "validation": {"loss" in nats per token, "perplexity", "tokens", "precision", "device"}, "output_dir"}, and under
-    "torch" the tasks, means and validation once more where kernels were compared. Standard errors are null for a single
-    row, means if a task failed that has no earlier score or if the tasks were not all measured alike, "validation"
-    without a run, the version of a package that is not installed. A task that fails leaves the others alone.
+    {"checkpoint", "identity" of its weights, "step", "dtype" of all scores (null without any), "tasks": {TASK:
+    {"metric", "score", "stderr", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note",
+    "measured": {"dtype", "kernels", "device", "data", "limit", and the version of each package}}}, "failed": {TASK:
+    reason}, "mean" of the scores, "mean_acc" of `acc`, "validation": {"loss" in nats per token, "perplexity", "tokens",
+    "precision", "device"}, "output_dir"}, and under "torch" the tasks, means and validation once more where kernels
+    were compared. Standard errors are null for a single row, means if a task failed that has no earlier score or if the
+    tasks were not all measured alike, "validation" without a run, the version of a package that is not installed. A
+    task that fails leaves the others alone.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """
     if found := mistakes(config):
         raise ConfigError(found)
-    assert config.checkpoint is not None
-    request = Request(config, locate(config.checkpoint))
+    request = Request.of(config)
     # Ranks exchange objects here, which travel between CPUs: only the held-out loss is summed on GPUs.
     with process_group(device_type(config.device.name), connect=False) as ranks:
         evaluation = Evaluation(request, ranks)
@@ -91,13 +94,16 @@ def is_complete(config: EvaluateConfig) -> bool:
     """
     if config.checkpoint is None or mistakes(config):
         return False
-    request = Request(config, locate(config.checkpoint))
+    request = Request.of(config)
     try:
-        written = regular.content(request.output / RESULTS).decode()
-        if not set(request.tasks) <= json.loads(written)["tasks"].keys():
-            return False  # known without the rows
+        if not (request.output / RESULTS).exists():
+            return False  # known without the weights
         with hub.offline(request.on_hub is None or not hub.answers(request.on_hub)):
             identity = request.checkpoint.identity()
+            request = request.opened(identity)
+            written = regular.content(request.output / RESULTS).decode()
+            if not set(request.tasks) <= json.loads(written)["tasks"].keys():
+                return False  # known without the rows
             rows = {name: tasks.load(name, config.data_dir).identity for name in request.tasks}
             if (held_out := request.held_out()) is not None:
                 rows[VALIDATION] = rows_of(held_out)
@@ -117,10 +123,11 @@ class Evaluation:
 
     def __init__(self, request: Request, ranks: Ranks) -> None:
         self.request, self.ranks = request, ranks
-        self.config, self.checkpoint, self.output = request.config, request.checkpoint, request.output
+        self.config, self.checkpoint = request.config, request.checkpoint
         self.failed: dict[str, str] = {}
         self.loading: Future[Any] | None = None  # of the model, begun once something needs it; then also
         self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
+        self.obstacle = obstacle(self.asked, ranks.device.type)  # why they run in PyTorch
 
     def run(
         self, record: Callable[[dict[str, Any]], object], show: Callable[[dict[str, Any]], object]
@@ -132,7 +139,7 @@ class Evaluation:
         if not self.ranks.is_main:
             # To open a checkpoint the main rank imports these, which takes seconds: the others do so meanwhile.
             from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
-        identity = self._on_main(self._open)
+        identity, self.request = self._on_main(self._open)
         begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))
         if not begun:
             self._begin_loading()
@@ -158,16 +165,9 @@ class Evaluation:
         wanted = self.request.on_hub
         return wanted is not None and self._on_main(lambda: hub.answers(wanted))
 
-    def _open(self) -> str:
-        """Make the output folder, and say what the checkpoint holds."""
-        try:
-            # Without the parents of the checkpoint: one that its run has deleted stays deleted.
-            inside = self.config.output_dir is None and self.checkpoint.folder in self.output.parents
-            if not inside or self.config.limit is not None:
-                self.output.parent.mkdir(parents=not inside, exist_ok=True)
-            self.output.mkdir(exist_ok=True)
-        except OSError as error:
-            raise EvaluationError(f"{self.output} cannot be written: {error}; choose another output_dir") from error
+    def _open(self) -> tuple[str, Request]:
+        """What the checkpoint holds, and the opened request, its output folder made."""
+        self._make(self.request.output)
         try:
             if self.checkpoint.unchecked:
                 self.ranks.say(self.checkpoint.unchecked)
@@ -180,9 +180,25 @@ class Evaluation:
                     " scores only models that have one: name a token of tokenizer.json in tokenizer_config.json"
                     ' ("eos_token": "TOKEN")'
                 )
-            return identity
+            opened = self.request.opened(identity)
         except (OSError, ValueError) as error:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error
+        if opened.output != self.request.output:
+            others = " and ".join(sorted(dtypes(self.request.output, identity)))
+            warn(f"{self.request.output} has scores in {others}: those in {opened.output.name} go to {opened.output}")
+            self._make(opened.output)
+        return identity, opened
+
+    def _make(self, output: Path) -> None:
+        """Make the folder `output`, without the parents of the checkpoint: one that its run has deleted stays deleted.
+        Raises EvaluationError."""
+        try:
+            inside = self.config.output_dir is None and self.checkpoint.folder in output.parents
+            if not inside or self.config.limit is not None:
+                output.parent.mkdir(parents=not inside, exist_ok=True)
+            output.mkdir(exist_ok=True)
+        except OSError as error:
+            raise EvaluationError(f"{output} cannot be written: {error}; choose another output_dir") from error
 
     def _side(
         self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
@@ -193,6 +209,9 @@ class Evaluation:
         parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
         if missing := [task for name, task in loaded.items() if parts[name] is None]:
             self._model(kernels).builder.announce(missing, self.config.limit)
+            if self.ranks.is_main:
+                assert self.request.dtype is not None  # it is opened
+                warn(computation(self.request.dtype, self.request.why, self.obstacle, self.kernels))
         for name, task in loaded.items():
             part, before = parts[name], "  (finished before)"
             if part is None:
@@ -222,13 +241,14 @@ class Evaluation:
 
     def _write(self, results: dict[str, Any]) -> str | None:
         """Write the results: why they cannot be, or None; of other weights nothing stays."""
-        path, weights = self.output / RESULTS, results["identity"]
+        output, weights = self.request.output, results["identity"]
+        path = output / RESULTS
         try:
             if has_scores(results):
                 write_whole(path, as_json(results))
             elif _identity_in(path) not in (None, weights):
                 path.unlink()
-            for folder in (self.output, self.output / TORCH):
+            for folder in (output, output / TORCH):
                 discard_others(folder, weights)
         except OSError as error:
             return f"{path} cannot be written: {error}; free some space, or choose another output_dir"
@@ -256,8 +276,7 @@ class Evaluation:
             error = f"{type(exception).__name__}: {exception}"
         if not self._agreed(task.name, error):
             return None, []
-        dtype = str(lm.model.dtype).removeprefix("torch.")
-        return {"result": result, "measured": self.request.measured(dtype, self.kernels)}, samples
+        return {"result": result, "measured": self.request.measured(dtype_name(lm.model.dtype), self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
         """The checkpoint as a SharedLM, loaded once, its feedforward blocks on `kernels`. Raises EvaluationError."""
@@ -275,11 +294,9 @@ class Evaluation:
         def load() -> SharedLM:
             if self.ranks.device.type == "cuda":
                 torch.cuda.set_device(self.ranks.device)  # which each thread has of its own
-            choice = self.config.dtype.name
             try:
-                model = pretrained.read_model(
-                    self.checkpoint.model, "auto" if choice == "auto" else getattr(torch, choice)
-                )
+                assert self.request.dtype is not None  # it is opened
+                model = pretrained.read_model(self.checkpoint.model, self.request.dtype)
                 vocab_size = model.config.get_text_config().vocab_size
                 tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
             except (OSError, ValueError) as error:
@@ -291,23 +308,24 @@ class Evaluation:
         return self.loading
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
-        """Switch to the kernels, where they can be; `self.kernels` says what came of it. Raises EvaluationError."""
-        self.kernels, obstacle = "torch", None
-        if kernels == Kernels.torch or (kernels == Kernels.auto and self.ranks.device.type == "cpu"):
+        """Switch to the kernels, where they can be; `self.kernels` and `self.obstacle` say what came of it. Raises
+        EvaluationError."""
+        self.kernels, self.obstacle = "torch", obstacle(kernels, self.ranks.device.type)
+        if self.obstacle:
             return
         if model.dtype != torch.bfloat16:
-            obstacle = f"the weights are {model.dtype}: add dtype=bfloat16"
+            self.obstacle = f"the weights are {model.dtype}: add dtype=bfloat16"
         else:
             try:
                 accelerate(model, kernels.name)
-                if any(isinstance(module, SparseFeedForward) for module in model.modules()):
+                if is_accelerated(model):
                     self.kernels = backend.loaded() or "torch"
+                else:
+                    self.obstacle = backend.available()[1]
             except ValueError as error:
-                obstacle = str(error)
-        if obstacle and kernels.demanded:
-            raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {obstacle}")
-        if obstacle:
-            self.ranks.say(f"feedforward layers run in PyTorch, for {obstacle}")
+                self.obstacle = str(error)
+        if self.obstacle and kernels.demanded:
+            raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {self.obstacle}")
 
     # The held-out split.
 
@@ -334,10 +352,10 @@ class Evaluation:
         return blocks
 
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
-        """As the run validates: float32 weights, and its own precision and micro-batch."""
+        """As the run validates: its own float32 weights, precision and micro-batch."""
         config, device = self.request.run_config(), self.ranks.device
         try:
-            model_config, activation, weights = conversion.load(self.checkpoint.model)
+            model_config, activation, weights = load_float32(self.checkpoint)
         except (OSError, ValueError) as error:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error
         with torch.device("meta"):

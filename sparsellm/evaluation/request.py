@@ -1,7 +1,11 @@
-"""What an evaluation is asked for: what decides its numbers, where they go, and results.json made of its parts."""
+"""What an evaluation is asked for: what decides its numbers, where they go, and results.json made of its parts.
+
+Scores in several dtypes never lie in one folder. Where OUTPUT holds scores of these weights in another dtype than the
+one in which this evaluation computes, its own go to OUTPUT/DTYPE.
+"""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,9 +17,10 @@ from sparsellm import data
 from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed.groups import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, kept, means
+from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, dtypes, kept, means
 from sparsellm.runs.layout import CONFIG, EVALUATION
-from sparsellm.runs.locate import Checkpoint, not_found
+from sparsellm.runs.locate import Checkpoint, locate, not_found
+from sparsellm.runs.precision import computed_in, dtype_name
 
 TORCH = "torch"  # the folder of the side in PyTorch, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
@@ -25,14 +30,29 @@ PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
 class Request:
     config: EvaluateConfig
     checkpoint: Checkpoint
+    output: Path
+    dtype: torch.dtype | None = None  # of weights and activations, and
+    why: str = ""  # once it is `opened`
+
+    @classmethod
+    def of(cls, config: EvaluateConfig) -> "Request":
+        """Raises CheckpointNotFound."""
+        assert config.checkpoint is not None
+        checkpoint = locate(config.checkpoint)
+        return cls(config, checkpoint, checkpoint.output(EVALUATION, config.output_dir, config.limit))
+
+    def opened(self, identity: str) -> "Request":
+        """With its dtype, and the folder for scores in it. `identity`: the checkpoint's.
+
+        Raises BrokenModel, and OSError if the hub cannot be read.
+        """
+        dtype, why = computed_in(self.config.dtype, self.checkpoint)
+        mixed = dtypes(self.output, identity) - {dtype_name(dtype)}
+        return replace(self, dtype=dtype, why=why, output=self.output / dtype_name(dtype) if mixed else self.output)
 
     @property
     def tasks(self) -> list[str]:
         return self.config.tasks or list(tasks.TASKS)
-
-    @cached_property
-    def output(self) -> Path:
-        return self.checkpoint.output(EVALUATION, self.config.output_dir, self.config.limit)
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:
@@ -50,8 +70,9 @@ class Request:
 
     def finished(self, folder: Path, identity: str) -> Finished:
         """The finished parts of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
+        assert self.dtype is not None  # it is opened
         decided_by = {
-            "weights": identity, "dtype": self.config.dtype.name, "device": device_type(self.config.device.name),
+            "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
             "limit": self.config.limit, "lm_eval": version("lm_eval"), "kernels": self.sides[folder].name,
         }  # fmt: skip
         return Finished(folder, decided_by)
@@ -95,6 +116,7 @@ class Request:
             "checkpoint": str(self.checkpoint),
             "identity": weights,
             "step": self.checkpoint.step,
+            "dtype": next(iter(dtypes(self.output, weights)), None),
             "tasks": kernels["tasks"],
             "failed": failed,
             **{name: kernels[name] for name in MEANS},

@@ -7,6 +7,7 @@ OUTPUT/
                           that fails leaves it, and so does one of other tasks
   tasks/validation.json   the same of the held-out split
   torch/                  samples and tasks once more in PyTorch, with compare_kernels=true
+  float32/                the same of dtype=float32, where OUTPUT has scores in another dtype
   limit_20/               the same of limit=20 rows
 """
 
@@ -21,6 +22,8 @@ from sparsellm.system.files import whole
 RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks
 SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # that scores must share to have a mean
+
+STORED = "float32"  # the dtype of scores that do not name theirs: earlier versions stored all models so
 
 MEANS = {"mean": "score", "mean_acc": "acc"}  # over tasks -> of what of each
 
@@ -68,6 +71,17 @@ def kept(folder: Path, weights: str) -> Parts:
     return {name: part for name, (decided_by, part) in found.items() if decided_by.get("weights") == weights}
 
 
+def dtypes(folder: Path, weights: str) -> set[str]:
+    """Those in which the tasks in `folder` of these weights were scored."""
+    parts = kept(folder, weights).items()
+    return {part.get("measured", {}).get("dtype", STORED) for name, part in parts if name != VALIDATION}
+
+
+def of_dtype(folder: Path, dtype: str) -> Path:
+    """Where the results in `dtype` are of an evaluation that was to go to `folder`, which may have those in another."""
+    return folder / dtype if (folder / dtype / RESULTS).is_file() else folder
+
+
 def discard_others(folder: Path, weights: str) -> None:
     """Remove the finished parts in `folder` that are of other weights, with their samples."""
     for name in (*TASKS, VALIDATION):
@@ -81,7 +95,10 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what decided it, the part); empty ones where there is none that can be read."""
     try:
         found = json.loads(regular.content(_path(folder, name)))
-        return dict(found["decided_by"]), dict(found["finished"])
+        decided_by, part = dict(found["decided_by"]), dict(found["finished"])
+        if decided_by.get("dtype") == "auto":  # an earlier version's word for the stored one
+            decided_by["dtype"] = part.get("measured", {}).get("dtype", STORED)
+        return decided_by, part
     except (OSError, ValueError, KeyError, TypeError):
         return {}, {}
 

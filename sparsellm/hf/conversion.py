@@ -64,8 +64,10 @@ def export(
     begin_of_text_id: int | None = None,
     other_ends: Sequence[int] = (),
 ) -> None:
-    """Write config.json, the weights (given by our names) in `dtype`, and the tokenizer into `folder`.
+    """Write config.json, generation_config.json, the weights (given by our names) in `dtype`, and the tokenizer.
     begin_of_text_id: of what begins a text; None: what ends the one before. other_ends: ids that end a text, too."""
+    from transformers import GenerationConfig
+
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     tokenizer_file.settle_file(folder / "tokenizer.json")
     hub_config = stock_config(config, activation, end_of_text_id, dtype)
@@ -74,6 +76,7 @@ def export(
     if other_ends:
         hub_config.eos_token_id = [end_of_text_id, *other_ends]
     hub_config.save_pretrained(folder)
+    GenerationConfig.from_model_config(hub_config).save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors lets only the owner read its file

@@ -249,11 +249,23 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
         "of no layer that config.json describes": found["unexpected_keys"],
         SHAPES: [name for name, *_ in found["mismatched_keys"]],
         "unreadable": found.get("error_msgs", ()),
-        "with values that are not finite": _not_finite(model),
+        "with values that are not finite": not_finite(model.state_dict()),
         "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
     }
     _refuse(path, wrong)
     return model
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """The dtype in which transformers loads the model unless told otherwise: that of config.json, or else of its first
+    tensor. Raises BrokenModel, and OSError if the hub cannot be read."""
+    from safetensors import safe_open
+
+    if isinstance(named := read_config(path).get_text_config().dtype, torch.dtype):
+        return named
+    folder = data_folder(path)
+    with safe_open(next(iter(sorted(folder.glob("*.safetensors")))), framework="pt") as file:
+        return file.get_tensor(next(iter(file.keys()))).dtype
 
 
 def commit(name: str) -> str:
@@ -403,8 +415,8 @@ def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
     }
 
 
-def _not_finite(model: Any) -> list[str]:
-    """The tensors with an infinity or a NaN."""
+def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The names of those with an infinity or a NaN."""
 
     def finite(tensor: torch.Tensor) -> bool:
         if not tensor.is_floating_point() or not tensor.numel():
@@ -414,7 +426,7 @@ def _not_finite(model: Any) -> list[str]:
         # isfinite(values).all().
         return bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
-    return [name for name, tensor in model.state_dict().items() if not finite(tensor)]
+    return [name for name, tensor in tensors.items() if not finite(tensor)]
 
 
 def _untied(model: Any, config: Any) -> list[str]:

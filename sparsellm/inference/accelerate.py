@@ -33,6 +33,10 @@ from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, backend, feedforward
 from sparsellm.ops.feedforward import check, in_autocast, output_of
 
 
+def is_accelerated(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseFeedForward) for module in model.modules())
+
+
 @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
 def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None, calibrate: bool = True) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place.
@@ -60,7 +64,7 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
             f"engine is {engine!r} with kernels={kernels!r}: it should be None, or one of {', '.join(ENGINES)} with"
             " kernels='auto', 'cuda' or 'triton'"
         )
-    if any(isinstance(module, SparseFeedForward) for module in model.modules()):
+    if is_accelerated(model):
         raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
     originals = feedforward_blocks(model)
     if kernels == "auto" and not backend.available()[0]:

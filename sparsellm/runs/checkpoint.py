@@ -303,8 +303,8 @@ class Checkpoints:
         return whole
 
     def _require_whole(self, step: int) -> None:
-        if problems := _problems(self._path(step), step):
-            raise CheckpointError(f"checkpoint {self._path(step)} is damaged: {'; '.join(problems)}")
+        if found := problems(self._path(step), step):
+            raise CheckpointError(f"checkpoint {self._path(step)} is damaged: {'; '.join(found)}")
 
     # ---- agreement
 
@@ -432,8 +432,11 @@ def _seal(folder: Path, step: int) -> None:
     sync(folder)
 
 
-def _problems(folder: Path, step: int) -> list[str]:
-    """How the files in `folder` differ from what COMMITTED says; empty when it is whole."""
+def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
+    """How the files in `folder` differ from what COMMITTED says; empty when it is whole.
+
+    `step`: of the checkpoint, None if that is not known. `inside`: only files whose names begin with it are compared.
+    """
     try:
         commit = json.loads(regular.content(folder / COMMITTED))
         committed_step = commit["step"]
@@ -442,16 +445,18 @@ def _problems(folder: Path, step: int) -> list[str]:
         return [f"{COMMITTED} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
-    files = _files(folder)
-    problems = [] if committed_step == step else [f"{COMMITTED} is that of step {committed_step}"]
-    problems += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
-    problems += [f"{name} does not belong to it" for name in sorted(files.keys() - recorded.keys())]
+    recorded, files = (
+        {name: each for name, each in named.items() if name.startswith(inside)} for named in (recorded, _files(folder))
+    )
+    found = [] if step in (None, committed_step) else [f"{COMMITTED} is that of step {committed_step}"]
+    found += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
+    found += [f"{name} does not belong to it" for name in sorted(files.keys() - recorded.keys())]
 
     def compare(name: str) -> list[str]:
         size, checksum = recorded[name]
         try:
-            if (found := files[name].stat().st_size) != size:
-                return [f"{name} has {found} bytes instead of {size}"]
+            if (held := files[name].stat().st_size) != size:
+                return [f"{name} has {held} bytes instead of {size}"]
             if (digest := _checksum(files[name])) != checksum:
                 return [f"{name} has checksum {digest} instead of {checksum}"]
         except OSError as error:
@@ -459,7 +464,7 @@ def _problems(folder: Path, step: int) -> list[str]:
         return []
 
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return sum(pool.map(compare, sorted(recorded.keys() & files.keys())), problems)
+        return sum(pool.map(compare, sorted(recorded.keys() & files.keys())), found)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -155,7 +155,7 @@ def view(config: Config) -> str:
 def room_mistakes(config: Config) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
     run, folder = config.run, config.run.folder
-    state, model = (1 + MOMENTS) * FLOAT32, DTYPES[run.hf_dtype].itemsize  # bytes of a parameter in state/ and hf/
+    state, model = (1 + MOMENTS) * FLOAT32, DTYPES[config.hf_dtype].itemsize  # bytes of a parameter in state/ and hf/
     size = parameters(config.model) * (state + model)
     steps = [] if run.restart else sorted(saved_steps(folder))
     with suppress(ConfigError):  # `mistakes` names it

@@ -16,6 +16,7 @@ from sparsellm.hf import conversion
 from sparsellm.model import Decoder
 from sparsellm.model.cross_entropy import Lesson
 from sparsellm.model.dtypes import DTYPES
+from sparsellm.runs.precision import load_float32
 from sparsellm.training.warm_start import send, source
 
 KEY = "distill.teacher"
@@ -61,7 +62,7 @@ class Teacher:
             name = str(config.distill.teacher)
             with source(KEY, name) as checkpoint:
                 checkpoint.identity()  # a checkpoint of ours is held to its checksums
-                model, activation, found = conversion.load(checkpoint.model)
+                model, activation, found = load_float32(checkpoint)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
                     f"{KEY}={name} is not the model any more that has taught run {config.run.name} so far: bring that"

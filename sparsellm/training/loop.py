@@ -465,7 +465,7 @@ class Trainer:
     def _export(self, weights: dict[str, Tensor], folder: Path) -> None:
         conversion.export(
             weights, self.config.model, self.config.sparsity.activation, folder, self.data.tokenizer_folder,
-            self.data.end_of_text_id, DTYPES[self.config.run.hf_dtype], self.data.begin_of_text_id,
+            self.data.end_of_text_id, DTYPES[self.config.hf_dtype], self.data.begin_of_text_id,
             self.other_ends,
         )  # fmt: skip
 

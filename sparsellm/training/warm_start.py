@@ -21,6 +21,7 @@ from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.model import Decoder
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, unreadable
+from sparsellm.runs.precision import load_float32
 from sparsellm.system.console import warn
 from sparsellm.training import sharding
 
@@ -170,7 +171,7 @@ def write_weights(model: Decoder, config: Config, data: Data, ranks: Ranks) -> l
         name = str(config.init_from)
         with source("init_from", name) as checkpoint:
             checkpoint.identity()  # a checkpoint of ours is held to its checksums
-            found, _, read = conversion.load(checkpoint.model)
+            found, _, read = load_float32(checkpoint)
             named = pretrained.stop_tokens(checkpoint.model)
         if found != config.model:
             theirs, ours = (flat({"model": to_dict(each)}) for each in (found, config.model))

@@ -57,7 +57,7 @@ def test_a_run_on_its_held_out_blocks(run):
     assert results == json.loads((folder / "analysis.json").read_text())
     assert results["text"] == {"source": "held-out", "sequences": 5, "sequence_length": LENGTH, "tokens": 5 * LENGTH}
     assert results["model"] == {
-        "architecture": "LlamaForCausalLM", "gated": True, "layers": 2, "neurons": 48, "dtype": "float32",
+        "architecture": "LlamaForCausalLM", "gated": True, "layers": 2, "neurons": 48, "dtype": "bfloat16",
     }  # fmt: skip
     assert (results["speed"], results["speed_missing"]) == (None, "needs a CUDA GPU")
     # The files tell of the same tokens: those on which the run would validate, if it took so many.
@@ -306,6 +306,7 @@ def test_the_command(run, text, argument, code, monkeypatch, capsys):
         assert shown.out == ""
         assert "sparsellm: " in shown.err
     else:
-        assert f"{LAST}: 2 gated layers of 48 neurons, float32\n128 tokens of held-out text: 4 sequences" in shown.out
+        assert f"{LAST}: 2 gated layers of 48 neurons, bfloat16\n128 tokens of held-out text: 4 sequences" in shown.out
         assert "in these 128 tokens" in shown.out
         assert shown.err.endswith("reading  4/4 sequences\n")
+        assert "sparsellm: dtype bfloat16 (as the run trained), kernels none (counting reads every" in shown.err

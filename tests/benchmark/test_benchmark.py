@@ -22,7 +22,7 @@ from sparsellm.hf import conversion
 from sparsellm.inference.accelerate import SparseFeedForward, accelerate
 from sparsellm.inference.generation import Generator
 from sparsellm.model import Decoder
-from sparsellm.runs.checkpoint import _problems
+from sparsellm.runs.checkpoint import problems
 from sparsellm.runs.locate import locate
 from sparsellm.training.loop import Trainer
 
@@ -79,7 +79,7 @@ def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
         assert row["sides"]["PyTorch"][phase]["mj_per_token"] is None
     assert len(row["nonzeros"]) == 2
     assert row["layer_speeds"] is row["baseline"] is row["scores"] is None
-    assert _problems(run / LAST, 4) == []  # the checkpoint is still whole
+    assert problems(run / LAST, 4) == []  # the checkpoint is still whole
 
 
 def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, tmp_path, kernels, capsys):
@@ -102,7 +102,12 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     assert (ours["sequence_length"], alone["sequence_length"]) == (32, 192)  # the run's, and the model's context
     assert (ours["sequences"], alone["sequences"]) == (4, 2)  # as asked, and as far as the text goes
     assert ours["baseline"]["activation"] == "silu"
-    assert ours["scores"] == {"mean": 0.4321, "tasks": {"piqa": 0.61, "hellaswag": 0.3}, "validation_loss": 2.5}
+    assert ours["scores"] == {
+        "mean": 0.4321,
+        "tasks": {"piqa": 0.61, "hellaswag": 0.3},
+        "validation_loss": 2.5,
+        "dtype": "float32",
+    }
     assert alone["scores"] is None
     assert [of["speedup"] for of in ours["layer_speeds"]] == [2.0, 2.0]
     for side in ours["sides"].values():

@@ -45,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "model.context_length=192", "model.init_std=0.3", "training.steps=4", "training.batch_size=4",
         "training.sequence_length=32", "optimizer.warmup_steps=1", "logging=disabled", "logging.validation_every=4",
         "logging.validation_samples=6", "run.checkpoint_every=2", "run.name=tiny",
-        "runtime.device=cpu", "runtime.micro_batch_size=auto",
+        "runtime.device=cpu", "runtime.micro_batch_size=auto", "runtime.precision=bfloat16",
     ]  # fmt: skip
     data.prepare(from_overrides(overrides))
     return overrides

@@ -64,14 +64,14 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
     assert found == json.loads((run / LAST / "evaluation/results.json").read_text())
     assert list(found["tasks"]) == list(tasks.TASKS)
     assert found["failed"] == {}
-    assert (found["checkpoint"], found["step"]) == (str(run / LAST), 4)
+    assert (found["checkpoint"], found["step"], found["dtype"]) == (str(run / LAST), 4, "bfloat16")
     for name, task in found["tasks"].items():
         has_norm = name not in ("winogrande", "commonsense_qa")
         assert task["metric"] == ("acc_norm" if has_norm else "acc")
         assert (task["score"], task["stderr"]) == (task[task["metric"]], task[f"{task['metric']}_stderr"])
         assert (task["acc_norm"] is not None) == has_norm
         assert results.settings(task) == {
-            "dtype": "float32", "kernels": "torch", "device": checkpoint.device_type("auto"), "data": str(rows),
+            "dtype": "bfloat16", "kernels": "torch", "device": checkpoint.device_type("auto"), "data": str(rows),
             "limit": None, "lm_eval": lm_eval.__version__,
         }  # fmt: skip
         of_rows = [sample["acc"] for sample in samples(run / LAST / "evaluation", name)]
@@ -91,10 +91,14 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
         assert Checkpoints(run / "checkpoints", ranks, 2, lambda *_: None).find(skip_damaged=False) == 4
 
 
-def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
-    """The `hf` model of lm-eval as its command line makes it, on the same rows: every log-probability is the same."""
-    config = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), batch_size=4, output_dir=str(tmp_path / "out"))
+@pytest.mark.parametrize("dtype", [Dtype.auto, Dtype.float32])
+def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network, dtype):
+    """The `hf` model of lm-eval as its command line makes it, on the same rows: every log-probability is the same, in
+    the dtype that both take by themselves, bfloat16, and in float32."""
+    config = EvaluateConfig(str(run), data_dir=str(rows), batch_size=4, output_dir=str(tmp_path / "out"), dtype=dtype)
     found = evaluate_checkpoint(config)
+    assert found["dtype"] == ("bfloat16" if dtype == Dtype.auto else "float32")
+    typed = "" if dtype == Dtype.auto else f",dtype={dtype.name}"
     for name, task in found["tasks"].items():
         stock, split = Path(lm_eval.tasks.__file__).parent / tasks.TASKS[name].path, task["split"]
         rows_of_task = {"data_files": {split: str(rows / name / f"{split}.jsonl")}}
@@ -105,7 +109,7 @@ def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network):
         }))  # fmt: skip
         with hub.offline(True):
             theirs = lm_eval.simple_evaluate(
-                model="hf", model_args=f"pretrained={run / LAST / 'hf'}", device="cpu", batch_size=4,
+                model="hf", model_args=f"pretrained={run / LAST / 'hf'}{typed}", device="cpu", batch_size=4,
                 tasks=[str(definition)], task_manager=TaskManager(include_defaults=False),
             )  # fmt: skip
         for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
@@ -200,8 +204,8 @@ def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
     assert again == found
     monkeypatch.undo()
     monkeypatch.setattr(downstream, "score", counted)
-    other = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))
-    assert {task["measured"]["dtype"] for task in other["tasks"].values()} == {"bfloat16"}
+    other = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.float32}))
+    assert {task["measured"]["dtype"] for task in other["tasks"].values()} == {"float32"}
     assert len(scored) == 3
     write_rows(bare.parent / "rows", "piqa", "validation", count=4, seed=9)
     other = EvaluateConfig(checkpoint=str(bare), data_dir=str(bare.parent / "rows"), tasks=["piqa"])
@@ -220,10 +224,11 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
     evaluate_checkpoint(EvaluateConfig(**asked))
     assert complete()
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in output.rglob("*") if path.is_file()}
-    for same in ({"batch_size": 3}, {"tasks": ["winogrande", "piqa"]}, {"tasks": ["piqa"]}, {"validation": False}):
+    for same in ({"batch_size": 3}, {"tasks": ["winogrande", "piqa"]}, {"tasks": ["piqa"]}, {"validation": False},
+                 {"dtype": Dtype.bfloat16}):  # fmt: skip
         assert complete(**same), same
     for other in (
-        {"limit": 3}, {"dtype": Dtype.bfloat16}, {"dtype": Dtype.float32}, {"kernels": Kernels.torch}, {"tasks": []},
+        {"limit": 3}, {"dtype": Dtype.float32}, {"kernels": Kernels.torch}, {"tasks": []},
         {"data_dir": str(rows)}, {"output_dir": str(tmp_path / "out")}, {"limit": 0}, {"checkpoint": str(run / "gone")},
         {"checkpoint": str(run / "checkpoints/step_00000002")},
     ):  # fmt: skip
@@ -361,13 +366,44 @@ def test_results_are_merged_by_task(run, rows):
     assert alone["validation"] == both["validation"]
     assert alone["mean"] == pytest.approx(sum(task["score"] for task in alone["tasks"].values()) / 3)
 
-    mixed = evaluated("piqa", dtype=Dtype.bfloat16)
-    assert {name: task["measured"]["dtype"] for name, task in mixed["tasks"].items()} == {
-        "arc_easy": "float32", "piqa": "bfloat16", "winogrande": "float32",
-    }  # fmt: skip
+    old = {"lm_eval": "0.4.0"}  # of a part that an earlier evaluation left
+    path = run / LAST / "evaluation/tasks/piqa.json"
+    part = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**part, "finished": {**part["finished"], "measured": part["finished"]["measured"] | old}})
+    )
+    mixed = evaluated("arc_easy")
     assert mixed["mean"] is None
-    assert "mean of 3  none, for the scores differ in dtype" in results.table(mixed, ["piqa"])
+    assert "mean of 3  none, for the scores differ in lm_eval" in results.table(mixed, ["piqa"])
+    path.write_text(json.dumps(part))
     assert evaluated("piqa")["mean"] == alone["mean"]
+
+
+def test_scores_in_another_dtype_go_to_a_folder_of_their_own(run, rows, monkeypatch, capsys):
+    def evaluated(dtype, *tasks):
+        return evaluate_checkpoint(EvaluateConfig(str(run), list(tasks), str(rows), dtype=dtype, validation=False))
+
+    base = run / LAST / "evaluation"
+    evaluated(Dtype.float32, "piqa")
+    path = base / "tasks/piqa.json"
+    path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "auto"', 1))
+    assert path.read_text().count('"auto"') == 2  # its kernels, and how an earlier version had the stored dtype
+    before = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    found = evaluated(Dtype.auto, "winogrande")
+    said = capsys.readouterr().err
+    assert f"sparsellm: {base} has scores in float32: those in bfloat16 go to {base}/bfloat16\n" in said
+    assert "sparsellm: dtype bfloat16 (as the run trained), kernels none (they need a CUDA GPU)\n" in said
+    assert list(found["tasks"]) == ["winogrande"]
+    assert found == json.loads((base / "bfloat16/results.json").read_text())
+    assert {path: path.read_bytes() for path in before} == before
+    assert results.of_dtype(base, "bfloat16") == base / "bfloat16"
+    assert results.of_dtype(base, "float32") == base
+    # What was finished in a dtype is gone on with in that one.
+    monkeypatch.setattr(downstream, "score", lambda *_: pytest.fail("scored"))
+    assert list(evaluated(Dtype.float32, "piqa")["tasks"]) == ["piqa"]
+    assert list(evaluated(Dtype.bfloat16, "winogrande")["tasks"]) == ["winogrande"]
+    assert checkpoint.is_complete(EvaluateConfig(str(run), ["winogrande"], str(rows), validation=False))
 
 
 def test_the_same_rows_in_another_folder_are_not_scored_again_and_have_a_mean_with_it(bare, rows, tmp_path):
@@ -396,13 +432,13 @@ def test_an_attempt_that_fails_removes_nothing(bare, rows, tmp_path, monkeypatch
         raise MemoryError("no room")
 
     monkeypatch.setattr(downstream, "score", out_of_memory)
-    failed = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16}))
+    failed = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "kernels": Kernels.torch}))
     assert (failed["tasks"], list(failed["failed"])) == (before["tasks"], ["piqa", "winogrande"])
     after = {path.name: path.read_bytes() for path in (bare / "evaluation").rglob("*") if path.name in kept}
     assert after == kept
 
     recorded, fresh = [], tmp_path / "fresh"
-    nothing = EvaluateConfig(**{**vars(config), "dtype": Dtype.bfloat16, "output_dir": str(fresh)})
+    nothing = EvaluateConfig(**{**vars(config), "output_dir": str(fresh)})
     assert evaluate_checkpoint(nothing, recorded.append, partial(evaluate.show, config.tasks))["tasks"] == {}
     assert not (fresh / "results.json").exists()
     assert recorded == []
@@ -477,7 +513,7 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
         ]
         assert max(gaps) < 1  # nats; of sums of bfloat16's roundings over up to 20 tokens with logits of up to 16
     # A dtype that they do not take is refused where they are demanded, and said where they are not.
-    stored = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], compare_kernels=True)
+    stored = replace(config, tasks=["piqa"], dtype=Dtype.float32)
     with pytest.raises(checkpoint.EvaluationError, match=r"the weights are torch\.float32: add dtype=bfloat16"):
         evaluate_checkpoint(stored)
 

@@ -34,6 +34,8 @@ def test_export_loads_in_transformers_with_equal_logits_and_loss(gated, activati
     model = decoder(gated, activation)
     conversion.export(model.state_dict(), model.config, activation, tmp_path / "hf", tokenizer_folder, 0)
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    ends = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert (ends["bos_token_id"], ends["eos_token_id"]) == (0, 0)
     assert type(stock).__name__ == ("LlamaForCausalLM" if gated else "ArceeForCausalLM")
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert stock.config.hidden_act == activation.name

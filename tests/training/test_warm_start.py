@@ -21,6 +21,8 @@ from sparsellm.config import load as load_config
 from sparsellm.data import DataError, tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import conversion
+from sparsellm.runs import precision
+from sparsellm.runs.locate import locate
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import warm_start
 from sparsellm.training.loop import Trainer
@@ -101,13 +103,17 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
 
 def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_path):
     assert run(prepare_data, "init_from=source") == 0
-    assert run(train, "init_from=source", "run.name=first") == 0
+    assert run(train, "init_from=source", "run.name=first", "runtime.precision=bfloat16") == 0
+    # What is exported is rounded, and what training goes on from is not.
+    first = precision.load_float32(locate("runs/first"))[2]
     for name, given in (("second", "runs/first"), ("third", "runs/first/checkpoints/step_00000004")):
-        again = [f"init_from={given}", f"data.path={name}", f"run.name={name}"]
+        again = [f"init_from={given}", f"data.path={name}", f"run.name={name}", *STANDS_STILL]
         assert run(prepare_data, *again) == 0
         assert run(train, *again) == 0
         config = load_config(tmp_path / "runs" / name / "config.yaml")
         assert config.init_from == config.data.tokenizer == given
+        left = precision.load_float32(locate(f"runs/{name}"))[2]
+        assert all(torch.equal(left[key], first[key]) for key in first)
     shutil.rmtree(tmp_path / "runs/third/checkpoints/step_00000004")
     shutil.rmtree(tmp_path / "runs/first")
     assert run(train, *again) == 0  # the resume does not look at the source

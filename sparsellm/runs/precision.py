@@ -1,0 +1,92 @@
+"""In which dtype a command computes a checkpoint, and which weights of a checkpoint hold every bit of training."""
+
+import warnings
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from sparsellm.config import Activation, ConfigError, Dtype, Kernels, ModelConfig, load
+from sparsellm.hf import conversion, pretrained
+from sparsellm.model.dtypes import DTYPES
+from sparsellm.ops import backend
+from sparsellm.runs.layout import CONFIG, HF, STATE
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound
+from sparsellm.system.console import is_main_rank, warn
+
+
+def default_on(device: str) -> str:
+    """Why commands that generate or measure compute in bfloat16 on a GPU, and in float32 on a CPU."""
+    return f"the default on a {'GPU' if device == 'cuda' else 'CPU'}"
+
+
+def obstacle(kernels: Kernels, device: str) -> str | None:
+    """Why feedforward layers run in PyTorch whatever the model is, if they do."""
+    if kernels == Kernels.torch:
+        return "kernels=torch"
+    return "they need a CUDA GPU" if device == "cpu" and not kernels.demanded else None
+
+
+def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
+    """The dtype of weights and activations, and why: what was typed, else the precision of the run, else as stored.
+
+    Raises BrokenModel, and OSError if the hub cannot be read.
+    """
+    if asked != Dtype.auto:
+        return getattr(torch, asked.name), f"dtype={asked.name}"
+    with suppress(ConfigError, OSError):  # a damaged config.yaml: the weights are as good as before
+        if checkpoint.run is not None:
+            return DTYPES[load(checkpoint.run / CONFIG).runtime.precision], "as the run trained"
+    return pretrained.stored_dtype(checkpoint.model), "as stored"
+
+
+def computation(dtype: torch.dtype, why: str, obstacle: str | None, kernels: str | None = None) -> str:
+    """The line that says how a command computes a model. `obstacle`: why feedforward layers run in PyTorch; None: they
+    run on `kernels`, by default those that this process has loaded."""
+    kernels = kernels or backend.loaded()
+    engines = f"none ({obstacle})" if obstacle else f"{kernels} (available on this GPU)"
+    return f"dtype {dtype_name(dtype)} ({why}), kernels {engines}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
+    """`conversion.load` of the checkpoint, with the float32 weights of state/ where hf/ holds rounded ones.
+
+    Raises ValueError and OSError as `conversion.load` does, and CheckpointNotFound if state/ is damaged.
+    """
+    # These take a second to import, which most commands need not wait for.
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from sparsellm.runs.checkpoint import problems
+    from sparsellm.runs.snapshot import MODEL_PREFIX
+    from sparsellm.runs.state_reader import StateReader
+
+    if not checkpoint.has_checksums or pretrained.stored_dtype(checkpoint.model) == torch.float32:
+        return conversion.load(checkpoint.model)
+    assert checkpoint.folder is not None  # it has checksums
+    state = checkpoint.folder / STATE
+    if not state.is_dir():
+        if is_main_rank():
+            warn(f"{checkpoint} has no {STATE}/: its weights are those of {HF}/, which are rounded to bfloat16")
+        return conversion.load(checkpoint.model)
+    if wrong := problems(checkpoint.folder, checkpoint.step, f"{STATE}/"):
+        raise CheckpointNotFound(f"checkpoint {checkpoint} is damaged: {'; '.join(wrong)}; give another one")
+    config, activation = conversion.architecture(checkpoint.model)
+    reader = StateReader(state)
+    weights = {
+        each: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for each, entry in reader.read_metadata().state_dict_metadata.items()
+        if each.startswith(MODEL_PREFIX)
+    }
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that a single process loads
+            dcp.load(weights, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # a BaseException
+        raise CheckpointNotFound(f"checkpoint {checkpoint} cannot be read: {error}; give another one") from error
+    if broken := pretrained.not_finite(weights):
+        raise CheckpointNotFound(f"checkpoint {checkpoint} has values that are not finite in {', '.join(broken[:4])}")
+    return config, activation, {each.removeprefix(MODEL_PREFIX): weight for each, weight in weights.items()}
