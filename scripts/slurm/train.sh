@@ -18,7 +18,8 @@
 
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # seconds that torchrun gives ranks to save after a signal; 30 before torch 2.13
+# Seconds that torchrun gives ranks to save after a signal; 30 before torch 2.13.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 port=$((20000 + SLURM_JOB_ID % 10000)) # of its own, where jobs share a node
 
 # One torchrun on each node, which starts a rank on each GPU. Where one rank fails, all are started again.

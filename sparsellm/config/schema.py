@@ -267,7 +267,7 @@ class RuntimeConfig:
     )
     calibrate: bool = key(
         True,
-        "Measure the cost of each engine once per GPU model. false: use constants measured on an H200.",
+        "Measure the cost of each engine once per GPU model and layer shape. false: use cached costs, or an H200's.",
     )
     micro_batch_size: int | str = key(
         "auto",
