@@ -177,7 +177,8 @@ Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
   const auto shape = sparsellm::tile_shape_of_saved(saved.numel(), m, k, n, gated);
   if (shape.capacity > 0) return shape;
-  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: no such layer saves that many");
+  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: it should have a number that tile_forward saves" +
+                 " for " + std::to_string(m) + " tokens of " + std::to_string(n) + " neurons");
 }
 
 // The gradients that a backward pass returns: of x, w_gate (no rows in a non-gated layer), w_up, w_down.
@@ -222,6 +223,8 @@ int64_t limit(std::string name) {
   if (name == "tile tokens") return sparsellm::tile_max_tokens(false);
   if (name == "tile tokens with gradients") return sparsellm::tile_max_tokens(true);
   if (name == "tile capacity") return sparsellm::tile_max_capacity();
+  if (name == "few tokens") return sparsellm::kFewTokens;
+  if (name == "many tokens") return sparsellm::kManyTokens;
   refuse("limit", "there is no limit named " + name);
 }
 
@@ -243,7 +246,10 @@ std::vector<Tensor> dense_backward(Tensor x, OptionalTensor w_gate, Tensor w_up,
                                    Tensor saved, bool fused) {
   const Call call("dense_backward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, std::nullopt);
-  if (saved.numel() != sparsellm::dense_saved_bytes(a)) refuse("dense_backward", "saved belongs to another layer");
+  if (const int64_t bytes = sparsellm::dense_saved_bytes(a); saved.numel() != bytes) {
+    refuse("dense_backward", "saved has " + std::to_string(saved.numel()) + " bytes: it should have " +
+                                 std::to_string(bytes) + ", which dense_forward saves for this layer");
+  }
   const Made made(call, a, false);
   const Tensor workspace = call.bytes(sparsellm::dense_backward_workspace_bytes(a));
   call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call.multiply(), call.data(dy),

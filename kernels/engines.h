@@ -25,6 +25,12 @@ constexpr int kCompression = 8;                         // columns per word of a
 constexpr int kTileWords = kColumnTile / kCompression;  // W, the words of a segment
 constexpr int kSectorWords = 8;  // words of a segment that are contiguous: 32 bytes, the unit of a memory read
 
+// The borders of the row engine, in tokens. sparsellm/ops/borders.py has them too; loading the library compares them
+// (bindings.cpp: limit). Up to kFewTokens, rows are dealt to clusters. With more, but fewer than kManyTokens, the
+// caller's library multiplies the gate, and rows are divided in runs. From kManyTokens on, the tile engine may compute.
+constexpr int kFewTokens = 64;
+constexpr int kManyTokens = 1536;
+
 // One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T). Non-gated (w_gate null): h = relu(x w_up^T).
 struct Layer {
   const void* x;         // bf16 [M, K]

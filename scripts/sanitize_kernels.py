@@ -26,14 +26,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from sparsellm.ops import Plan, build, dispatch, feedforward
+from sparsellm.ops import Plan, borders, build, feedforward
+from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
 
 # Numbers of tokens with different kernels: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up
 # to 1,535. From ORDERED_TOKENS on tokens are ordered, which are fewer than the policy orders, to be fast.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
 FEW_TOKENS = 128  # at most
-MANY_TOKENS = 1536  # at least: fewer, the row engine's gate is a product of cuBLAS
 ORDERED_TOKENS = 1024
 K, N = 256, 512
 PARTS = ("forward", "few", "backward")
@@ -101,7 +101,7 @@ def main() -> int:
     if args.without_products:
         leave_out_products()
     build.load()
-    with patch.object(dispatch, "MIN_ORDERED_TOKENS", ORDERED_TOKENS):
+    with patch.object(borders, "MIN_ORDERED_TOKENS", ORDERED_TOKENS):
         wrong = check(parts, not args.without_products)
     print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
@@ -146,7 +146,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
                     compare(f"{name}, backward, dense, {'' if fused else 'not '}fused", found, right)
             for stored in (torch.bfloat16, torch.float32):
                 for room in ("enough", "no"):
-                    little = patch.object(dispatch, "capacity", lambda *_: 64) if room == "no" else nullcontext()
+                    little = patch.object(borders, "capacity", lambda *_: 64) if room == "no" else nullcontext()
                     with little:
                         found = gradients("tile", *on_device, stored=stored)
                     compare(f"{name}, backward, {stored}, {room} room", found, right)
@@ -155,7 +155,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
 
 def fusing(fused: bool) -> AbstractContextManager:
     """Make the dense engine compute as for many tokens, or as for few."""
-    return patch.object(dispatch, "MIN_FUSED_TOKENS", 0 if fused else 1 << 62)
+    return patch.object(borders, "MIN_FUSED_TOKENS", 0 if fused else 1 << 62)
 
 
 if __name__ == "__main__":

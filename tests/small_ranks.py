@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from small_run import force_plans, small_trainer
 
-from sparsellm.ops import dispatch
+from sparsellm.policy import costs
 
-dispatch.ROOM = dispatch.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
+costs.ROOM = costs.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
 folder = Path(sys.argv[1])
 with small_trainer(folder / "run", *sys.argv[2:]) as trainer:
     rank = trainer.ranks.rank

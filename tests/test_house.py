@@ -11,7 +11,7 @@ PACKAGE = ROOT / "sparsellm"
 # A room, which is a folder or a file of the package, imports only from rooms of an earlier floor, or from itself. The
 # order is told here alone; docs/dev/MAP.md lists the rooms, and a test below compares its list with this one.
 FLOORS = [
-    {"system"}, {"ops", "figures"}, {"config", "distributed", "calibration"}, {"model"}, {"hf"}, {"runs", "inference"},
+    {"system"}, {"ops", "figures"}, {"config", "distributed", "policy"}, {"model"}, {"hf"}, {"runs", "inference"},
     {"data"}, {"evaluation"}, {"training", "analysis"}, {"sweep", "benchmark"}, {"commands"}, {"cli"},
 ]  # fmt: skip
 ENTRY_POINTS = len(FLOORS)

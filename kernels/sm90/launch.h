@@ -27,7 +27,7 @@
 
 namespace sparsellm {
 
-constexpr int kCountedTokens = 64;  // up to this many tokens, row_ffn may count the nonzeros instead of gate_pack
+constexpr int kCountedTokens = kFewTokens;  // up to this many tokens, row_ffn may count the nonzeros instead of gate_pack
 
 constexpr int kRowCapacity = 512;  // nonzeros per row that fit in the row's own place; a row with more is a long row
 
@@ -102,7 +102,7 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
 
 // Packs a gate whose product x w^T is in out.wide, bf16 [M, N]. For so few tokens, the caller's library computes the
 // product faster. `zeroed`: as in gate_pack.
-constexpr bool packs_product(int64_t m) { return m > kCountedTokens && m < 1536; }
+constexpr bool packs_product(int64_t m) { return m > kFewTokens && m < kManyTokens; }
 cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream);
 
 // Fills the plan from packed gate, rows and tokens: each token tile's neurons, its nonzeros, the units of work. Sets

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from scripts.benchmarks import harness
-from sparsellm.calibration import measure, report
-from sparsellm.calibration.layer import Call, Firing, Layer
 from sparsellm.ops import backend
-from sparsellm.ops.costs import Costs, costs_at
-from sparsellm.ops.dispatch import MANY_TOKENS, MANY_TRAINING_TOKENS
+from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.plan import Engine
+from sparsellm.policy import Policy, measure, report
+from sparsellm.policy.costs import Costs, costs_at
+from sparsellm.policy.layer import Call, Firing, Layer
+from sparsellm.policy.measure import MANY_TRAINING_TOKENS
 
 LAYERS = ("1024x4096", "2048x5632", "4096x11008", "5120x13824")
 TOKENS = (1, 2, 7, 10, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 12_000, 30_000, 131_072)
@@ -33,6 +34,11 @@ FAR = 0.1  # behind: shown with what was predicted
 def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
     """Of every density: what fires, seconds by engine, and what each policy chooses."""
     found = []
+    size = tokens, layer.width, layer.neurons
+    policies = {
+        "calibrated": Policy(costs.kernels, {(layer.width, layer.neurons): costs}),
+        "packaged": Policy(costs.kernels),
+    }
     for share in SHARES:
         call = Call(tokens, Firing(share, SKEW), Engine.dense, training)
         nonzeros, union = layer.counts(call)
@@ -43,12 +49,11 @@ def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[
         if None in times:
             print(f"    {tokens:,} tokens do not fit into memory", flush=True)
             return found
-        choose = backend.choose_training_engine if training else backend.choose_engine
-        size = tokens, layer.width, layer.neurons
-        counted = union if tokens >= MANY_TOKENS else -1.0
-        backend.measured[layer.width, layer.neurons] = costs
-        calibrated = choose(*size, nonzeros, counted)
-        del backend.measured[layer.width, layer.neurons]
+        counted = nonzeros, union if tokens >= MANY_TOKENS else -1.0
+        chosen = {
+            name: (policy.choose_training_engine if training else policy.choose_engine)(*size, *counted).name
+            for name, policy in policies.items()
+        }
         found.append(
             {
                 "tokens": tokens,
@@ -57,8 +62,7 @@ def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[
                 "union": union,
                 "predicted": {engine.name: at[engine].seconds(nonzeros, union) for engine in engines},
                 "seconds": {engine.name: (ms or 0) / 1e3 for engine, ms in zip(engines, times, strict=True)},
-                "calibrated": calibrated.name,
-                "packaged": choose(*size, nonzeros, counted).name,
+                **chosen,
             }
         )
     return found

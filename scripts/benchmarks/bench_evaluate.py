@@ -28,11 +28,11 @@ import sparsellm
 from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.bench_model import MODEL, random_model, sharing_copy
 from scripts.benchmarks.shaped_models import CALIBRATION, firing_statistics, layer_rates, shape_to_rates
-from sparsellm.calibration import chosen_by
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.tasks import TASKS, load
 from sparsellm.hf import pretrained
 from sparsellm.hf.hub import offline
+from sparsellm.inference.accelerate import policy_of
 
 Answers = list[tuple[float, bool]]
 Score = Callable[[list[Any]], Answers]
@@ -121,7 +121,7 @@ def main() -> None:
         print(
             f"{gpu}: {parameters / 1e9:.2f}B parameters, bfloat16;"
             f" {count:,} requests of {len(requests)} tasks; engines are chosen by"
-            f" {chosen_by(model.config.hidden_size, model.config.intermediate_size)}",
+            f" {policy_of(sparse).chosen_by(model.config.hidden_size, model.config.intermediate_size)}",
             flush=True,
         )
         seconds: dict[str, list[float]] = {name: [] for name in variants}

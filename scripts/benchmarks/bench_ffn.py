@@ -36,18 +36,10 @@ from torch import Tensor
 from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.patterns import BASES
 from sparsellm.inference.engine_choice import NeuronMajor
-from sparsellm.ops import (
-    Engine,
-    FeedForwardOutput,
-    Plan,
-    backend,
-    choose_engine,
-    choose_training_engine,
-    feedforward,
-    reference,
-)
+from sparsellm.ops import Engine, FeedForwardOutput, Plan, backend, feedforward, reference
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
+from sparsellm.policy import Policy
 
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)
@@ -146,7 +138,7 @@ class Forward(Bench):
             if not isinstance(times[name], Exception):
                 nnz, *_, union = calls[name](0)[3].tolist()
                 break
-        return measured(times, details), choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
+        return measured(times, details), Policy().choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
 
 
 class Training(Bench):
@@ -191,7 +183,7 @@ class Training(Bench):
             if not isinstance(times[engine.name], Exception):
                 out = self.forwards[engine.name](*step.leaves)
                 size = *x.shape, weights[-1].shape[1]
-                engine = choose_training_engine(*size, int(out.nnz), int(out.union), engine)
+                engine = Policy().choose_training_engine(*size, int(out.nnz), int(out.union), engine)
         return found, engine.name
 
 

@@ -50,11 +50,10 @@ from scripts.benchmarks.bench_model import MODEL, random_model, sharing_copy
 from scripts.benchmarks.harness import cell
 from scripts.benchmarks.shaped_models import CALIBRATION, blocks, gate, layer_rates, random_text, shape_to_rates
 from sparsellm.benchmark.timing import Stopwatch, rate, wait_for
-from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation
 from sparsellm.hf import conversion
 from sparsellm.hf.pretrained import read_model, read_tokenizer
-from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.inference.accelerate import SparseFeedForward, policy_of
 from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.inference.generation import CACHE_MULTIPLE, Generator, Sampling
 from sparsellm.model import Decoder
@@ -422,7 +421,8 @@ def main() -> None:
     print(
         f"{parameters / 1e9:.2f}B parameters, bfloat16, {nonzeros / len(layers) / 256:.1f} nonzeros per token,"
         f" {args.new} new tokens, copies {speed / 1e12:.2f} TB/s"
-        f"; engines are chosen by {chosen_by(model.config.hidden_size, model.config.intermediate_size)}"
+        "; engines are chosen by"
+        f" {policy_of(stock['accelerated']).chosen_by(model.config.hidden_size, model.config.intermediate_size)}"
     )
     print(HEADER)
     results, left_out = [], []

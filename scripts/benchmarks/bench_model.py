@@ -40,10 +40,10 @@ from scripts.benchmarks.shaped_models import (
     shape_to_rates,
 )
 from sparsellm.benchmark.timing import alternate, wait_for
-from sparsellm.calibration import chosen_by
 from sparsellm.config import Activation, ModelConfig, from_overrides
 from sparsellm.hf import conversion
 from sparsellm.ops import backend
+from sparsellm.policy import first_use
 
 MODEL = ModelConfig()  # 1.5B
 NON_GATED_NEURONS = 8448  # for as many parameters as a gated model has with patterns.N
@@ -213,7 +213,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if backend.loaded():
-        print(f"engines are chosen by {chosen_by(config.hidden_size, config.intermediate_size)}")
+        shape = config.hidden_size, config.intermediate_size
+        print(f"engines are chosen by {first_use.policy_for([shape], torch.device('cuda')).chosen_by(*shape)}")
     harness.table(summary(results))
     harness.write(args.json, results)
     failures = sum("failure" in row for result in results for row in result["variants"].values())

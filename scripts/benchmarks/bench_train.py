@@ -39,7 +39,6 @@ from scripts.benchmarks import harness, patterns, shaped_models
 from scripts.benchmarks.harness import cell
 from sparsellm import data
 from sparsellm.benchmark.timing import energy_mj
-from sparsellm.calibration import chosen_by
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
@@ -93,7 +92,7 @@ def measure(
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
         "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines(trainer), "settled": settled == engines(trainer),
-        "chosen_by": None if trainer.plans is None else chosen_by(*trainer.plans.layer),
+        "chosen_by": None if trainer.plans is None else trainer.plans.policy.chosen_by(*trainer.plans.layer),
         "micro_batches": (first, trainer.micro_batch.size), "gpu_bytes": gpu_bytes(ranks.device),
     }  # fmt: skip
     if sums.nnz is not None:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.inference.matching import PROJECTIONS, feedforward_blocks
-from sparsellm.ops import Plan, choose_engine
-from sparsellm.ops.dispatch import room_for
+from sparsellm.ops import Plan, backend
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
+from sparsellm.policy import Policy, first_use
+from sparsellm.policy.costs import room_for
 
 if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
     from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ def layer_speeds(
 ) -> list[dict[str, Any]]:
     """A row per layer, in bfloat16, on the first blocks (int64 [S, T]) of `TOKENS` tokens.
 
-    {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that sparsellm.ops chooses,
+    {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that an accelerated model chooses,
     "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}. `milliseconds` times the
     candidates; by default with CUDA events, on a GPU where the kernels are loaded.
     """
@@ -37,10 +38,14 @@ def layer_speeds(
     rows: list[dict[str, Any]] = []
 
     def measure(block: nn.Module, inputs: tuple) -> None:
-        rows.append({"layer": len(rows), **layer_speed(block, inputs[0].flatten(0, -2), milliseconds)})
+        rows.append({"layer": len(rows), **layer_speed(block, inputs[0].flatten(0, -2), policy, milliseconds)})
 
-    batch = blocks[: max(1, TOKENS // blocks.shape[1])].to(model.device)
-    hooks = [block.register_forward_pre_hook(measure) for block in feedforward_blocks(model)]
+    batch, found = blocks[: max(1, TOKENS // blocks.shape[1])].to(model.device), feedforward_blocks(model)
+    policy = Policy()
+    if backend.loaded():
+        sizes = {block.get_parameter("down_proj.weight").shape for block in found}
+        policy = first_use.policy_for([(width, neurons) for width, neurons in sizes], model.device)
+    hooks = [block.register_forward_pre_hook(measure) for block in found]
     try:
         with torch.no_grad():  # not inference mode, whose tensors have no version to tell a stale copy by
             model.base_model(input_ids=batch, use_cache=False)
@@ -50,7 +55,9 @@ def layer_speeds(
     return rows
 
 
-def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates], dict[str, float]]) -> dict[str, Any]:
+def layer_speed(
+    block: nn.Module, x: Tensor, policy: Policy, milliseconds: Callable[[Candidates], dict[str, float]]
+) -> dict[str, Any]:
     """The row of one layer on its inputs x [M, K]."""
     gated = hasattr(block, "gate_proj")
     tensors = [t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :]))]
@@ -59,7 +66,7 @@ def layer_speed(block: nn.Module, x: Tensor, milliseconds: Callable[[Candidates]
     active = torch.relu(x @ weights[0].T) != 0
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
-    plan = Plan(choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
+    plan = Plan(policy.choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
     w_down_t = NeuronMajor.of(weights[-1], None).weight
     compiled = torch.compile(dense, dynamic=False)
     times = milliseconds(

@@ -11,11 +11,11 @@ cannot be written, 2 for a refused configuration.
 
 import torch
 
-from sparsellm.calibration import block_sizes, measure, report, store
-from sparsellm.calibration.layer import Layer
 from sparsellm.config import CalibrateConfig, ConfigError, calibrate_mistakes, entry_point, from_overrides
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, backend
 from sparsellm.ops.triton import tuning
+from sparsellm.policy import block_sizes, measure, report, store
+from sparsellm.policy.layer import Layer
 from sparsellm.system.console import progress, warn
 
 
@@ -39,7 +39,7 @@ def main(config: CalibrateConfig) -> int:
                 if kernels == "triton" and sizes is None:
                     with progress("block sizes", len(block_sizes.LISTED), "kernel") as advance:
                         sizes = block_sizes.find(layer, advance=advance)
-                    tuning.use(sizes)
+                    tuning.use(sizes, device)
                 with progress(f"K {width:,}, N {neurons:,}", measure.steps(kernels), "step") as advance:
                     costs, times = measure.measure(kernels, layer, advance=advance)
                 path = store.keep(costs, sizes)

@@ -100,7 +100,7 @@ class LiveEvaluation:
         with hub.offline(self.config.evaluation.data_dir is not None):
             lm: Any = None
             if (weights := self._weights(step, decoder)) is not None:
-                lm = self._attempt(step, "the model", partial(self._lm, weights, data))
+                lm = self._attempt(step, "the model", partial(self._lm, weights, data, decoder))
             if lm is not None:
                 lm.builder.announce(self.loaded, limit)
             for task in [] if lm is None else self.loaded:
@@ -141,16 +141,16 @@ class LiveEvaluation:
         torch.empty(needed, dtype=torch.uint8, device=self.ranks.device)
         return needed
 
-    def _lm(self, weights: dict[str, Tensor], data: Data) -> Any:
+    def _lm(self, weights: dict[str, Tensor], data: Data, decoder: Decoder) -> Any:
         """A SharedLM of the decoder's `weights`, its feedforward blocks on the kernels that validation takes."""
         from sparsellm.evaluation.downstream import SharedLM
-        from sparsellm.inference.accelerate import accelerate
+        from sparsellm.inference.accelerate import accelerate, policy_of
 
         self._give_back()
         config, runtime = self.config, self.config.runtime
         model = conversion.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
         if takes_kernels(config, runtime.kernels, self.ranks.device.type):
-            accelerate(model, runtime.kernels.name, calibrate=False)  # the run has decided by what it chooses
+            accelerate(model, runtime.kernels.name, calibrate=False, policy=policy_of(decoder))  # the run's
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
         return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)

@@ -9,7 +9,7 @@ Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from t
 Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
 (inference/engine_choice.py), by what the engines cost on this GPU model. Where nobody has measured that for layers
 of this shape, and the package's constants are of others, `accelerate` measures it, in some seconds, once
-(sparsellm.calibration). `engine=` fixes the engine. Sparse engines compute calls in bfloat16 on a GPU without gradients
+(sparsellm.policy). `engine=` fixes the engine. Sparse engines compute calls in bfloat16 on a GPU without gradients
 (torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
 `SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
 
@@ -25,12 +25,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from sparsellm import calibration
 from sparsellm.inference.engine_choice import EngineChoice, register, sparse_engines_take
 from sparsellm.inference.matching import OWN, feedforward_blocks, kind
 from sparsellm.inference.padding import spare_padding, stop_sparing
 from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, backend, feedforward
 from sparsellm.ops.feedforward import check, in_autocast, output_of
+from sparsellm.policy import Policy, first_use
 
 
 def is_accelerated(model: nn.Module) -> bool:
@@ -38,7 +38,13 @@ def is_accelerated(model: nn.Module) -> bool:
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
-def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = None, calibrate: bool = True) -> nn.Module:
+def accelerate(
+    model: nn.Module,
+    kernels: str = "auto",
+    engine: str | None = None,
+    calibrate: bool = True,
+    policy: Policy | None = None,
+) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place.
 
     Args:
@@ -48,6 +54,7 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
         engine: "dense", "row" or "tile" for every call, instead of each block's own choice.
         calibrate: Measure what the engines cost, if the model is in bfloat16 on a GPU and its layer shapes have not
             been measured on this GPU model. Without that, an H200's constants choose.
+        policy: What chooses engines, instead of a new one by what was measured.
 
     Returns:
         `model`.
@@ -71,17 +78,26 @@ def accelerate(model: nn.Module, kernels: str = "auto", engine: str | None = Non
         return model
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
-    if backend.loaded() and engine is None and kernels != "torch":
-        weights = [block.get_parameter("down_proj.weight") for block in originals]
-        computing = {(w.shape[0], w.shape[1]): w for w in weights if sparse_engines_take(w)}
-        first = next(iter(computing.values()), weights[0])
-        with torch.cuda.device_of(first):  # what is measured, kept and taken is of the current GPU's model
-            if calibrate and computing:
-                calibration.measure_missing(computing, first.device)
-            calibration.take({(weight.shape[0], weight.shape[1]) for weight in weights})
-    _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine) for block in originals})
+    if policy is None and backend.loaded() and engine is None and kernels != "torch":
+        policy = _policy_for([block.get_parameter("down_proj.weight") for block in originals], calibrate)
+    policy = policy or Policy(backend.loaded() or "cuda")
+    _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine, policy) for block in originals})
     spare_padding(model)
     return model
+
+
+def _policy_for(weights: list[Tensor], calibrate: bool) -> Policy:
+    """By what is kept of layers with these W_d, measured first if need be."""
+    computing = {(w.shape[0], w.shape[1]): w for w in weights if sparse_engines_take(w)}
+    first = next(iter(computing.values()), weights[0])
+    with torch.cuda.device_of(first):  # what is measured and kept is of the current GPU's model
+        layers = dict.fromkeys((w.shape[0], w.shape[1]) for w in weights)
+        return first_use.policy_for(layers, first.device, computing if calibrate else ())
+
+
+def policy_of(model: nn.Module) -> Policy | None:
+    """What chooses the engines of an accelerated model; None for other models."""
+    return next((block.policy for block in model.modules() if isinstance(block, SparseFeedForward)), None)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -110,7 +126,7 @@ class SparseFeedForward(nn.Module):
     down_proj: nn.Linear
     handle: Tensor
 
-    def __init__(self, original: nn.Module, traced: bool, engine: str | None) -> None:
+    def __init__(self, original: nn.Module, traced: bool, engine: str | None, policy: Policy) -> None:
         super().__init__()
         self.original = (original,)  # in a tuple, for a plain attribute would make it a child
         for name, child in original.named_children():
@@ -119,12 +135,21 @@ class SparseFeedForward(nn.Module):
         self.gated, self.returns_statistics = hasattr(original, "gate_proj"), isinstance(original, OWN)
         self.traced = traced
         self.training_plan: Tensor | None = None  # None: the traced reference
-        self.choice = EngineChoice(engine)
+        self.choice = EngineChoice(engine, policy)
         weight = self.down_proj.weight
         self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
         register(self.handle, self.choice)
         if not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
             self.choice.neuron_major(weight)  # here, because the first call may be captured in a CUDA graph
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses the engines of calls without gradients. A trainer replaces it by the run's."""
+        return self.choice.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self.choice.policy = policy
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")

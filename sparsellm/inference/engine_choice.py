@@ -2,7 +2,7 @@
 
 Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
 not wait for it; a later call finds the counts there, and chooses the engine for itself and the calls after it. Calls of
-few tokens (decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.dispatch).
+few tokens (decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.borders).
 What is kept for calls of few and of many tokens is a plan. Numbers in between, 65 to 1,535, are too unlike for one
 plan: what is kept is the nonzeros per token, and each call's engine is chosen by that and its own number of tokens.
 
@@ -27,10 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops import Engine, Plan, backend, choose_engine, cuda
-from sparsellm.ops.backend import row_density
-from sparsellm.ops.dispatch import FEW_TOKENS, MANY_TOKENS, fuses, room_for
+from sparsellm.ops import Engine, Plan, backend, cuda
+from sparsellm.ops.borders import FEW_TOKENS, MANY_TOKENS, fuses
 from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
+from sparsellm.policy import Policy
+from sparsellm.policy.costs import room_for
 
 FEW, BETWEEN, MANY = range(3)  # kinds of calls, by their tokens
 # Of so many calls of each kind, one is counted. Counting takes the host as long as the call itself, and in decoding the
@@ -89,11 +90,11 @@ class Checked(NamedTuple):
 class EngineChoice:
     """One layer's plans, its copy of W_d by neuron, and its counts that are on their way to the host."""
 
-    def __init__(self, engine: str | None) -> None:
-        """engine: the name of the engine that computes every call, or None to choose from counts."""
-        self.engine = engine
-        # By FEW, BETWEEN, MANY: until counts arrive, calls of few tokens are assumed to be sparse, others to be dense.
-        first = (backend.first_plan_of_few(), DENSE, DENSE)
+    def __init__(self, engine: str | None, policy: Policy) -> None:
+        """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts."""
+        self.engine, self.policy = engine, policy
+        # By FEW, BETWEEN, MANY: until counts arrive, calls of many tokens are assumed to be dense.
+        first = (policy.first_of_few(), DENSE, DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
         self.per_token: float | None = None  # nonzeros per token of the call in between that was last counted
@@ -106,10 +107,10 @@ class EngineChoice:
 
     def __getstate__(self) -> dict:
         """What a copy of the model gets. W_d by neuron, and counts on their way, stay with the original."""
-        return {"engine": self.engine, "plans": list(self.plans)}
+        return {"engine": self.engine, "policy": self.policy, "plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
-        EngineChoice.__init__(self, state["engine"])
+        EngineChoice.__init__(self, state["engine"], state["policy"])
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
@@ -168,7 +169,7 @@ class EngineChoice:
     def _plan_of(self, kind: int, tokens: int) -> Plan:
         if kind == BETWEEN and self.engine is None and self.per_token is not None:
             neurons, width = self.size
-            return ROW if self.per_token <= row_density(tokens, width, neurons) else DENSE
+            return ROW if self.per_token <= self.policy.row_density(tokens, width, neurons) else DENSE
         return self.plans[kind]
 
     def _note(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
@@ -272,7 +273,7 @@ class EngineChoice:
                 if kind == BETWEEN:
                     self.per_token = nnz / m
                     return
-                engine = choose_engine(m, width, neurons, nnz, union, current=self.plans[kind].engine)
+                engine = self.policy.choose_engine(m, width, neurons, nnz, union, current=self.plans[kind].engine)
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
             self.deciding.release()

@@ -1,6 +1,5 @@
 """The feedforward operator: it takes tensors and returns tensors; nothing here knows modules or configurations."""
 
-from sparsellm.ops.backend import choose_engine, choose_training_engine
 from sparsellm.ops.feedforward import MULTIPLE, FeedForwardOutput, feedforward, saved_bytes
 from sparsellm.ops.plan import ENGINES, Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
@@ -12,8 +11,6 @@ __all__ = [
     "Engine",
     "FeedForwardOutput",
     "Plan",
-    "choose_engine",
-    "choose_training_engine",
     "feedforward",
     "saved_bytes",
 ]

@@ -6,24 +6,20 @@
     driver()        the module whose forward and backward run the kernels; None while none are loaded
     check(kernels)  raises KernelsUnavailable where load(kernels) would, as far as that shows beforehand
 
-    measured        by (K, N) of a layer: what its engines cost on this GPU, by which the policy goes in place of the
-                    constants that the package has; None: by these, which was decided; not there: not decided yet
-
-One process computes on one kind of kernels: what is saved for backward, and the policy, are of that kind.
+One process computes on one kind of kernels: what is saved for backward is of that kind.
 """
 
 from types import ModuleType
 
 import torch
 
-from sparsellm.ops import build, cuda, dispatch
+from sparsellm.ops import build, cuda
 from sparsellm.ops.compiler import KernelsUnavailable
-from sparsellm.ops.costs import Costs
-from sparsellm.ops.plan import Engine, Plan
 
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
-measured: dict[tuple[int, int], Costs | None] = {}
-_triton = False
+# The driver of the Triton kernels once they are loaded. The process keeps it, as it keeps the CUDA kernels' library
+# (sparsellm.ops.build): a registered operator gets tensors alone, so it must find its kernels when it runs.
+_triton: ModuleType | None = None
 _said: set[str] = set()
 
 
@@ -48,7 +44,9 @@ def load(kernels: str = "auto") -> None:
         build.load()
     else:
         check("triton")
-        _triton = True
+        from sparsellm.ops.triton import engines
+
+        _triton = engines
 
 
 def available() -> tuple[bool, str]:
@@ -66,7 +64,7 @@ def available() -> tuple[bool, str]:
 
 
 def loaded() -> str | None:
-    if _triton:
+    if _triton is not None:
         return "triton"
     return "cuda" if build.loaded() else None
 
@@ -81,55 +79,9 @@ def check(kernels: str) -> None:
 
 
 def driver() -> ModuleType | None:
-    if _triton:
-        from sparsellm.ops.triton import engines
-
-        return engines
-    return cuda if build.loaded() else None
+    return _triton or (cuda if build.loaded() else None)
 
 
 def tile_saved_bytes(tokens: int, neurons: int, room: int, gated: bool) -> int:
     """The length of what the tile engine saves for its backward, in bfloat16."""
-    if _triton:
-        from sparsellm.ops.triton import engines
-
-        return engines.saved_bytes(tokens, neurons, room, gated)
-    return cuda.tile_saved_bytes(tokens, neurons, room, gated)
-
-
-def choose_engine(
-    tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
-) -> Engine:
-    """As sparsellm.ops.dispatch.choose_engine, by the policy of the kernels that are loaded."""
-    if (costs := measured.get((width, neurons))) is not None:
-        return costs.choose_engine(tokens, nnz, union, current)
-    return _policy().choose_engine(tokens, width, neurons, nnz, union, current)
-
-
-def choose_training_engine(
-    tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
-) -> Engine:
-    """As sparsellm.ops.dispatch.choose_training_engine, by the policy of the kernels that are loaded."""
-    if (costs := measured.get((width, neurons))) is not None:
-        return costs.choose_training_engine(tokens, nnz, union, current)
-    return _policy().choose_training_engine(tokens, width, neurons, nnz, union, current)
-
-
-def row_density(tokens: int, width: int, neurons: int) -> float:
-    """As sparsellm.ops.dispatch.row_density, by the policy of the kernels that are loaded."""
-    if (costs := measured.get((width, neurons))) is not None:
-        return costs.row_density(tokens)
-    return _policy().row_density(tokens, width, neurons)
-
-
-def first_plan_of_few() -> Plan:
-    """The plan of calls of few tokens until something has been counted: they are assumed to be sparse."""
-    return Plan(Engine.dense if _triton else Engine.row)
-
-
-def _policy() -> ModuleType:
-    if _triton:
-        from sparsellm.ops.triton import policy
-
-        return policy
-    return dispatch
+    return (_triton or cuda).tile_saved_bytes(tokens, neurons, room, gated)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.ops import compiler
+from sparsellm.ops import borders, compiler
 from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable
 from sparsellm.ops.resources import resources, table
 from sparsellm.system import locks, regular
@@ -60,6 +60,7 @@ def load() -> None:
         try:
             _check_device()
             _load(library())
+            _check_borders()
         except KernelsUnavailable as error:
             _failure = error
             raise
@@ -124,6 +125,15 @@ def _load(path: Path) -> None:
         raise KernelsUnavailable(
             f"the built kernels do not load ({error}): remove {path} to build them again"
         ) from error
+
+
+def _check_borders() -> None:
+    """The library says from how many tokens on its kernels compute in another way; Python must not think otherwise."""
+    for name, ours in (("few tokens", borders.FEW_TOKENS), ("many tokens", borders.MANY_TOKENS)):
+        if (theirs := torch.ops.sparsellm_cuda.limit(name)) != ours:
+            raise KernelsUnavailable(
+                f"the kernels' limit of {name} is {theirs:,}: it should be {ours:,}, as sparsellm/ops/borders.py has it"
+            )
 
 
 def library() -> Path:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.ops import dispatch
+from sparsellm.ops import borders
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
 # Bytes. TMA and 16-byte loads need this alignment, and a saved buffer's length is a multiple of it plus a number that
 # identifies the engine (engine_of).
 ALIGNMENT = 16
+SAVED_BY = {0: Engine.dense, 2: Engine.tile, 6: Engine.tile}  # by a saved buffer's length modulo ALIGNMENT
 NO_MEMORY = "torch could not allocate memory"  # in the error of an operator (kernels/bindings.cpp)
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,11 +55,11 @@ def forward(
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if plan.engine == Engine.dense:
         w_down = readable(w_down, x.dtype)
-        return _called("dense_forward", x, w_gate, w_up, w_down, dispatch.fuses(m), counting, saving)
+        return _called("dense_forward", x, w_gate, w_up, w_down, borders.fuses(m), counting, saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
         return *_called("row_forward", x, w_gate, w_up, w_down_t, True), x.new_empty(0, dtype=torch.uint8)
-    capacity, ordered = capacity_of(m, n, plan.room), dispatch.orders(m)
+    capacity, ordered = capacity_of(m, n, plan.room), borders.orders(m)
     return _called("tile_forward", x, w_gate, w_up, w_down_t, capacity, None, ordered, saving)
 
 
@@ -83,7 +84,7 @@ def backward(
     x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
     w_gate = None if w_gate is None else readable(w_gate, x.dtype)
     if engine == Engine.dense:
-        w_down, fused = readable(w_down, x.dtype), dispatch.fuses(x.shape[0])
+        w_down, fused = readable(w_down, x.dtype), borders.fuses(x.shape[0])
         made = _called("dense_backward", x, w_gate, w_up, w_down, dy, dl1, saved, fused)
     else:
         w_down_t = _by_neuron(w_down, None, x.dtype)
@@ -104,13 +105,27 @@ def _called(name: str, *arguments: Any) -> Any:
 
 def engine_of(saved: Tensor) -> Engine:
     """The engine that filled a saved buffer. The buffer's length is a multiple of ALIGNMENT plus the engine's number,
-    plus 4 where the tile engine has ordered the tokens: 33,105,158 = 16 * 2,069,072 + 2 + 4 is the tile engine."""
-    return Engine(saved.numel() % ALIGNMENT % 4)
+    plus 4 where the tile engine has ordered the tokens: 33,105,158 = 16 * 2,069,072 + 2 + 4 is the tile engine.
+
+    Raises ValueError for a length that no engine gives a buffer.
+    """
+    rest = saved.numel() % ALIGNMENT
+    if rest not in SAVED_BY:
+        raise ValueError(
+            f"saved has {saved.numel():,} bytes, {rest} more than a multiple of {ALIGNMENT}: it should have 0 more (the"
+            " dense engine), or 2 or 6 (the tile engine)"
+        )
+    return SAVED_BY[rest]
 
 
 def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> list[Tensor]:
     """What the dense engine saved: `count` planes [M, N], which are g and, of gated layers, u. Instead of g it is z, g
-    before the ReLU, where the kernels do not fuse (sparsellm.ops.dispatch)."""
+    before the ReLU, where the kernels do not fuse (sparsellm.ops.borders). Raises ValueError for another length."""
+    if saved.numel() != (length := count * m * n * dtype.itemsize):
+        raise ValueError(
+            f"saved has {saved.numel():,} bytes: it should have {length:,}, which the dense engine saves for {m:,}"
+            f" tokens of {n:,} neurons"
+        )
     return list(saved.view(dtype).view(count, m, n).unbind())
 
 
@@ -121,16 +136,16 @@ def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
 
 
 def capacity_of(m: int, n: int, room: int) -> int:
-    """How many nonzeros the tile engine's lists hold: as the policy says (sparsellm.ops.dispatch), up to the most that
+    """How many nonzeros the tile engine's lists hold: as sparsellm.ops.borders says, up to the most that
     the kernels can count."""
-    return min(dispatch.capacity(m, n, room), limit("tile capacity"))
+    return min(borders.capacity(m, n, room), limit("tile capacity"))
 
 
 def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
     """The bytes that `forward` by the tile engine saves for backward."""
     if not m:
         return 0
-    return torch.ops.sparsellm_cuda.tile_saved_bytes(m, n, gated, capacity_of(m, n, room), dispatch.orders(m))
+    return torch.ops.sparsellm_cuda.tile_saved_bytes(m, n, gated, capacity_of(m, n, room), borders.orders(m))
 
 
 @lru_cache

@@ -496,8 +496,8 @@ class Trainer:
             engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
         print(report.opening(config, self.ranks, parameters, engine, self.data.training_tokens, self.folder))
         print(report.aligned("micro-batch", str(self.micro_batch)))
-        if self.plans is not None and (policy := self.plans.policy()) is not None:
-            print(report.aligned("engines", policy))
+        if self.plans is not None and (chosen_by := self.plans.chosen_by()) is not None:
+            print(report.aligned("engines", chosen_by))
         print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
         self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm import calibration
 from sparsellm.config import Config
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.model import Decoder
-from sparsellm.ops import Engine, Plan, backend, choose_training_engine
-from sparsellm.ops.costs import Costs
-from sparsellm.ops.dispatch import TILE_MAX_NONZEROS, room_for
+from sparsellm.ops import Engine, Plan, backend
+from sparsellm.policy import Policy, first_use
+from sparsellm.policy.costs import TILE_MAX_NONZEROS, Costs, room_for
+from sparsellm.policy.packaged import is_shipped
 from sparsellm.runs.metrics import StepSums, to_host
 from sparsellm.system.console import is_main_rank, warn
 
@@ -62,14 +62,14 @@ class Plans:
         self.ranks, self.calibrate, self.resumed = ranks, config.runtime.calibrate, False
         self.layer = model.hidden_size, model.intermediate_size  # K, N
         self.sequences, self.sequence_length = training.batch_size // ranks.world_size, training.sequence_length
-        self._choose_by(None)
         given = config.runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
         self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call
-        for layer, tensor in zip(decoder.layers, self.tensors, strict=True):
-            block: Any = layer.mlp
+        self.blocks: list[Any] = [layer.mlp for layer in decoder.layers]
+        for block, tensor in zip(self.blocks, self.tensors, strict=True):
             block.training_plan = tensor
+        self._choose_by(None)
         self.counts: Counts | None = None  # not decided yet
         self.idle = False  # whether the layers are PyTorch's for the time being (training/relu_annealing.py)
 
@@ -88,29 +88,31 @@ class Plans:
         self._choose_by(on_main(self.ranks, self._measured))
 
     def _measured(self) -> dict[str, Any] | None:
-        if backend.loaded():
-            backend.measured.pop(self.layer, None)  # an earlier run of this process may have gone by other costs
-            if self.calibrate:
-                calibration.measure_missing([self.layer], self.ranks.device)
-            calibration.take([self.layer])
-        return self._costs()
+        if not backend.loaded():
+            return None
+        missing = [self.layer] if self.calibrate else []
+        costs = first_use.policy_for([self.layer], self.ranks.device, missing).measured.get(self.layer)
+        return None if costs is None else costs.as_json()
 
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
-        """costs: as JSON has them; None: the package's constants."""
-        backend.measured[self.layer] = None if costs is None else Costs.of_json(costs)
+        """costs: as JSON has them; None: the package's. Validation chooses by them, too."""
+        measured = {} if costs is None else {self.layer: Costs.of_json(costs)}
+        self.policy = Policy(backend.loaded() or "cuda", measured)
+        for block in self.blocks:
+            block.policy = self.policy
 
     def _costs(self) -> dict[str, Any] | None:
-        measured = backend.measured.get(self.layer)
+        measured = self.policy.measured.get(self.layer)
         return None if measured is None else measured.as_json()
 
-    def policy(self) -> str | None:
+    def chosen_by(self) -> str | None:
         """By what engines are chosen, for people; None where the package's constants are of this GPU and layer."""
-        measured = self._costs() is not None
+        measured = self.layer in self.policy.measured
         if self.resumed:
             return f"chosen by {'what was measured' if measured else 'the constants of an H200'}, as when the run began"
-        if not measured and calibration.is_shipped(*self.layer):
+        if not measured and is_shipped(self.policy.kernels, *self.layer):
             return None
-        return f"chosen by {calibration.chosen_by(*self.layer)}"
+        return f"chosen by {self.policy.chosen_by(*self.layer)}"
 
     def resize(self, size: int) -> None:
         """Decide from here on for micro-batches of `size` sequences."""
@@ -127,7 +129,9 @@ class Plans:
         share = self.tokens / self.tokens_per_step
         for tensor, nnz, union, fullest in zip(self.tensors, *counts, strict=True):
             plan = Plan.read(tensor)
-            engine = choose_training_engine(self.tokens, *self.layer, nnz * share, union * share, current=plan.engine)
+            engine = self.policy.choose_training_engine(
+                self.tokens, *self.layer, nnz * share, union * share, current=plan.engine
+            )
             if fullest > TILE_MAX_NONZEROS:
                 engine = Engine.dense  # without room, one such micro-batch takes far longer than all others win
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
@@ -154,13 +158,12 @@ class Plans:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results.
         Collective."""
-        # Plans have three values in older checkpoints: engine, one that is no longer used, room.
-        for tensor, (engine, *_, room) in zip(self.tensors, state["plans"], strict=True):
+        for tensor, (engine, room) in zip(self.tensors, state["plans"], strict=True):
             tensor.copy_(Plan(Engine(engine), room).tensor())
-        costs = state.get("costs")  # older checkpoints have none, and went by the package's constants
+        costs = state["costs"]
         if costs is None or costs["kernels"] == backend.loaded():
             self._choose_by(costs)
-            self.resumed = costs is not None or not calibration.is_shipped(*self.layer)
+            self.resumed = costs is not None or not is_shipped(self.policy.kernels, *self.layer)
         else:
             self.begin()
             if is_main_rank():

@@ -117,7 +117,7 @@ def test_mixed_precision_is_the_runs(asked):
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
         evaluation = live.LiveEvaluation(config, ranks, [])
-        lm = evaluation._lm(decoder.state_dict(), opened)
+        lm = evaluation._lm(decoder.state_dict(), opened, decoder)
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
             exact = decoder.logits(tokens)

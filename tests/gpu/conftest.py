@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sparsellm import calibration
-from sparsellm.ops import build, compiler, dispatch
+from sparsellm.ops import backend, borders, build, compiler
+from sparsellm.policy import Policy, first_use
 
 
 @pytest.fixture(scope="session")
@@ -21,16 +21,15 @@ def loaded_kernels() -> None:
 
 @pytest.fixture(autouse=True)
 def _packaged_constants(monkeypatch):
-    """Tests expect the engines that the packaged constants choose, so nothing is measured, and no measurement used."""
-    monkeypatch.setattr(calibration, "take", lambda _: None)
-    monkeypatch.setattr(calibration, "measure_missing", lambda *_: None)
+    """Tests expect the engines that the packaged costs choose, so nothing is measured, and no measurement used."""
+    monkeypatch.setattr(first_use, "policy_for", lambda *_: Policy(backend.loaded() or "cuda"))
 
 
 @pytest.fixture
 def kernels(loaded_kernels, monkeypatch):
     """Load the kernels, and keep cuBLAS from summing products in bfloat16, because errors are compared with those of
     dense PyTorch at its most accurate."""
-    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", 100)  # so that small tests run the fused kernels too
+    monkeypatch.setattr(borders, "MIN_FUSED_TOKENS", 100)  # so that small tests run the fused kernels too
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False

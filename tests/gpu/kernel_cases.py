@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scripts.benchmarks import patterns
 from sparsellm.inference.engine_choice import EngineChoice
-from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, cuda, dispatch, feedforward, reference, twell
+from sparsellm.ops import ENGINES, FeedForwardOutput, Plan, borders, cuda, feedforward, reference, twell
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.twell import COLUMN_TILE, TOKEN_TILE
 
@@ -242,8 +242,8 @@ def either_way(engines: tuple[str, ...]) -> Iterator[tuple[str, str, AbstractCon
     for few tokens both run."""
     for engine in engines:
         if engine == "dense":
-            yield "dense, fused", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", 0)
-            yield "dense, apart", engine, patch.object(dispatch, "MIN_FUSED_TOKENS", sys.maxsize)
+            yield "dense, fused", engine, patch.object(borders, "MIN_FUSED_TOKENS", 0)
+            yield "dense, apart", engine, patch.object(borders, "MIN_FUSED_TOKENS", sys.maxsize)
         else:
             yield engine, engine, nullcontext()
 
@@ -275,7 +275,7 @@ def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) 
     nnz, fired, union = active.sum(), active.any(0), reference.union(active)
     assert_equal(out.nnz, nnz, f"{name}: nnz")
     assert_equal(out.fired, fired, f"{name}: fired")
-    if engine == "tile" and dispatch.orders(len(g)):  # the tiles of ordered tokens are not known here
+    if engine == "tile" and borders.orders(len(g)):  # the tiles of ordered tokens are not known here
         assert fired.sum() <= out.union <= nnz, f"{name}: union {out.union}, of {fired.sum()} neurons, {nnz} nonzeros"
     else:
         assert_equal(out.union, union, f"{name}: union")

@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsellm
-from sparsellm import calibration
-from sparsellm.calibration import first_use, store
-from sparsellm.ops import backend
+from sparsellm.inference.accelerate import policy_of
+from sparsellm.policy import first_use, store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+POLICY_FOR = first_use.policy_for  # which the fixture of all GPU tests replaces
 CASES = re.compile(r"in (\d+) of (\d+) cases; at most ([\d.]+)% behind")
 
 
@@ -36,16 +36,12 @@ def test_it_chooses_by_what_it_measured(loaded_kernels, kernels, seconds, tmp_pa
     assert float(worst) <= 15
     assert ("block sizes: Tuning" in done.stdout) == (kernels == "triton")
     if kernels == "cuda":
-        monkeypatch.setattr(backend, "measured", {})
         monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path / "cache"))
-        store.take([(2048, 5632)])
-        assert backend.measured[2048, 5632].kernels == "cuda"
+        assert store.kept([(2048, 5632)])[2048, 5632].kernels == "cuda"
 
 
 def test_a_model_of_a_shape_that_nobody_measured_has_it_measured_once(loaded_kernels, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(calibration, "take", store.take)
-    monkeypatch.setattr(calibration, "measure_missing", first_use.measure_missing)
-    monkeypatch.setattr(backend, "measured", {})
+    monkeypatch.setattr(first_use, "policy_for", POLICY_FOR)
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=8, vocab_size=64,
@@ -55,17 +51,17 @@ def test_a_model_of_a_shape_that_nobody_measured_has_it_measured_once(loaded_ker
     torch.cuda.manual_seed(1)
     random = torch.get_rng_state(), torch.cuda.get_rng_state()
     held = torch.cuda.memory_allocated()
-    sparsellm.restore(sparsellm.accelerate(model, "cuda", calibrate=False))
-    assert backend.measured == {}
-    sparsellm.restore(sparsellm.accelerate(model, "cuda"))
+    assert policy_of(sparsellm.accelerate(model, "cuda", calibrate=False)).measured == {}
+    sparsellm.restore(model)
+    costs = policy_of(sparsellm.accelerate(model, "cuda")).measured
+    sparsellm.restore(model)
     assert torch.cuda.memory_allocated() <= held + (64 << 20)  # cuBLAS keeps its workspace
     assert all(map(torch.equal, random, (torch.get_rng_state(), torch.cuda.get_rng_state())))
     said = capsys.readouterr().err
     print(said)
     assert float(re.search(r"layers of 1024 x 4096: measured in ([\d.]+) s, kept in ", said)[1]) < 20
-    costs = backend.measured.pop((1024, 4096))
+    assert set(costs) == {(1024, 4096)}
     started = time.monotonic()
-    sparsellm.accelerate(model, "cuda")
+    assert policy_of(sparsellm.accelerate(model, "cuda")).measured == costs
     assert time.monotonic() - started < 1
-    assert backend.measured[1024, 4096] == costs
     assert capsys.readouterr().err == ""

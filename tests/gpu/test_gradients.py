@@ -10,7 +10,7 @@ import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, product
 
 from scripts.benchmarks import patterns
-from sparsellm.ops import Plan, dispatch, feedforward, reference
+from sparsellm.ops import Plan, borders, feedforward, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 ENGINES = ("dense", "tile")
@@ -123,7 +123,7 @@ def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
     dy = small(300, x.shape[1], seed=3)
     nnz = int(fires.sum())
     for room, rest_calls in ((nnz, 0), ((nnz - 1) // 128 * 128, 1)):
-        monkeypatch.setattr(dispatch, "capacity", lambda *_, room=room: room)
+        monkeypatch.setattr(borders, "capacity", lambda *_, room=room: room)
         out, _ = gradients("tile", x, ws, dy)
         assert out.rest_calls == rest_calls
         check(x, ws, dy, f"room for {room}", engines=("tile",))
@@ -135,7 +135,7 @@ def test_gradients_of_float32_weights_are_the_same_but_not_rounded(gated, enough
     x, ws = cases.normal(600, 264, 1000, gated, rate=0.05)
     dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
     if not enough:
-        monkeypatch.setattr(dispatch, "capacity", lambda *_: 128)
+        monkeypatch.setattr(borders, "capacity", lambda *_: 128)
     out, expected = gradients("tile", x, ws, dy)
     assert (out.rest_calls > 0) != enough
     with torch.autocast("cuda", torch.bfloat16):

@@ -11,8 +11,10 @@ from kernel_cases import DEVICE, ENGINE, GATED, assert_as_accurate, assert_equal
 
 from scripts.benchmarks import patterns
 from sparsellm.inference.engine_choice import EngineChoice
-from sparsellm.ops import Plan, cuda, dispatch, reference, twell
+from sparsellm.ops import Plan, borders, cuda, reference, twell
+from sparsellm.ops.plan import ROOM
 from sparsellm.ops.twell import TOKEN_TILE
+from sparsellm.policy import Policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 FEW, MANY = 60, 300  # tokens: gate_pack has a kernel for each
@@ -26,8 +28,8 @@ def gate_pack(x, w):
 def tile_engine(x, ws, ordered=None, capacity=None, long_capacity=None, saving=False):
     """(y, l1, fired, counts, saved) of the C++ operator; arguments that are None are chosen as in ops/cuda.py."""
     m, n = len(x), len(ws[0])
-    capacity = cuda.capacity_of(m, n, dispatch.ROOM) if capacity is None else capacity
-    ordered = dispatch.orders(m) if ordered is None else ordered
+    capacity = cuda.capacity_of(m, n, ROOM) if capacity is None else capacity
+    ordered = borders.orders(m) if ordered is None else ordered
     w_gate, w_up, w_down = cases.layer(ws)
     cases.poison()
     return torch.ops.sparsellm_cuda.tile_forward(
@@ -407,7 +409,7 @@ def test_inputs_of_any_layout(engine, gated):
 
     for layout in ("every other column", "transposed", "misaligned", "inner"):
         moved_x, moved = elsewhere(x, layout), [elsewhere(w, layout) for w in ws]
-        for inputs in ((moved_x, ws), (x, moved), (moved_x, moved, EngineChoice(engine))):
+        for inputs in ((moved_x, ws), (x, moved), (moved_x, moved, EngineChoice(engine, Policy()))):
             cases.poison()
             out = cases.run(engine, *inputs)
             assert_equal(out.y, y, f"{layout}: y")

@@ -14,8 +14,9 @@ import sparsellm
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.model import Decoder
-from sparsellm.ops import ENGINES, Plan, dispatch, feedforward
+from sparsellm.ops import ENGINES, Plan, borders, feedforward
 from sparsellm.ops.feedforward import forward
+from sparsellm.policy import Policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -33,7 +34,7 @@ def assert_same(found, expected, what):
 @pytest.mark.parametrize("m", [1, 64, 129, 2048, 9001, 65_536])
 def test_two_runs_give_the_same_bits(m, engine, gated):
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
-    choice = EngineChoice(engine)
+    choice = EngineChoice(engine, Policy())
     first = cases.run(engine, x, ws, choice=choice)
     for _ in range(5):
         cases.poison()
@@ -52,9 +53,9 @@ def test_two_runs_give_the_same_bits(m, engine, gated):
 @pytest.mark.parametrize("engine", ["row", "dense"])
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 300, 1343])
 def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated, monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_FUSED_TOKENS", dispatch.MANY_TOKENS)  # as outside tests: no call here fuses
+    monkeypatch.setattr(borders, "MIN_FUSED_TOKENS", borders.MANY_TOKENS)  # as outside tests: no call here fuses
     x, ws = cases.normal(m, 2048, 5632, gated, rate=0.05)
-    choice, weights = EngineChoice(engine), cases.layer(ws)
+    choice, weights = EngineChoice(engine, Policy()), cases.layer(ws)
     with torch.no_grad():
         expected = choice.output(x, *weights)
         if engine == "row":
@@ -70,7 +71,7 @@ def test_calls_that_are_not_checked_again_give_the_same_bits(m, engine, gated, m
 def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
     k, n = 264, 1000
     x, ws = cases.integers(m, k, n, gated)
-    choice = EngineChoice(engine)
+    choice = EngineChoice(engine, Policy())
     cases.run(engine, x, ws, choice=choice)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -94,7 +95,7 @@ def test_a_captured_graph_computes_what_its_buffers_hold(m, engine, gated):
 @ENGINE
 def test_nothing_waits_for_the_device(engine, gated):
     layers = [cases.integers(m, 264, 1000, gated) for m in (1, 64, 300, 3000)]
-    choices = [EngineChoice(engine) for _ in layers]
+    choices = [EngineChoice(engine, Policy()) for _ in layers]
 
     def calls():
         given = [cases.run(engine, x, ws, choice=choice) for (x, ws), choice in zip(layers, choices, strict=True)]
@@ -110,7 +111,7 @@ def test_nothing_waits_for_the_device(engine, gated):
 def test_work_goes_to_the_current_stream(m, engine):
     """A side stream writes the input late, so work on another stream would read the old contents."""
     x, ws = cases.integers(m, 264, 1000)
-    late, choice = torch.full_like(x, torch.nan), EngineChoice(engine)
+    late, choice = torch.full_like(x, torch.nan), EngineChoice(engine, Policy())
     expected = cases.run(engine, x, ws, choice=choice)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -125,7 +126,7 @@ def test_work_goes_to_the_current_stream(m, engine):
 @pytest.mark.parametrize("engine", ["row", "tile"])
 def test_a_copy_of_w_down_that_one_stream_makes_late_is_whole_on_another(engine):
     x, ws = cases.integers(300, 264, 1000)
-    expected, choice = cases.run(engine, x, ws), EngineChoice(engine)
+    expected, choice = cases.run(engine, x, ws), EngineChoice(engine, Policy())
     torch.cuda.synchronize()
     for _ in range(2):  # a new copy, and one that is renewed in the same memory
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -208,7 +209,7 @@ def test_gradients_are_as_accurate_as_dense_pytorchs(m, k, n, engine, gated):
 def test_a_changed_weight_is_heeded(engine, gated):
     """An EngineChoice keeps a copy of w_down, which it must renew when the weight has changed."""
     x, ws = cases.integers(130, 264, 1000, gated)
-    choice = EngineChoice(engine)
+    choice = EngineChoice(engine, Policy())
     assert_same(cases.run(engine, x, ws, choice), cases.run(engine, x, ws), "fresh")
     ws[-1].mul_(2)
     assert_equal(cases.run(engine, x, ws, choice).y, cases.stepwise(x, ws)[-1], "changed in place: y")
@@ -312,7 +313,7 @@ def test_without_statistics_the_dense_engine_gives_the_same_y(m, gated):
         y, *_ = forward(*inputs)
         without, l1, fired, counts, _ = forward(*inputs, counting=False)
     assert_equal(without, y, f"M {m}")
-    assert [t.numel() for t in (l1, fired, counts)] == ([1, 1000, 4] if dispatch.fuses(m) else [0, 0, 0])
+    assert [t.numel() for t in (l1, fired, counts)] == ([1, 1000, 4] if borders.fuses(m) else [0, 0, 0])
 
 
 @GATED

@@ -15,6 +15,7 @@ from sparsellm.commands.train import set_determinism
 from sparsellm.config import DdpCompress
 from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
+from sparsellm.policy import Policy
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import communication, plans
 
@@ -74,7 +75,7 @@ def alternate(monkeypatch):
     def choose(*_, current):
         return Engine.tile if current == Engine.dense or next(decisions) % 3 == 0 else Engine.dense
 
-    monkeypatch.setattr(plans, "choose_training_engine", choose)
+    monkeypatch.setattr(Policy, "choose_training_engine", staticmethod(choose))
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
 
 
@@ -134,10 +135,12 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
     """A run that is stopped before, at or after a decision makes the same decisions, and has the same bits, as an
     uninterrupted run: everything that engine choices depend on is deterministic if PyTorch is."""
     monkeypatch.setattr(plans, "DECIDE_EVERY", 3)
+
     # This policy depends on every nonzero that was counted, and on the current plan.
-    monkeypatch.setattr(
-        plans, "choose_training_engine", lambda *counted, current: Engine((round(counted[3]) + current // 2) % 2 * 2)
-    )
+    def by_every_nonzero(*counted, current):
+        return Engine((round(counted[3]) + current // 2) % 2 * 2)
+
+    monkeypatch.setattr(Policy, "choose_training_engine", staticmethod(by_every_nonzero))
     overrides = [*PLANNED, "logging.every=1"]
     # Heads of 64, wide enough for flash attention and its backward.
     overrides += ["model.hidden_size=256", "model.num_heads=4", "model.intermediate_size=512"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, layer
 
-from sparsellm.ops import Plan, backend, dispatch, feedforward, reference
+from sparsellm.ops import Plan, backend, borders, feedforward, reference
 from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.ops.feedforward import output_of
 
@@ -99,7 +99,7 @@ def small(m, k, seed):
 @GATED
 @pytest.mark.parametrize("pattern", cases.PATTERNS)
 def test_exact_whatever_fires(pattern, gated, monkeypatch):
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 70)  # a forward pass alone orders the 300 tokens, not 129
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 70)  # a forward pass alone orders the 300 tokens, not 129
     for m, n in ((300, 1000), (129, 264)):
         gate = cases.small_integers(cases.firing(pattern, m, n), seed=n)
         check_forward(*cases.layer_of(gate, gated), f"{pattern}, M {m}, N {n}")
@@ -187,7 +187,7 @@ def test_results_repeat_bit_for_bit_and_nothing_waits(gated):
 def test_a_cuda_graph_replays_and_nothing_is_compiled_for_another_number_of_tokens(monkeypatch):
     from sparsellm.ops.triton import clusters, nonzeros, plan, products
 
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 1)
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 1)
     monkeypatch.setattr(backend.driver(), "ALONE", 1)
     x, ws = cases.normal(3000, 264, 1000, rate=0.02)
     for m in (3000, 2999, 2048):

@@ -18,6 +18,7 @@ from sparsellm.inference.engine_choice import MANY, _choice_of
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan
 from sparsellm.ops.build import KernelsUnavailable
+from sparsellm.policy import Policy
 
 # The same model.
 
@@ -234,25 +235,28 @@ def test_without_kernels_auto_leaves_the_model_and_cuda_refuses(monkeypatch):
 
 
 def test_engines_are_chosen_by_what_was_measured_of_the_layers(monkeypatch):
-    taken, measured = [], []
-    monkeypatch.setattr(module.calibration, "take", lambda layers: taken.append(list(layers)))
-    monkeypatch.setattr(module.calibration, "measure_missing", lambda *asked: measured.append((*asked, len(taken))))
+    asked, given = [], Policy("triton")
+
+    def policy_for(layers, device, missing):
+        asked.append((list(layers), device.type, list(missing)))
+        return given
+
+    monkeypatch.setattr(module.first_use, "policy_for", policy_for)
     monkeypatch.setattr(module.backend, "load", lambda _: None)
     sparsellm.accelerate(make("llama"), "torch")
     sparsellm.accelerate(make("llama"), "cuda")  # not loaded, in truth: the GPU is not asked for its name
     monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
     sparsellm.accelerate(make("llama"), "cuda", engine="dense")
-    assert taken == []
-    sparsellm.accelerate(make("llama"), "cuda")
-    assert taken == [[(32, 64)]]
-    assert measured == []  # of a model that is not on the GPU, and in bfloat16
+    own = Policy()
+    assert module.policy_of(sparsellm.accelerate(make("llama"), "cuda", policy=own)) is own
+    assert asked == []
+    assert module.policy_of(sparsellm.accelerate(make("llama"), "cuda")) is given
+    assert asked.pop() == ([(32, 64)], "cpu", [])  # a model that is not on the GPU, and in bfloat16, is not measured
     monkeypatch.setattr(module, "sparse_engines_take", lambda _: True)
     sparsellm.accelerate(make("llama").train(), "cuda", calibrate=False)
-    assert measured == []
-    taken.clear()
+    assert asked.pop() == ([(32, 64)], "cpu", [])
     sparsellm.accelerate(make("llama").train(), "cuda")
-    # Before any are taken: of what is kept, some may be measured again.
-    assert [(list(layers), device.type, *before) for layers, device, *before in measured] == [([(32, 64)], "cpu", 0)]
+    assert asked == [([(32, 64)], "cpu", [(32, 64)])]
 
 
 def test_what_was_measured_is_of_the_gpu_that_the_layers_are_on(monkeypatch):
@@ -266,15 +270,14 @@ def test_what_was_measured_is_of_the_gpu_that_the_layers_are_on(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(module.calibration, "take", lambda _: found.extend(current))
-    monkeypatch.setattr(module.calibration, "measure_missing", lambda *_: found.extend(current))
+    monkeypatch.setattr(module.first_use, "policy_for", lambda *_: found.extend(current))
     monkeypatch.setattr(module.backend, "load", lambda _: None)
     monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
     model = make("llama").train()
     second = blocks(model)[1].down_proj.weight
     monkeypatch.setattr(module, "sparse_engines_take", lambda weight: weight is second)
     sparsellm.accelerate(model, "cuda")
-    assert [weight is second for weight in found] == [True, True]
+    assert [weight is second for weight in found] == [True]
 
 
 def test_a_module_changed_while_accelerated_is_refused(hollow):

@@ -11,15 +11,19 @@ from sparsellm.inference import accelerate as accelerated
 from sparsellm.inference import engine_choice as module
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan, backend, build, cuda
+from sparsellm.policy import Policy
 
 # Which engine runs.
 
 
+def by(monkeypatch, rule, name="choose_engine"):
+    """Let every policy choose by `rule`: the real one leaves layers as small as these dense."""
+    monkeypatch.setattr(Policy, name, staticmethod(rule))
+
+
 @pytest.mark.parametrize("name", ["llama", "decoder"])
 def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollow, monkeypatch):
-    monkeypatch.setattr(  # the real one leaves layers as small as these dense
-        module, "choose_engine", lambda tokens, width, neurons, nnz, union, current: int(nnz <= tokens * neurons // 10)
-    )
+    by(monkeypatch, lambda tokens, width, neurons, nnz, union, current: int(nnz <= tokens * neurons // 10))
     model, many, few = make(name), tokens(256), tokens(5)
     sparsellm.accelerate(model, "cuda")
     sparse, full = (1, 1), (5 * 60, 5)
@@ -40,7 +44,7 @@ def quick(monkeypatch):
     slow, checked = [], accelerated.check
     monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(module, "forward", cuda.forward)
-    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    by(monkeypatch, lambda *arguments, current: 1)
     for each in (module, accelerated):
         monkeypatch.setattr(each, "sparse_engines_take", lambda tensor: tensor.dtype == torch.bfloat16)
     monkeypatch.setattr(accelerated, "check", lambda *arguments: slow.append(1) or checked(*arguments))
@@ -61,7 +65,7 @@ def slow_calls_and_logits(model, ids):
 @pytest.mark.parametrize("count", [5, 100])
 @pytest.mark.parametrize("engine", ["row", "dense"])
 def test_calls_like_one_before_are_not_checked_again_and_compute_the_same(engine, count, quick, monkeypatch):
-    monkeypatch.setattr(module, "row_density", lambda *arguments: 1e9 if engine == "row" else -1.0)
+    by(monkeypatch, lambda *arguments: 1e9 if engine == "row" else -1.0, "row_density")
     for block in blocks(quick):
         block.choice.plans[module.FEW] = Plan.of(engine)
     few = tokens(count)
@@ -107,14 +111,14 @@ def test_calls_unlike_the_one_before_are_checked(quick):
 
 
 def test_between_few_and_many_tokens_each_call_is_chosen_for_its_own_number_of_tokens(hollow, monkeypatch):
-    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 1)
+    by(monkeypatch, lambda *arguments, current: 1)
     asked = []
 
     def density(tokens, width, neurons):
         asked.append((tokens, width, neurons))
         return 0.1 * tokens  # 6.5 nonzeros per token at 65 tokens, 12.7 at 127
 
-    monkeypatch.setattr(module, "row_density", density)
+    by(monkeypatch, density, "row_density")
     model = sparsellm.accelerate(make("llama"), "cuda")
     hollow.nnz, hollow.union = 65 * 10, 1
     assert hollow.of(model, tokens(64)) == ["row"] * 2
@@ -143,7 +147,7 @@ def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypa
         asked.append((*arguments, current))
         return len(asked) % 3
 
-    monkeypatch.setattr(module, "choose_engine", choose)
+    by(monkeypatch, choose)
     model = sparsellm.accelerate(make("llama"), "cuda")
     hollow.nnz, hollow.union = 7, 9
     seen = [hollow.of(model, tokens(200)) for _ in range(4)]
@@ -152,7 +156,7 @@ def test_every_engine_can_be_reached_and_each_block_has_its_own(hollow, monkeypa
 
 
 def test_the_tile_engine_has_room_for_several_times_what_was_counted(hollow, monkeypatch):
-    monkeypatch.setattr(module, "choose_engine", lambda *arguments, current: 2)
+    by(monkeypatch, lambda *arguments, current: 2)
     model = sparsellm.accelerate(make("llama"), "cuda")
     ids = tokens(200)
     for nnz, room in ((200 * 80, 320), (200 * 100, 416), (200 * 320, 1280)):

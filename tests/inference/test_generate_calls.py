@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import sparsellm
-from sparsellm.inference import engine_choice
+from sparsellm.policy import Policy
 
 NEW = 12
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -113,7 +113,7 @@ def test_the_tokens_are_those_of_the_model_as_it_was(way, hollow, monkeypatch):
         torch._dynamo.utils.counters.clear()
         model = make("llama")
         if accelerated:
-            monkeypatch.setattr(engine_choice, "choose_engine", Alternating())
+            monkeypatch.setattr(Policy, "choose_engine", staticmethod(Alternating()))
             sparsellm.accelerate(model, "cuda")
             hollow.nnz, hollow.union = 1, 1
         found.append((WAYS[way](model), graphs()))

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.ops import Engine, dispatch, reference, twell
+from sparsellm.ops import Engine, borders, reference, twell
 
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
-LIMITS = {"tile tokens": 1 << 23, "tile tokens with gradients": 1 << 22, "tile capacity": (1 << 32) - (1 << 14)}
+LIMITS = {
+    "tile tokens": 1 << 23, "tile tokens with gradients": 1 << 22, "tile capacity": (1 << 32) - (1 << 14),
+    "few tokens": borders.FEW_TOKENS, "many tokens": borders.MANY_TOKENS,
+}  # fmt: skip
 ASKED = []
 
 
@@ -110,7 +113,7 @@ def limit(name):
 def dense_forward(x, w_gate, w_up, w_down, fused, counting, saving):
     expect_layer(x, w_gate, w_up)
     expect(w_down, torch.bfloat16, x.shape[1], len(w_up))
-    assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
+    assert fused == (len(x) >= borders.MIN_FUSED_TOKENS)
     *outputs, planes = computed(x, w_gate, w_up, w_down.t().contiguous())
     if not fused:
         planes[0] = x @ (w_up if w_gate is None else w_gate).T  # z in place of g
@@ -123,7 +126,7 @@ def dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused):
     expect_layer(x, w_gate, w_up)
     expect(dy, torch.bfloat16, *x.shape)
     expect(dl1, torch.float32, 1)
-    assert fused == (len(x) >= dispatch.MIN_FUSED_TOKENS)
+    assert fused == (len(x) >= borders.MIN_FUSED_TOKENS)
     layer = [w for w in (w_gate, w_up, w_down) if w is not None]
     g, *u = saved.view(torch.bfloat16).view(len(layer) - 1, len(x), len(w_up)).unbind()
     backward = reference.gated_backward if w_gate is not None else reference.nongated_backward

@@ -6,17 +6,15 @@ import pytest
 import torch
 import triton
 
-from sparsellm.ops import Engine, Plan, backend, build, choose_engine, choose_training_engine, saved_bytes
+from sparsellm.ops import Plan, backend, build, saved_bytes
 from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.ops.triton import device, tuning
-
-SHAPE = {"width": 2048, "neurons": 5632}
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A function that makes this process believe to be on such a GPU."""
-    monkeypatch.setattr(backend, "_triton", False)
+    monkeypatch.setattr(backend, "_triton", None)
     monkeypatch.setattr(build, "_loaded", False)
 
     def make(capability=(8, 0), shared=163 << 10, driver=13_000, version="3.6.0", cuda="13.0"):
@@ -57,7 +55,7 @@ def test_auto_takes_triton_where_there_is_another_gpu_than_a_hopper_one(machine,
     assert backend.driver().__name__ == "sparsellm.ops.triton.engines"
     with pytest.raises(ValueError, match="it should be 'triton', which this process computes on already"):
         backend.load("cuda")
-    monkeypatch.setattr(backend, "_triton", False)
+    monkeypatch.setattr(backend, "_triton", None)
     machine(capability=(9, 0))
     monkeypatch.setattr(build, "load", lambda: monkeypatch.setattr(build, "_loaded", True))
     backend.load("auto")
@@ -76,16 +74,9 @@ def test_auto_says_once_why_there_are_no_kernels(machine, monkeypatch, capsys):
     )
 
 
-def test_policy_and_saved_bytes_are_those_of_the_kernels_that_are_loaded(machine):
-    few, many = {"tokens": 1, "nnz": 36, "union": 36}, {"tokens": 16_384, "nnz": 36 * 16_384, "union": 128 * 1565}
-    assert choose_engine(**few, **SHAPE) == Engine.row
+def test_saved_bytes_are_those_of_the_kernels_that_are_loaded(machine):
     machine()
     backend.load("triton")
-    assert choose_engine(**few, **SHAPE) == Engine.dense
-    assert choose_engine(**many, **SHAPE) == Engine.tile
-    assert choose_training_engine(**many, **SHAPE) == Engine.tile
-    full = {"tokens": 16_384, "nnz": 2800 * 16_384, "union": 128 * 5632}
-    assert choose_engine(**full, **SHAPE) == choose_training_engine(**full, **SHAPE) == Engine.dense
     per_token = saved_bytes(Plan.of("tile"), 16_384, 5632, True, torch.bfloat16) / 16_384
     assert 320 * 4 < per_token < 3000  # dense: 22,528
 
@@ -96,5 +87,11 @@ def test_a_gpu_gets_the_block_sizes_that_fit_it(machine):
     assert tuning.of(torch.device("cuda:0")) == (tuning.LARGE, 108 * tuning.LARGE.resident)
     tuning._packaged.cache_clear()
     machine()
+    assert tuning.of(torch.device("cuda:0"))[0] is tuning.SMALL
+    measured = tuning.SMALL._replace(resident=1)
+    tuning.use(measured, torch.device("cuda:0"))
+    assert tuning.of(torch.device("cuda:0")) == (measured, 108)
+    assert tuning.of(torch.device("cuda:1"))[0] is tuning.SMALL
+    tuning.use(None, torch.device("cuda:0"))
     assert tuning.of(torch.device("cuda:0"))[0] is tuning.SMALL
     tuning._packaged.cache_clear()

@@ -6,7 +6,7 @@ import torch
 from kernel_stand_ins import ASKED
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import Engine, Plan, build, cuda, dispatch, reference, saved_bytes, twell
+from sparsellm.ops import Engine, Plan, borders, build, cuda, reference, saved_bytes, twell
 from sparsellm.ops.feedforward import output_of
 
 SIZES = pytest.mark.parametrize(
@@ -81,16 +81,28 @@ def test_every_engine_gives_the_gradients_of_the_reference(m, k, n, stored, engi
     assert_as_accurate(found, x, in_bf16, dy, dl1)
 
 
-def test_the_lists_have_room_for_all_or_for_so_many_of_each_token():
-    assert dispatch.capacity(1024, 4096, 1) == 1024 * 4096
-    assert dispatch.capacity(1024, 4104, 96) == 1024 * 96
-    assert dispatch.capacity(100_000, 64, 96) == 100_000 * 64
+@pytest.mark.parametrize("rest", [1, 3, 4, 5, 7, 8, 10, 14, 15])
+def test_a_saved_buffer_of_a_length_that_no_engine_gives_it_is_refused(rest):
+    saved = torch.empty(16 * 1000 + rest, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match=rf"saved has 16,\d+ bytes, {rest} more than a multiple of 16: it should have 0"
+    ):
+        cuda.engine_of(saved)
+
+
+def test_planes_of_another_length_are_refused():
+    saved = torch.empty(2 * 3 * 264 * 2, dtype=torch.uint8)
+    assert len(cuda.planes_of(saved, 2, 3, 264, torch.bfloat16)) == 2
+    with pytest.raises(
+        ValueError, match="saved has 3,168 bytes: it should have 4,224, which the dense engine saves for"
+    ):
+        cuda.planes_of(saved, 2, 4, 264, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("stand_ins")
 def test_the_tile_engine_is_asked_for_what_the_policy_says(monkeypatch):
-    monkeypatch.setattr(dispatch, "ALL_FIT", 0)
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 100)
+    monkeypatch.setattr(borders, "ALL_FIT", 0)
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 100)
     ws = weights(16, 264, True, torch.bfloat16, requires_grad=False)
     for m, saving in ((99, True), (100, False)):
         _, saved = forward(tokens(m, 16, torch.bfloat16), ws, Plan(Engine.tile, 8), saving=saving)

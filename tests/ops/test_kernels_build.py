@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_stand_ins import LIMITS
 
 from sparsellm.ops import build, compiler
 from sparsellm.ops.build import NAMED, KernelsUnavailable, NamedKernelsUnusable
@@ -347,10 +348,20 @@ class TestLoading:
         self.machine(monkeypatch)
         libraries = []
         monkeypatch.setattr(torch.ops, "load_library", libraries.append)
+        monkeypatch.setattr(torch.ops, "sparsellm_cuda", SimpleNamespace(limit=LIMITS.get), raising=False)
         build.load()
         assert build.available() == (True, "")
         assert build.loaded()
         assert libraries == [str(build.build())]
+
+    def test_a_library_whose_borders_are_others_is_refused(self, monkeypatch, workshop):
+        self.machine(monkeypatch)
+        monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
+        limits = {**LIMITS, "many tokens": 2048}
+        monkeypatch.setattr(torch.ops, "sparsellm_cuda", SimpleNamespace(limit=limits.get), raising=False)
+        with pytest.raises(KernelsUnavailable, match="limit of many tokens is 2,048: it should be 1,536"):
+            build.load()
+        assert not build.loaded()
 
     def test_a_failure_is_not_tried_again(self, monkeypatch, workshop):
         self.machine(monkeypatch)

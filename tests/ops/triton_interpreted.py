@@ -20,7 +20,7 @@ from sparsellm.config import Activation, ModelConfig
 from sparsellm.inference import generation, layer_forward
 from sparsellm.inference.kernels import decoding, pointwise, prompts
 from sparsellm.model import Decoder
-from sparsellm.ops import Plan, dispatch, reference
+from sparsellm.ops import Plan, borders, reference
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.triton import clusters, engines, plan, tuning
 
@@ -45,7 +45,7 @@ def small_programs(monkeypatch):
 @pytest.fixture
 def ordered(monkeypatch):
     """Order tokens even if there are few, in 16 clusters."""
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 1)
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 1)
     for name, value in {"CLUSTERS": 16, "SAMPLES": 100, "MEMBERS": 20}.items():
         monkeypatch.setattr(clusters, name, value)
 
@@ -178,7 +178,7 @@ def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
     nonzeros = int((expected(x.float(), [w.float() for w in ws], x.float())[0] != 0).sum())
     rounded = engines.ARRAY_ALIGNMENT
     for capacity, rest in ((nonzeros, 0), (nonzeros // rounded * rounded, 1)):
-        monkeypatch.setattr(dispatch, "capacity", lambda *_, capacity=capacity: capacity)
+        monkeypatch.setattr(borders, "capacity", lambda *_, capacity=capacity: capacity)
         assert nonzeros % rounded
         check(x, ws, f"room for {capacity} of {nonzeros}", rest=rest)
 
@@ -234,10 +234,10 @@ def test_the_length_of_what_is_saved_is_foretold_and_checked(ordered, monkeypatc
     x, ws = cases.integers(20, 16, 40)
     x, *ws = (t.half() for t in (x, *ws))  # as wide as bfloat16
     *_, longer = engines.forward(x, *ws, Plan.of("tile"), None, True)
-    assert len(longer) == engines.saved_bytes(20, 40, 320, gated=True)
-    monkeypatch.setattr(dispatch, "MIN_ORDERED_TOKENS", 21)
+    assert len(longer) == engines.tile_saved_bytes(20, 40, 320, gated=True)
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 21)
     *_, saved = engines.forward(x, *ws, Plan.of("tile"), None, True)
-    assert len(saved) == engines.saved_bytes(20, 40, 320, gated=True) < len(longer)
+    assert len(saved) == engines.tile_saved_bytes(20, 40, 320, gated=True) < len(longer)
     with pytest.raises(ValueError, match="saved has 18 bytes: it should have"):
         engines.backward(x, *ws, x, torch.tensor(DL1), saved[:18])
     with pytest.raises(ValueError, match="has no backward"):

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsellm.inference.kernels import decoding, pointwise, prompts
-from sparsellm.ops import Plan, dispatch
+from sparsellm.ops import Plan, borders
 from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -94,7 +94,7 @@ def of_layers(
     sizes: tuning.Tuning, k: int, n: int, m: int = 130, gated: tuple[bool, ...] = (True, False), ordered: bool = True
 ) -> list[Launch]:
     """Every launch of the engines on a layer, forward and backward. ordered: the tile engine orders the tokens."""
-    with recording(sizes) as found, patch.object(dispatch, "MIN_ORDERED_TOKENS", 1 if ordered else m + 1):
+    with recording(sizes) as found, patch.object(borders, "MIN_ORDERED_TOKENS", 1 if ordered else m + 1):
         x = torch.zeros((m, k), dtype=torch.bfloat16)
         first, down = torch.zeros((n, k), dtype=torch.bfloat16), torch.zeros((k, n), dtype=torch.bfloat16)
         for gate in (first if each else None for each in gated):

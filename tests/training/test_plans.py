@@ -12,14 +12,12 @@ import pytest
 import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
-from sparsellm import calibration
-from sparsellm.calibration import store
 from sparsellm.distributed.groups import process_group
-from sparsellm.ops import Engine, Plan, backend, dispatch, saved_bytes
-from sparsellm.ops.costs import Cost, Costs
+from sparsellm.ops import Engine, Plan, backend, saved_bytes
 from sparsellm.ops.plan import ROOM
+from sparsellm.policy import Policy, costs, first_use, store
+from sparsellm.policy.costs import Cost, Costs
 from sparsellm.runs.metrics import METRICS, StepSums, read
-from sparsellm.training import plans as module
 from sparsellm.training.plans import Plans
 
 # Large enough for the tile engine to pay: 4 + 4 + 2 sequences to a micro-batch, 20,480 tokens to a step.
@@ -82,7 +80,7 @@ def test_the_choice_is_by_the_mean_micro_batch_and_the_plan_in_effect(monkeypatc
         asked.append((tokens, width, neurons, pytest.approx(nnz), pytest.approx(union), current))
         return Engine.tile
 
-    monkeypatch.setattr(module, "choose_training_engine", choose)
+    monkeypatch.setattr(Policy, "choose_training_engine", staticmethod(choose))
     with fake(layers=1) as plans:
         for step in range(1, 12):
             plans.before(step)
@@ -153,18 +151,17 @@ def measured(monkeypatch):
     kept = {(2048, 5632): costs_of(dense=1.5), (64, 128): costs_of()}
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
-    monkeypatch.setattr(backend, "measured", {})
     monkeypatch.setattr(
-        calibration, "take", lambda layers: backend.measured.update({k: kept[k] for k in layers if k in kept})
+        first_use, "policy_for", lambda layers, *_: Policy("cuda", {k: kept[k] for k in layers if k in kept})
     )
-    monkeypatch.setattr(calibration, "measure_missing", lambda layers, _: None)
     return kept
 
 
 def test_a_run_decides_by_what_was_measured(measured):
     with fake(layers=1) as plans:
         plans.begin()
-        assert plans.policy() == "chosen by what was measured on this GPU model"
+        assert plans.chosen_by() == "chosen by what was measured on this GPU model"
+        assert [block.policy for block in plans.blocks] == [plans.policy]  # validation chooses alike
         plans.after(1, counted([300], [5632]), COUNTS)  # for which the package's constants say dense
         plans.before(3)
         assert plans.engines == ["tile"]
@@ -174,35 +171,31 @@ def test_a_run_decides_by_what_was_measured(measured):
 def test_a_run_that_begins_measures_a_layer_that_was_not_unless_told_not_to(measured, monkeypatch, calibrate):
     asked = []
 
-    def measure(layers, device):
-        assert (2048, 5632) not in backend.measured  # what is kept is not taken yet, for it may be measured again
-        measured.clear()
-        asked.append((layers, device.type))
-        backend.measured[2048, 5632] = costs_of(dense=1.5)
+    def policy_for(layers, device, missing):
+        asked.append((layers, device.type, missing))
+        return Policy("cuda", {layer: costs_of(dense=1.5) for layer in missing})
 
-    monkeypatch.setattr(calibration, "measure_missing", measure)
-    if not calibrate:
-        measured.clear()
+    monkeypatch.setattr(first_use, "policy_for", policy_for)
     with fake(f"runtime.calibrate={str(calibrate).lower()}", layers=1) as plans:
         assert asked == []
         plans.begin()
-        assert asked == ([([(2048, 5632)], "cpu")] if calibrate else [])
+        assert asked == [([(2048, 5632)], "cpu", [(2048, 5632)] if calibrate else [])]
         assert (plans.state()["costs"] is not None) == calibrate
-        assert ("measured on this GPU model" in plans.policy()) == calibrate
+        assert ("measured on this GPU model" in plans.chosen_by()) == calibrate
 
 
 def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, monkeypatch):
     measured.clear()
     with fake(layers=1) as plans:
         plans.begin()
-        assert plans.policy() == (
+        assert plans.chosen_by() == (
             "chosen by an H200's constants; `sparsellm calibrate model=2048x5632` measures this GPU"
         )
         plans.restore(plans.state())
-        assert plans.policy() == "chosen by the constants of an H200, as when the run began"
+        assert plans.chosen_by() == "chosen by the constants of an H200, as when the run began"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         plans.restore(plans.state())
-        assert plans.policy() is None
+        assert plans.chosen_by() is None
 
 
 @pytest.mark.parametrize("began_with", [None, costs_of(dense=3.0)])
@@ -212,26 +205,21 @@ def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
         state = json.loads(json.dumps(plans.state()))
         resumed = plans_of(layers=1)
         resumed.restore(state)
-        assert backend.measured[2048, 5632] == began_with
-        assert "as when the run began" in resumed.policy()
-        del state["costs"]  # as an older checkpoint
-        resumed.restore(state)
-        assert backend.measured[2048, 5632] is None
+        assert resumed.policy.measured.get((2048, 5632)) == began_with
+        assert "as when the run began" in resumed.chosen_by()
 
 
-def test_what_a_resume_goes_by_is_not_replaced_by_what_the_cache_has(monkeypatch, tmp_path):
+def test_a_resume_goes_by_its_own_costs_and_a_run_that_begins_by_what_the_cache_has(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    monkeypatch.setattr(backend, "measured", {})
     store.keep(costs_of(dense=3.0), None)
     with fake(layers=1) as plans:
         plans.restore(plans.state())
-        calibration.take([(2048, 5632)])  # as an evaluation of the run does
-        assert backend.measured[2048, 5632] is None
+        assert plans.policy.measured == {}
         plans.calibrate = False
         plans.begin()
-        assert backend.measured[2048, 5632] == costs_of(dense=3.0)
+        assert plans.policy.measured == {(2048, 5632): costs_of(dense=3.0)}
 
 
 def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
@@ -239,7 +227,7 @@ def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
         state = plans.state()
         state["costs"] = costs_of("triton").as_json()
         plans.restore(state)
-        assert backend.measured[2048, 5632] == costs_of(dense=1.5)
+        assert plans.policy.measured[2048, 5632] == costs_of(dense=1.5)
         assert "measured on the Triton kernels, which do not compute here" in capsys.readouterr().err
 
 
@@ -314,8 +302,8 @@ def fit(folder, forced=True, stop_after=None, **changes):
 @pytest.fixture
 def fine_rooms(monkeypatch):
     """Rooms that tell apart what was counted."""
-    monkeypatch.setattr(dispatch, "ROOM_MULTIPLE", 1)
-    monkeypatch.setattr(dispatch, "ROOM", 1)
+    monkeypatch.setattr(costs, "ROOM_MULTIPLE", 1)
+    monkeypatch.setattr(costs, "ROOM", 1)
 
 
 @pytest.mark.usefixtures("fine_rooms")

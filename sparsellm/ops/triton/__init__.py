@@ -8,7 +8,6 @@
     nonzeros.py    kernels on single nonzeros between the products
     transpose.py   W_d by neuron, and back
     tuning.py      block sizes by GPU
-    policy.py      the choice of engines, and its constants
     device.py      whether these kernels run here; limits.py: what they need
 
 sparsellm.ops.backend imports this folder, and with it triton, once its kernels are requested. The Triton kernels of

@@ -24,11 +24,11 @@ import torch
 import triton
 from torch import Tensor
 
-from sparsellm.ops import cuda, dispatch
+from sparsellm.ops import borders, cuda
+from sparsellm.ops.borders import ALONE
 from sparsellm.ops.cuda import Forward, readable
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
-from sparsellm.ops.triton.policy import ALONE
 from sparsellm.ops.triton.transpose import transposed
 from sparsellm.ops.triton.tuning import FEW, FEWEST_SLOTS, PITCH_MULTIPLE, TOKENS, Shape
 from sparsellm.ops.twell import tiles
@@ -49,7 +49,7 @@ RANK = {"ROWS": 8, "COLUMNS": 2048}
 
 def orders(m: int, saving: bool) -> bool:
     """Whether the tile engine orders m tokens, in a forward pass that saves for backward or in one that does not."""
-    return dispatch.orders(m if saving else m // ALONE)
+    return borders.orders(m if saving else m // ALONE)
 
 
 class Unions(NamedTuple):
@@ -193,7 +193,7 @@ def backward(
     return [dx, *firsts, transposed(dw_down_t, weights)]
 
 
-def saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
+def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
     """The bytes that `forward` by the tile engine saves for backward, in bfloat16."""
     if not m:
         return 0
@@ -307,7 +307,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 def _capacity(m: int, n: int, room: int) -> int:
     """The nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that the buffer's length gives it."""
-    return _rounded(dispatch.capacity(m, n, room), ARRAY_ALIGNMENT)
+    return _rounded(borders.capacity(m, n, room), ARRAY_ALIGNMENT)
 
 
 def _layout(

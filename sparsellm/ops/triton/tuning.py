@@ -1,6 +1,6 @@
-"""The block sizes of the Triton kernels by GPU. (The constants of the choice of engines are in policy.py.)
+"""The block sizes of the Triton kernels by GPU.
 
-None of it changes a result but in its rounding, so a calibration may replace any of it (sparsellm.calibration).
+None of it changes a result but in its rounding, so a calibration may replace any of it (sparsellm.policy).
 """
 
 from functools import lru_cache
@@ -65,13 +65,17 @@ def shared_bytes(properties: Any) -> int:
     return properties.shared_memory_per_block_optin
 
 
-_measured: Tuning | None = None
+# What was measured on a device. The process keeps it, because a registered operator runs the kernels, and gets tensors
+# and a plan: a device's block sizes must be found when it runs, and in backward by another thread.
+_by_device: dict[torch.device, Tuning] = {}
 
 
-def use(tuning: Tuning | None) -> None:
-    """Compute with these block sizes from now on; None: with those that the package has for each device."""
-    global _measured
-    _measured = tuning
+def use(tuning: Tuning | None, device: torch.device) -> None:
+    """Compute on `device` with these block sizes from now on; None: with those that the package has for it."""
+    if tuning is None:
+        _by_device.pop(device, None)
+    else:
+        _by_device[device] = tuning
 
 
 def of(device: torch.device) -> tuple[Tuning, int]:
@@ -80,7 +84,7 @@ def of(device: torch.device) -> tuple[Tuning, int]:
     if device.type == "cpu":
         return SMALL, 3
     packaged, processors = _packaged(device)
-    tuning = _measured or packaged
+    tuning = _by_device.get(device, packaged)
     return tuning, tuning.resident * processors
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from sparsellm.calibration.layer import Call, Firing, Layer
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.plan import Engine
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import LARGE, SMALL, Shape, Tuning
+from sparsellm.policy.layer import Call, Firing, Layer
 
 TOKENS = 8192
 CALL = Call(TOKENS, Firing(0.0065), Engine.tile, training=True)
@@ -53,7 +53,7 @@ def others(best: Tuning, name: str) -> Iterator[Tuning]:
 def gpu_milliseconds(layer: Layer, sizes: dict[str, Tuning]) -> dict[str, float | Exception]:
     def runs(each: Tuning) -> Callable[[int], object]:
         def run(_: int) -> object:
-            tuning.use(each)
+            tuning.use(each, layer.device)
             return layer.run(CALL)
 
         return run
@@ -61,5 +61,5 @@ def gpu_milliseconds(layer: Layer, sizes: dict[str, Tuning]) -> dict[str, float 
     try:
         return alternating_ms({name: runs(each) for name, each in sizes.items()}, 40, most=15)
     finally:
-        tuning.use(None)
+        tuning.use(None, layer.device)
         torch.cuda.empty_cache()

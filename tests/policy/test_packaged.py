@@ -1,23 +1,32 @@
-"""The choice of engine from what a layer counted earlier."""
+"""The choice of engine from what a layer counted earlier, by the costs that come with the package."""
+
+import csv
+from pathlib import Path
 
 import pytest
 
 from sparsellm.ops import Engine
-from sparsellm.ops.dispatch import (
-    MANY_TRAINING_TOKENS,
-    SMALL_BATCH_MAX_NONZEROS,
-    TILE_MARGIN,
-    TILE_MAX_NONZEROS,
-    choose_engine,
-    choose_training_engine,
-    estimates,
-    room_for,
-    training_estimates,
-)
+from sparsellm.ops.borders import FEW_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS
+from sparsellm.policy import Policy
+from sparsellm.policy.choice import packaged
+from sparsellm.policy.costs import MARGIN, TILE_MAX_NONZEROS, room_for
+from sparsellm.policy.measure import MANY_TRAINING_TOKENS
+from sparsellm.policy.packaged import Formula, data, read
 
+ROOT = Path(__file__).parents[2]
+SMALL_BATCH_MAX_NONZEROS = 256  # per token: the tile engine is chosen for as many in a batch that is not ordered
 K, N = 2048, 5632
 # nonzeros per token, union of 128 tokens: KERNELS.md's measured patterns
 PATTERNS = {"sparse": (20.5, 580), "layer 1": (36, 1565), "layer 4": (76, 2647), "layer 7": (116, 3117)}
+
+
+choose_engine, choose_training_engine = Policy().choose_engine, Policy().choose_training_engine
+
+
+def estimates(tokens, nnz, union, training=False):
+    """Seconds by engine."""
+    found = packaged("cuda", K, N).estimates(tokens, training)
+    return {engine: estimate.cost.seconds(nnz, union) for engine, estimate in found.items()}
 
 
 def choose(tokens, per_token, per_tile, **current):
@@ -99,18 +108,18 @@ def test_half_dense_activations_take_the_dense_engine(per_token):
 
 def test_the_tile_engine_must_win_by_a_margin_and_then_stays():
     tokens = 16_384
-    dense = estimates(tokens, K, N, 0, 0)[Engine.dense]
+    dense = estimates(tokens, 0, 0)[Engine.dense]
     nnz = 100 * tokens  # too many for the row engine
-    fixed, per_union = estimates(tokens, K, N, nnz, 0)[Engine.tile], estimates(tokens, K, N, nnz, 1)[Engine.tile]
+    fixed, per_union = estimates(tokens, nnz, 0)[Engine.tile], estimates(tokens, nnz, 1)[Engine.tile]
     per_union -= fixed
 
     def at(share, current):
         return choose_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
 
-    assert at(1 - TILE_MARGIN - 0.01, Engine.dense) == Engine.tile
-    assert at(1 - TILE_MARGIN / 2, Engine.dense) == Engine.dense
-    assert at(1 - TILE_MARGIN / 2, None) == Engine.dense
-    assert at(1 - TILE_MARGIN / 2, Engine.tile) == Engine.tile
+    assert at(1 - MARGIN - 0.01, Engine.dense) == Engine.tile
+    assert at(1 - MARGIN / 2, Engine.dense) == Engine.dense
+    assert at(1 - MARGIN / 2, None) == Engine.dense
+    assert at(1 - MARGIN / 2, Engine.tile) == Engine.tile
     assert at(1.01, Engine.tile) == Engine.dense
 
 
@@ -137,7 +146,7 @@ def test_no_tokens_and_no_nonzeros_are_cases_too():
 )  # fmt: skip
 def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
     """Measured through the operator, less cuBLAS's gate product of the same run; at 300 per token, of others (467)."""
-    seconds = estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
+    seconds = estimates(tokens, per_token * tokens, per_tile * tokens // 128)
     assert seconds[Engine.tile] == pytest.approx(microseconds * 1e-6, rel=0.12)
 
 
@@ -146,13 +155,13 @@ def test_estimates_are_near_what_was_measured(tokens, per_token, per_tile, micro
 )
 def test_the_estimate_of_the_dense_engine_is_near_what_was_measured(tokens, microseconds):
     """As above; of 131,072 tokens, which the board's power binds, it makes 7,062 where 7,250 to 8,660 were measured."""
-    assert estimates(tokens, K, N, 0, 0)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.1)
+    assert estimates(tokens, 0, 0)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize(("tokens", "microseconds"), [(4096, 986), (16_384, 3727), (32_768, 7521)])
 def test_the_training_estimate_of_the_dense_engine_is_near_what_was_measured(tokens, microseconds):
     """Forward and backward, less cuBLAS's gate product of forward runs (126, 486, twice that)."""
-    assert training_estimates(tokens, K, N, 0, 0)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.05)
+    assert estimates(tokens, 0, 0, training=True)[Engine.dense] == pytest.approx(microseconds * 1e-6, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,7 @@ def choose_training(tokens, per_token, per_tile, **current):
 )  # fmt: skip
 def test_training_estimates_are_near_what_was_measured(tokens, per_token, per_tile, microseconds):
     """Measured through the operator and autograd, less cuBLAS's gate product, as above."""
-    seconds = training_estimates(tokens, K, N, per_token * tokens, per_tile * tokens // 128)
+    seconds = estimates(tokens, per_token * tokens, per_tile * tokens // 128, training=True)
     assert seconds[Engine.tile] == pytest.approx(microseconds * 1e-6, rel=0.1)
 
 
@@ -204,13 +213,46 @@ def test_training_is_dense_where_the_tile_engine_cannot_be_judged_or_cannot_win(
 
 def test_in_training_too_the_tile_engine_must_win_by_a_margin_and_then_stays():
     tokens, nnz = 16_384, 36 * 16_384
-    dense, fixed = (training_estimates(tokens, K, N, nnz, 0)[engine] for engine in (Engine.dense, Engine.tile))
-    per_union = training_estimates(tokens, K, N, nnz, 1)[Engine.tile] - fixed
+    dense, fixed = (estimates(tokens, nnz, 0, training=True)[engine] for engine in (Engine.dense, Engine.tile))
+    per_union = estimates(tokens, nnz, 1, training=True)[Engine.tile] - fixed
 
     def at(share, current):
         return choose_training_engine(tokens, K, N, nnz, (share * dense - fixed) / per_union, current)
 
-    assert at(1 - TILE_MARGIN - 0.01, Engine.dense) == at(1 - TILE_MARGIN - 0.01, None) == Engine.tile
-    assert at(1 - TILE_MARGIN / 2, Engine.dense) == at(1 - TILE_MARGIN / 2, None) == Engine.dense
-    assert at(1 - TILE_MARGIN / 2, Engine.tile) == Engine.tile
+    assert at(1 - MARGIN - 0.01, Engine.dense) == at(1 - MARGIN - 0.01, None) == Engine.tile
+    assert at(1 - MARGIN / 2, Engine.dense) == at(1 - MARGIN / 2, None) == Engine.dense
+    assert at(1 - MARGIN / 2, Engine.tile) == Engine.tile
     assert at(1.01, Engine.tile) == Engine.dense
+
+
+def test_choices_are_those_of_the_table():
+    """golden_choices.csv, one letter for each number of nonzeros per token: of the formulas before they were data."""
+    with (Path(__file__).parent / "golden_choices.csv").open() as file:
+        (*_, per_token), *rows = csv.reader(file)
+    engines, wrong = {"d": Engine.dense, "r": Engine.row, "t": Engine.tile}, []
+    for kernels, way, tokens, width, neurons, share, current, expected in rows:
+        m, k, n, policy = int(tokens), int(width), int(neurons), Policy(kernels)
+        choose = policy.choose_engine if way == "forward" else policy.choose_training_engine
+        union = round(float(share) * n) * -(-m // 128) if share else -1
+        found = [choose(m, k, n, float(per) * m, union, engines.get(current)) for per in per_token.split()]
+        if found != [engines[letter] for letter in expected]:
+            wrong.append((kernels, way, tokens, width, neurons, share, current))
+    assert wrong == []
+    assert len(rows) > 700
+
+
+@pytest.mark.parametrize("kernels", ["cuda", "triton"])
+def test_each_entry_names_its_measurement_and_begins_where_the_kernels_change(kernels):
+    headings = {line.lstrip("#").strip() for line in (ROOT / "docs/dev/LOG.md").read_text().splitlines()}
+    values = read(kernels)
+    for way in ("forward", "training"):
+        for engine, entries in values[way].items():
+            for entry in entries:
+                assert entry["source"] in headings or entry["source"].startswith("not measured: "), (engine, entry)
+                assert set(entry) - {"from", "source"} <= set(Formula._fields)
+    if kernels == "cuda":
+        starts = {entry["from"] for entries in values["forward"].values() for entry in entries}
+        assert starts == {0, 17, FEW_TOKENS + 1, MANY_TOKENS, MIN_ORDERED_TOKENS}
+        assert {entry["from"] for entry in values["training"]["tile"]} == {MANY_TRAINING_TOKENS, MIN_ORDERED_TOKENS}
+    most = {formula.most_per_token for of in data(kernels).entries.values() for formula in of[Engine.tile].values()}
+    assert max(most) == TILE_MAX_NONZEROS

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from sparsellm.ops import Engine, backend, choose_engine, choose_training_engine, dispatch
-from sparsellm.ops.costs import Cost, Costs, costs_at, whole_tiles
+from sparsellm.ops import Engine
+from sparsellm.policy import Policy
+from sparsellm.policy.choice import packaged
+from sparsellm.policy.costs import MARGIN, TILE_MAX_NONZEROS, Cost, Costs, costs_at, whole_tiles
 
 K, N = 2048, 5632
 FORWARD = {
@@ -15,11 +17,6 @@ FORWARD = {
 }
 TRAINING = {2048: {Engine.dense: Cost(500e-6), Engine.tile: Cost(200e-6, 1e-10, 1e-8)}}
 COSTS = Costs("cuda", K, N, FORWARD, TRAINING)
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    monkeypatch.setitem(backend.measured, (K, N), COSTS)
 
 
 def test_between_two_sizes_the_seconds_of_calls_that_fire_alike_are_interpolated():
@@ -75,14 +72,14 @@ def test_the_cheapest_engine_is_chosen_if_it_wins_by_the_margin_or_computes_alre
     def at(share, current=None):  # of what dense takes
         return COSTS.choose_engine(2048, 0, (share * 110e-6 - 50e-6) / 3e-9, current)
 
-    assert at(1 - dispatch.TILE_MARGIN - 0.001) == at(0.999, Engine.tile) == Engine.tile
-    assert at(1 - dispatch.TILE_MARGIN + 0.001) == at(1.001, Engine.tile) == Engine.dense
+    assert at(1 - MARGIN - 0.001) == at(0.999, Engine.tile) == Engine.tile
+    assert at(1 - MARGIN + 0.001) == at(1.001, Engine.tile) == Engine.dense
 
 
 def test_a_union_that_was_not_counted_or_very_many_nonzeros_are_not_for_the_tile_engine():
     assert COSTS.choose_engine(2048, 10, 10) == Engine.tile
     assert COSTS.choose_engine(2048, 10, -1) == Engine.dense
-    assert COSTS.choose_engine(2048, 2048 * dispatch.TILE_MAX_NONZEROS + 1, 10) == Engine.dense
+    assert COSTS.choose_engine(2048, 2048 * TILE_MAX_NONZEROS + 1, 10) == Engine.dense
 
 
 def test_row_density_is_where_the_row_engine_stops_winning():
@@ -93,13 +90,14 @@ def test_row_density_is_where_the_row_engine_stops_winning():
     assert free.row_density(1) == float("inf")
 
 
-def test_the_policy_goes_by_them_for_their_layer_alone(measured):
-    assert choose_engine(2048, K, N, 10, 10) == Engine.tile
-    assert choose_engine(2048, K, 2 * N, 10, -1) == dispatch.choose_engine(2048, K, 2 * N, 10, -1)
-    assert choose_training_engine(2048, K, N, 10, 10) == Engine.tile
-    assert choose_training_engine(2048, K, N, 10, 1e6) == Engine.dense
-    assert backend.row_density(1024, K, N) == COSTS.row_density(1024)
-    assert backend.row_density(1024, K, 2 * N) == dispatch.row_density(1024, K, 2 * N)
+def test_the_policy_goes_by_them_for_their_layer_alone():
+    policy, other = Policy("cuda", {(K, N): COSTS}), packaged("cuda", K, 2 * N)
+    assert policy.choose_engine(2048, K, N, 10, 10) == Engine.tile
+    assert policy.choose_engine(2048, K, 2 * N, 10, -1) == other.choose_engine(2048, 10, -1)
+    assert policy.choose_training_engine(2048, K, N, 10, 10) == Engine.tile
+    assert policy.choose_training_engine(2048, K, N, 10, 1e6) == Engine.dense
+    assert policy.row_density(1024, K, N) == COSTS.row_density(1024)
+    assert policy.row_density(1024, K, 2 * N) == other.row_density(1024)
 
 
 def test_they_come_back_from_json_as_they_were():

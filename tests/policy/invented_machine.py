@@ -4,9 +4,10 @@ import random
 
 import torch
 
-from sparsellm.calibration.layer import Call, Layer, frequencies
-from sparsellm.ops import Engine, backend, dispatch
-from sparsellm.ops.triton import tuning
+from sparsellm.ops import Engine, backend
+from sparsellm.ops.borders import MANY_TOKENS
+from sparsellm.policy.choice import packaged
+from sparsellm.policy.layer import Call, Layer, frequencies
 
 K, N = 2048, 5632
 CPU = torch.device("cpu")
@@ -21,10 +22,8 @@ class Machine:
     def seconds(self, call: Call) -> float:
         tokens, engine = call.tokens, call.engine
         nonzeros, union = counts(call)
-        if call.training:
-            taken = dispatch.training_estimates(tokens, K, N, nonzeros, union)[engine]
-        elif tokens >= dispatch.MANY_TOKENS:
-            taken = dispatch.estimates(tokens, K, N, nonzeros, union)[engine]
+        if call.training or tokens >= MANY_TOKENS:
+            taken = packaged("cuda", K, N).estimates(tokens, call.training)[engine].cost.seconds(nonzeros, union)
         elif engine == Engine.row:
             taken = 9e-6 + tokens * 6e-9 + 1.2e-9 * nonzeros
         else:
@@ -50,8 +49,6 @@ def a_gpu(monkeypatch, cache):
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(cache))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200 (test)")
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
-    monkeypatch.setattr(backend, "measured", {})
-    monkeypatch.setattr(tuning, "_measured", None)
 
 
 def layer_of(width, neurons):

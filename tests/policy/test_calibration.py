@@ -11,10 +11,16 @@ import pytest
 import torch
 from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
 
-from sparsellm import calibration
-from sparsellm.calibration import block_sizes, measure, report, store
-from sparsellm.calibration.layer import Call, Firing, Layer, frequencies
-from sparsellm.calibration.measure import (
+from sparsellm.commands import calibrate
+from sparsellm.config import ConfigError
+from sparsellm.ops import Engine, backend, borders
+from sparsellm.ops.borders import ALONE
+from sparsellm.ops.triton import tuning
+from sparsellm.ops.triton.tuning import SMALL, Shape
+from sparsellm.policy import block_sizes, measure, report, store
+from sparsellm.policy.costs import Cost, whole_tiles
+from sparsellm.policy.layer import Call, Firing, Layer, frequencies
+from sparsellm.policy.measure import (
     DENSE_SIZES,
     DENSE_TRAINING_SIZES,
     SIZES,
@@ -24,22 +30,15 @@ from sparsellm.calibration.measure import (
     fit,
     steps,
 )
-from sparsellm.commands import calibrate
-from sparsellm.config import ConfigError
-from sparsellm.ops import Engine, backend, dispatch
-from sparsellm.ops.costs import Cost, whole_tiles
-from sparsellm.ops.triton import tuning
-from sparsellm.ops.triton.policy import ALONE
-from sparsellm.ops.triton.tuning import SMALL, Shape
 
 
 class InWaves(Machine):
     """Dense products of whole tiles, 128 tokens by 256 columns, on 132 multiprocessors at a time."""
 
     def seconds(self, call: Call) -> float:
-        if call.engine == Engine.dense and call.tokens > dispatch.FEW_TOKENS:
+        if call.engine == Engine.dense and call.tokens > borders.FEW_TOKENS:
             tiles = -(-call.tokens // 128)
-            if call.tokens >= dispatch.MANY_TOKENS:
+            if call.tokens >= borders.MANY_TOKENS:
                 tiles = -(-tiles * N // 256 // 132) * 132 * 256 // N
             call = call._replace(tokens=tiles * 128)
         return super().seconds(call)
@@ -49,7 +48,7 @@ class InPieces(Machine):
     """Of few tokens, the row engine deals rows to 16 clusters, cut into pieces of whole rounds of 64 nonzeros."""
 
     def seconds(self, call: Call) -> float:
-        if call.engine != Engine.row or call.tokens > dispatch.FEW_TOKENS:
+        if call.engine != Engine.row or call.tokens > borders.FEW_TOKENS:
             return super().seconds(call)
         row = counts(call)[0] / call.tokens
         piece = max(64 * math.ceil(call.tokens * row / 16 / 64), 256 if row <= 256 else 0)
@@ -64,7 +63,7 @@ def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
 
 def behind(machine: Machine, costs, call: Call) -> float:
     """By how much the chosen engine takes longer than the fastest."""
-    engines = [Engine.dense] + [Engine.tile] * (call.training or call.tokens >= dispatch.MANY_TOKENS)
+    engines = [Engine.dense] + [Engine.tile] * (call.training or call.tokens >= borders.MANY_TOKENS)
     engines += [] if call.training else [Engine.row]
     seconds = {engine: machine.seconds(call._replace(engine=engine)) for engine in engines}
     nonzeros, union = counts(call)
@@ -166,7 +165,7 @@ def test_every_size_is_timed_with_the_engines_that_may_compute_it(kernels):
     assert all(whole_tiles(tokens) == tokens for tokens in (*costs.forward, *costs.training))
     assert all(set(costs.forward[tokens]) == {Engine.dense} for tokens in DENSE_SIZES)
     for tokens in SIZES[kernels]:
-        expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= dispatch.MANY_TOKENS else set())
+        expected = {Engine.dense, Engine.row} | ({Engine.tile} if tokens >= borders.MANY_TOKENS else set())
         assert set(costs.forward[tokens]) == expected
     # More calls than a cost has parts, so that a fit cannot pass through all of them.
     for tokens in (16, 512, 4096):
@@ -178,8 +177,8 @@ def test_every_size_is_timed_with_the_engines_that_may_compute_it(kernels):
     ("sizes", "alone"), [(SIZES["cuda"], 1), (SIZES["triton"], ALONE), (TRAINING_SIZES, 1)], ids=[*SIZES, "training"]
 )
 def test_both_sides_are_timed_where_kernels_begin_to_order_tokens_and_two_sizes_beyond(sizes, alone):
-    ((before, border),) = (pair for pair in itertools.pairwise(sizes) if dispatch.orders(pair[1] // alone) and not
-                           dispatch.orders(pair[0] // alone))  # fmt: skip
+    ((before, border),) = (pair for pair in itertools.pairwise(sizes) if borders.orders(pair[1] // alone) and not
+                           borders.orders(pair[0] // alone))  # fmt: skip
     assert before == border - 1
     assert sizes[-1] >= 2 * border
 
@@ -223,19 +222,14 @@ def machine(monkeypatch, tmp_path):
 
 def test_what_is_kept_is_taken_for_its_layer_on_its_gpu_and_kernels(machine, monkeypatch):
     costs, _ = measured_on(Machine())
-    calibration.take([(K, N)])
-    assert backend.measured == {}
+    assert store.kept([(K, N)]) == {}
     path = store.keep(costs, None)
     assert path.parent == machine / "calibrations"
     assert path.name.startswith("nvidia-h200-test-cuda-")
-    calibration.take([(K, 2 * N)])
-    assert backend.measured == {}
-    calibration.take([(K, 2 * N), (K, N)])
-    assert backend.measured == {(K, N): costs}
-    backend.measured.clear()
+    assert store.kept([(K, 2 * N)]) == {}
+    assert store.kept([(K, 2 * N), (K, N)]) == {(K, N): costs}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
-    calibration.take([(K, N)])
-    assert backend.measured == {}
+    assert store.kept([(K, N)]) == {}
 
 
 def test_layers_are_kept_side_by_side_with_the_block_sizes_of_the_last(machine, monkeypatch):
@@ -245,19 +239,18 @@ def test_layers_are_kept_side_by_side_with_the_block_sizes_of_the_last(machine, 
     sizes = SMALL._replace(sampled=Shape(64, 32, 4, 3), resident=1)
     store.keep(costs, None)
     store.keep(other, sizes)
-    calibration.take([(K, N), (64, 128)])
-    assert backend.measured == {(K, N): costs, (64, 128): other}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert store.kept([(K, N), (64, 128)]) == {(K, N): costs, (64, 128): other}
     assert tuning.of(CPU)[0] is SMALL  # where only the interpreter runs
-    assert tuning._measured == sizes
-    tuning.use(None)
+    assert tuning._by_device == {torch.device("cuda:0"): sizes}
+    tuning.use(None, torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-40], lambda b: b.replace(b"dense", b"dance", 1), lambda b: b""])
 def test_a_damaged_file_is_said_and_not_taken(machine, capsys, damage):
     path = store.keep(measured_on(Machine())[0], None)
     path.write_bytes(damage(path.read_bytes()))
-    calibration.take([(K, N)])
-    assert backend.measured == {}
+    assert store.kept([(K, N)]) == {}
     said = capsys.readouterr().err
     assert str(path) in said
     assert "`sparsellm calibrate` measures anew" in said
@@ -317,5 +310,4 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     assert shown.count("K 2,048, N 5,632: forward: microseconds of a call") == 1
     assert "chosen is the fastest engine" in shown
     assert f"kept in {store.file()}" in shown
-    calibration.take([(K, N)])
-    assert backend.measured[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile
+    assert store.kept([(K, N)])[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile

@@ -21,20 +21,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sparsellm.calibration.layer import Call, Firing, Layer
-from sparsellm.ops.costs import BySize, Cost, Costs
-from sparsellm.ops.dispatch import (
-    FEW_TOKENS,
-    FEWEST_TOKENS,
-    MANY_TOKENS,
-    MANY_TRAINING_TOKENS,
-    MIN_FUSED_TOKENS,
-    MIN_ORDERED_TOKENS,
-)
+from sparsellm.ops.borders import ALONE, FEW_TOKENS, MANY_TOKENS, MIN_FUSED_TOKENS, MIN_ORDERED_TOKENS
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.ops.plan import Engine
-from sparsellm.ops.triton.policy import ALONE
+from sparsellm.policy.costs import BySize, Cost, Costs
+from sparsellm.policy.layer import Call, Firing, Layer
 
+FEWEST_TOKENS = 16  # up to which the gate product has a kernel of its own
+MANY_TRAINING_TOKENS = 2048  # at least; smaller micro-batches are dense
 METHOD = 3  # raised when other things are measured, or otherwise: what was kept before is not taken then
 _SIZES = (
     *range(1, 9), 12, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768,

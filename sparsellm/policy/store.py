@@ -1,8 +1,8 @@
 """What was measured of this GPU, kept in the cache beside the kernels, and taken from there.
 
     keep(...)          write what was measured of a layer, beside what is there of others
+    kept(layers)       what is there of these layers
     tried(...)         how many tokens there was memory for when that was measured
-    take(layers)       let the policy go by what is there of these layers
     measuring()        one process of a machine at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
@@ -20,20 +20,18 @@ from typing import Any
 
 import torch
 
-from sparsellm.calibration.measure import METHOD
 from sparsellm.ops import backend, build, compiler
-from sparsellm.ops.costs import Costs
 from sparsellm.ops.triton import tuning
 from sparsellm.ops.triton.tuning import Shape, Tuning
+from sparsellm.policy.costs import Costs
+from sparsellm.policy.measure import METHOD
 from sparsellm.system import locks, regular
 from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.files import read_sealed, write_sealed
 
-SHIPPED = "H200"  # in the name of the GPU that the package's constants were measured on,
-SHIPPED_LAYER = (2048, 5632)  # K and N of the layer, on the CUDA kernels
 PATIENCE = 300  # seconds for another process to measure in; Triton compiles its kernels first
 
-_warn_once = lru_cache(warn)  # a file is read more than once
+warn_once = lru_cache(warn)  # a file is read more than once
 
 
 class DamagedCalibration(RuntimeError):
@@ -86,21 +84,17 @@ def _say_waiting() -> None:
         warn("another process is measuring this GPU model; waiting for it")
 
 
-def take(layers: Iterable[tuple[int, int]]) -> None:
-    """Let engines of layers with these (K, N) be chosen by what was measured of them on this GPU model, if it was.
-
-    A layer for which this process has decided already stays with that. A file that cannot be read is said, and not
-    taken.
-    """
+def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:
+    """By (K, N), what was measured of these layers on this GPU model, where it was. A file that cannot be read is said,
+    and not taken. On the current device, the Triton kernels compute with the block sizes that are kept from now on."""
     path = file()
     values = _read(path) if path.is_file() else None
     if values is None:
-        return
-    for width, neurons in layers:
-        if (width, neurons) not in backend.measured and _name(width, neurons) in values["layers"]:
-            backend.measured[width, neurons] = Costs.of_json(values["layers"][_name(width, neurons)])
+        return {}
     if values["block_sizes"] is not None:
-        tuning.use(block_sizes(values["block_sizes"]))
+        tuning.use(block_sizes(values["block_sizes"]), torch.device("cuda", torch.cuda.current_device()))
+    by_name = values["layers"]
+    return {layer: Costs.of_json(by_name[_name(*layer)]) for layer in layers if _name(*layer) in by_name}
 
 
 def tried(width: int, neurons: int) -> int | None:
@@ -117,21 +111,6 @@ def block_sizes(values: list[Any]) -> Tuning:
     return Tuning(*found)
 
 
-def is_shipped(width: int, neurons: int) -> bool:
-    """Whether the package's own constants were measured on such a GPU and layer."""
-    layer = width, neurons
-    return backend.loaded() == "cuda" and layer == SHIPPED_LAYER and SHIPPED in torch.cuda.get_device_name()
-
-
-def chosen_by(width: int, neurons: int) -> str:
-    """By what engines of such layers are chosen in this process, for people."""
-    if backend.measured.get((width, neurons)) is not None:
-        return "what was measured on this GPU model"
-    if is_shipped(width, neurons):
-        return "the package's constants, which are of this GPU and layer"
-    return f"an H200's constants; `sparsellm calibrate model={width}x{neurons}` measures this GPU"
-
-
 def _name(width: int, neurons: int) -> str:
     return f"{width}x{neurons}"
 
@@ -143,10 +122,10 @@ def _read(path: Path) -> dict[str, Any] | None:
         for costs in values["layers"].values():
             Costs.of_json(costs)
     except DamagedCalibration as error:
-        _warn_once(str(error))
+        warn_once(str(error))
         return None
     except (KeyError, TypeError, ValueError) as error:
-        _warn_once(f"{path} is of another version ({error}): {remedy}")
+        warn_once(f"{path} is of another version ({error}): {remedy}")
         return None
     return values
 

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from typing import NamedTuple
 
-from sparsellm.calibration.layer import Call
-from sparsellm.calibration.measure import Timed
-from sparsellm.ops.costs import Costs, costs_at
 from sparsellm.ops.plan import Engine
+from sparsellm.policy.costs import Costs, costs_at
+from sparsellm.policy.layer import Call
+from sparsellm.policy.measure import Timed
 
 NEAR = 0.05  # behind the fastest engine by so much at most is as good as it
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 from invented_machine import CPU, K, Machine, N, a_gpu, counts, layer_of
 
-from sparsellm import calibration
-from sparsellm.calibration import first_use, measure, store
-from sparsellm.calibration.layer import Layer
-from sparsellm.ops import backend
+from sparsellm.policy import first_use, measure, store
+from sparsellm.policy.layer import Layer
 from sparsellm.system import locks
 
 LAYER = (K, 2 * N)  # not the one that the package's constants are of
+
+
+def measured(*layers):
+    """What a policy of these layers goes by, measured where it is missing."""
+    return first_use.policy_for(layers, CPU, layers).measured
 
 
 @pytest.fixture
@@ -33,42 +36,37 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_a_layer_is_measured_once_and_kept(machine, capsys):
-    calibration.measure_missing([LAYER, LAYER], CPU)
+    found = measured(LAYER, LAYER)
     timed = len(machine.asked)
     said = capsys.readouterr().err
     assert said.count("this GPU had not been measured for layers of 2048 x 11264: measured in ") == 1
     assert f" s, kept in {store.file()}" in said
-    costs = backend.measured[LAYER]
-    calibration.measure_missing([LAYER], CPU)
-    backend.measured.clear()  # as in another process
-    calibration.measure_missing([LAYER], CPU)
-    assert backend.measured[LAYER] == costs
+    assert measured(LAYER) == found
+    assert set(found) == {LAYER}
     assert len(machine.asked) == timed > 0
     assert capsys.readouterr().err == ""
 
 
-def test_a_layer_that_the_packages_constants_are_of_or_that_was_decided_is_not_measured(machine):
-    backend.measured[LAYER] = None
-    calibration.measure_missing([(K, N), LAYER], CPU)
+def test_only_a_layer_that_is_asked_for_and_that_the_packages_constants_are_not_of_is_measured(machine):
+    assert measured((K, N)) == {}
+    assert first_use.policy_for([LAYER], CPU).measured == {}
     assert machine.asked == []
-    assert backend.measured == {LAYER: None}
 
 
 def test_a_process_that_waited_takes_what_the_other_one_kept(machine, capsys):
-    calibration.measure_missing([LAYER], CPU)
-    costs, timed = backend.measured.pop(LAYER), len(machine.asked)
+    found, timed, others = measured(LAYER), len(machine.asked), []
     path = store.file()
     path.unlink()
     with path.with_suffix(".measuring").open("w") as held:
         locks.take(held)
-        second = threading.Thread(target=calibration.measure_missing, args=([LAYER], CPU))
+        second = threading.Thread(target=lambda: others.append(measured(LAYER)))
         second.start()
         second.join(0.5)
         assert second.is_alive()
         assert "another process is measuring this GPU model; waiting for it" in capsys.readouterr().err
-        store.keep(costs, None)
+        store.keep(found[LAYER], None)
     second.join(10)
-    assert backend.measured[LAYER] == costs
+    assert others == [found]
     assert len(machine.asked) == timed
 
 
@@ -77,9 +75,8 @@ def test_a_process_that_measures_for_too_long_is_not_waited_for(machine, monkeyp
     store.file().parent.mkdir(parents=True)
     with store.file().with_suffix(".measuring").open("w") as held:
         locks.take(held)
-        calibration.measure_missing([LAYER], CPU)
+        assert measured(LAYER) == {}
     assert machine.asked == []
-    assert backend.measured[LAYER] is None
     said = capsys.readouterr().err
     assert "choose their engines: another process is still measuring; `sparsellm calibrate model=2048x11264`" in said
 
@@ -87,18 +84,13 @@ def test_a_process_that_measures_for_too_long_is_not_waited_for(machine, monkeyp
 def test_where_the_cache_cannot_be_written_it_is_measured_all_the_same(machine, monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path / "file"))
-    calibration.measure_missing([LAYER], CPU)
-    timed = len(machine.asked)
-    assert backend.measured[LAYER] is not None
+    assert set(measured(LAYER)) == {LAYER}
     assert capsys.readouterr().err.count("not kept, for the cache cannot be written") == 1
-    calibration.measure_missing([LAYER], CPU)
-    assert len(machine.asked) == timed
 
 
 def test_without_memory_it_says_so_once_and_raises_nothing(machine, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 30, 1 << 40))
-    calibration.measure_missing([LAYER], CPU)
-    calibration.measure_missing([LAYER], CPU)
+    assert measured(LAYER) == measured(LAYER) == {}
     assert machine.asked == []
     said = capsys.readouterr().err
     assert (
@@ -111,9 +103,7 @@ def test_without_memory_it_says_so_once_and_raises_nothing(machine, monkeypatch,
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
     monkeypatch.setattr(measure, "gpu_milliseconds", fails)
-    backend.measured.clear()
-    calibration.measure_missing([LAYER], CPU)
-    assert backend.measured[LAYER] is None
+    assert measured(LAYER) == {}
     assert "CUDA out of memory" in capsys.readouterr().err
 
 
@@ -125,20 +115,18 @@ def with_room_for(monkeypatch, tokens):
 
 def test_with_less_memory_fewer_tokens_are_timed(machine, monkeypatch, capsys):
     with_room_for(monkeypatch, 5000)
-    calibration.measure_missing([LAYER], CPU)
-    assert max(call.tokens for call in machine.asked) == max(backend.measured[LAYER].forward) == 4096
+    found = measured(LAYER)
+    assert max(call.tokens for call in machine.asked) == max(found[LAYER].forward) == 4096
     said = capsys.readouterr().err
     assert "s, up to 4,096 tokens, as far as its free memory goes (`sparsellm calibrate model=2048x11264`" in said
 
 
 def test_what_was_measured_with_little_memory_is_measured_again_once_there_is_more(machine, monkeypatch, capsys):
     def reached(tokens):
-        """By a process of its own, with room for so many tokens: (tokens, whether it has measured)."""
-        backend.measured.clear()
+        """With room for so many tokens: (tokens, whether it has measured)."""
         with_room_for(monkeypatch, tokens)
         before = len(machine.asked)
-        calibration.measure_missing([LAYER], CPU)
-        return max(backend.measured[LAYER].forward), len(machine.asked) > before
+        return max(measured(LAYER)[LAYER].forward), len(machine.asked) > before
 
     assert reached(5000) == (4096, True)
     assert reached(7000) == reached(3000) == reached(5000) == (4096, False)  # on a GPU that is simply small
@@ -154,18 +142,8 @@ def test_what_was_measured_with_little_memory_is_measured_again_once_there_is_mo
     assert reached(70_000) == (8192, True)
     assert reached(70_000) == (8192, False)
     assert "are not measured" not in capsys.readouterr().err
-    store.keep(backend.measured[LAYER], None)  # by `sparsellm calibrate`, which asks for no limit
+    store.keep(measured(LAYER)[LAYER], None)  # by `sparsellm calibrate`, which asks for no limit
     assert reached(1 << 30) == (8192, False)
-
-
-def test_within_a_process_what_was_taken_first_stays(machine, monkeypatch):
-    with_room_for(monkeypatch, 5000)
-    calibration.measure_missing([LAYER], CPU)
-    costs, timed = backend.measured[LAYER], len(machine.asked)
-    with_room_for(monkeypatch, 70_000)
-    calibration.measure_missing([LAYER], CPU)
-    assert backend.measured[LAYER] is costs
-    assert len(machine.asked) == timed
 
 
 def test_random_states_stay_as_they_are(machine, monkeypatch):
@@ -179,8 +157,7 @@ def test_random_states_stay_as_they_are(machine, monkeypatch):
     monkeypatch.setattr(first_use, "Layer", real)
     torch.manual_seed(1)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    calibration.measure_missing([(64, 128)], CPU)
+    assert set(measured((64, 128))) == {(64, 128)}
     assert made
-    assert backend.measured[64, 128] is not None
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], numpy_before)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import Plan, feedforward
-from sparsellm.ops.dispatch import TILE_MAX_NONZEROS, room_for
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.plan import Engine
+from sparsellm.policy.costs import TILE_MAX_NONZEROS, room_for
 
 MOST_OFTEN = 0.5
 SETS = 3  # of weights, which take turns: calls of few tokens should not find theirs in the GPU's cache

@@ -1,0 +1,190 @@
+"""What a call of a layer costs by each engine, and the one rule by which an engine is chosen.
+
+    Cost         seconds of a call by one engine, linear in what fires
+    Estimate     a Cost, and for which calls it is relied on
+    LayerCosts   the choices that follow from a layer's estimates
+    Costs        estimates from tables of costs that were measured on this GPU (sparsellm.policy.measure)
+
+sparsellm.policy.packaged has the other estimates, by formulas that were fitted to one GPU. Letters: M tokens, K model
+width, N neurons.
+"""
+
+import bisect
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sparsellm.ops.borders import ALONE, FEW_TOKENS, MANY_TOKENS, MIN_FUSED_TOKENS, MIN_ORDERED_TOKENS
+from sparsellm.ops.plan import ROOM, Engine
+
+MARGIN = 0.03  # of dense's time: a sparse engine must be faster by this before it replaces dense
+TILE_MAX_NONZEROS = 320  # per token: the tile engine was measured up to 300
+# Room is given for so many times the nonzeros that were counted: real batches differ by several times, and a batch
+# without room takes ten times as long or more (LOG.md, "Room for four times the fullest micro-batch").
+ROOM_MARGIN = 4
+ROOM_MULTIPLE = 32  # nonzeros per token
+ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
+# From which on engines compute in another way; the last one is of the Triton kernels' forward pass alone.
+BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
+
+
+def room_for(per_token: float) -> int:
+    """A plan's room, nonzeros per token, after a batch with `per_token`: ROOM_MARGIN times as many, rounded up to a
+    multiple of ROOM_MULTIPLE, and at least ROOM. After 100 per token it is 416."""
+    room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
+    return max(room, ROOM)
+
+
+class Cost(NamedTuple):
+    """Seconds of a call: fixed + per_nonzero * nnz + per_union * union, of the call's counts (FeedForwardOutput)."""
+
+    fixed: float
+    per_nonzero: float = 0.0
+    per_union: float = 0.0
+
+    def seconds(self, nnz: float, union: float) -> float:
+        return self.fixed + self.per_nonzero * nnz + self.per_union * union
+
+
+class Estimate(NamedTuple):
+    """most: the nonzeros of a call up to which the engine may be chosen. margin: the share of dense's time by which it
+    must be faster to replace another engine."""
+
+    cost: Cost
+    most: float = math.inf
+    margin: float = MARGIN
+
+
+class LayerCosts:
+    """Chooses engines for a layer with `width` K and `neurons` N, by what `estimates` says of a call."""
+
+    kernels: str  # "cuda" or "triton"
+    width: int
+    neurons: int
+    _densities: dict[int, float]
+
+    def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
+        """Of everything after the gate product, by engine; dense is always there."""
+        raise NotImplementedError
+
+    def choose_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
+        """The engine of a forward pass; arguments as of Policy.choose_engine."""
+        if FEW_TOKENS < tokens < MANY_TOKENS:
+            return Engine.row if nnz <= tokens * self.row_density(tokens) else Engine.dense
+        return _cheapest(self.estimates(tokens, False), nnz, union, current)
+
+    def choose_training_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
+        """The engine of a micro-batch's forward and backward pass; arguments as of Policy.choose_engine."""
+        return _cheapest(self.estimates(tokens, True), nnz, union, current)
+
+    def row_density(self, tokens: int) -> float:
+        """Nonzeros per token up to which the row engine is chosen instead of dense; below 0 where it never is."""
+        if tokens not in self._densities:  # calls of few tokens ask each time
+            self._densities[tokens] = _row_density(self.estimates(tokens, False), tokens)
+        return self._densities[tokens]
+
+
+def _cheapest(estimates: dict[Engine, Estimate], nnz: float, union: float, current: Engine | None) -> Engine:
+    dense = estimates[Engine.dense].cost.seconds(nnz, union)
+    best, least = Engine.dense, dense
+    for engine, (cost, most, margin) in estimates.items():
+        if engine == Engine.dense or nnz > most or (engine == Engine.tile and union < 0):  # -1: not measured
+            continue
+        seconds = cost.seconds(nnz, union)
+        # To stay, an engine need only be the fastest: the choice does not alternate between engines about as fast.
+        if seconds <= dense * (1 if current == engine else 1 - margin) and seconds < least:
+            best, least = engine, seconds
+    return best
+
+
+def _row_density(estimates: dict[Engine, Estimate], tokens: int) -> float:
+    if Engine.row not in estimates:
+        return -1.0
+    row, dense = estimates[Engine.row], estimates[Engine.dense]
+    left = (1 - row.margin) * dense.cost.fixed - row.cost.fixed
+    if row.cost.per_nonzero == 0:
+        return math.inf if left >= 0 else -1.0
+    return left / (row.cost.per_nonzero * tokens)
+
+
+BySize = dict[int, dict[Engine, Cost]]  # tokens of a call -> the engines that were measured
+
+
+@dataclass(frozen=True)
+class Costs(LayerCosts):
+    """What was measured of a layer.
+
+    A call costs what one of whole tiles does (`whole_tiles`). Between two numbers of tokens at which an engine was
+    measured, the seconds of calls that fire alike, per token, are interpolated. Beyond the largest number, `fixed`
+    grows as it did from half of it or less, and what a nonzero and a neuron of a union cost stays. Fewer tokens than an
+    engine's smallest number are for dense.
+    """
+
+    kernels: str
+    width: int
+    neurons: int
+    forward: BySize
+    training: BySize  # forward and backward
+    _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
+        most = {Engine.tile: TILE_MAX_NONZEROS * tokens}
+        costs = costs_at(self.training if training else self.forward, tokens)
+        return {engine: Estimate(cost, most.get(engine, math.inf)) for engine, cost in costs.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        sizes = {
+            name: {str(tokens): {engine.name: list(cost) for engine, cost in by.items()} for tokens, by in of.items()}
+            for name, of in (("forward", self.forward), ("training", self.training))
+        }
+        return {"kernels": self.kernels, "width": self.width, "neurons": self.neurons, **sizes}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> "Costs":
+        """Raises KeyError, TypeError or ValueError for other values than those of `as_json`."""
+        forward, training = (
+            {int(tokens): {Engine[name]: Cost(*cost) for name, cost in by.items()} for tokens, by in of.items()}
+            for of in (values["forward"], values["training"])
+        )
+        for sizes in (forward, training):
+            if not sizes or any(Engine.dense not in by for by in sizes.values()):
+                raise ValueError("the dense engine has no costs at some number of tokens")
+        return cls(values["kernels"], int(values["width"]), int(values["neurons"]), forward, training)
+
+
+def whole_tiles(tokens: int) -> int:
+    """`tokens` rounded up to what dense products compute at once, but not across a border: 320 for 270."""
+    if tokens <= FEW_TOKENS:
+        return tokens
+    return min([-(-tokens // ROWS) * ROWS, *(border - 1 for border in BORDERS if tokens < border)])
+
+
+def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
+    """The costs of a call of so many tokens, of the engines that were measured around there."""
+    smallest, largest = min(sizes), max(sizes)
+    if tokens < smallest:
+        return {Engine.dense: sizes[smallest][Engine.dense]}
+    found, whole = {}, whole_tiles(tokens)
+    for engine in Engine:
+        measured = sorted(size for size, by in sizes.items() if engine in by)
+        if measured and measured[0] <= tokens and (whole <= measured[-1] or measured[-1] == largest):
+            high = measured[min(bisect.bisect_left(measured, whole), len(measured) - 1)]
+            # Beyond the largest: two numbers side by side, as those of a border, do not say how the seconds grow.
+            limit = high if high == whole else high - 1 if high > whole else high // 2
+            low = measured[max(bisect.bisect_right(measured, limit) - 1, 0)]
+            found[engine] = _between(whole, low, sizes[low][engine], high, sizes[high][engine])
+    return found
+
+
+def _between(tokens: int, low: int, before: Cost, high: int, after: Cost) -> Cost:
+    """The cost for `tokens`, of those for `low` and `high`, or for both of the largest two numbers below."""
+    if low == high:
+        return after
+    share = (tokens - low) / (high - low)  # above 1 beyond the largest one
+    # Calls that fire alike count in proportion to their tokens: so does what all their nonzeros cost, in between.
+    first, last = ((1 - share) * low / tokens, share * high / tokens) if share < 1 else (0.0, 1.0)
+    return Cost(
+        before.fixed + share * (after.fixed - before.fixed),
+        first * before.per_nonzero + last * after.per_nonzero,
+        first * before.per_union + last * after.per_union,
+    )
