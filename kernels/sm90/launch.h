@@ -27,7 +27,7 @@
 
 namespace sparsellm {
 
-constexpr int kCountedTokens = kFewTokens;  // up to this many tokens, row_ffn may count the nonzeros instead of gate_pack
+constexpr int kCountedTokens = kFewTokens;  // up to this many tokens, row_ffn may count nonzeros instead of gate_pack
 
 constexpr int kRowCapacity = 512;  // nonzeros per row that fit in the row's own place; a row with more is a long row
 

@@ -55,13 +55,14 @@ class Estimate(NamedTuple):
     margin: float = MARGIN
 
 
+@dataclass(frozen=True)
 class LayerCosts:
     """Chooses engines for a layer with `width` K and `neurons` N, by what `estimates` says of a call."""
 
     kernels: str  # "cuda" or "triton"
     width: int
     neurons: int
-    _densities: dict[int, float]
+    _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         """Of everything after the gate product, by engine; dense is always there."""
@@ -79,7 +80,7 @@ class LayerCosts:
 
     def row_density(self, tokens: int) -> float:
         """Nonzeros per token up to which the row engine is chosen instead of dense; below 0 where it never is."""
-        if tokens not in self._densities:  # calls of few tokens ask each time
+        if tokens not in self._densities:  # calls of neither few nor many tokens ask each time
             self._densities[tokens] = _row_density(self.estimates(tokens, False), tokens)
         return self._densities[tokens]
 
@@ -120,12 +121,8 @@ class Costs(LayerCosts):
     engine's smallest number are for dense.
     """
 
-    kernels: str
-    width: int
-    neurons: int
     forward: BySize
     training: BySize  # forward and backward
-    _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         most = {Engine.tile: TILE_MAX_NONZEROS * tokens}

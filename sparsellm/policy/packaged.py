@@ -2,8 +2,8 @@
 
 A file has, of each engine, entries by number of tokens, forward and with backward. An entry holds from its number of
 tokens on; what a later entry of the engine does not name stays as it was. The keys of an entry are those of `Formula`,
-and `source`: the title in docs/dev/LOG.md of the measurement behind it, or what it is if nobody has measured it. All is
-in seconds, for everything after the gate product, which the engines share.
+and `sources`: the titles in docs/dev/LOG.md of the measurements behind it, or what it is if nobody has measured it. All
+is in seconds, for everything after the gate product, which the engines share.
 
 On another GPU both sides of a comparison scale about alike. Where they do not, the fixed times weigh too much, so dense
 is chosen too often rather than too seldom.
@@ -12,7 +12,6 @@ is chosen too often rather than too seldom.
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -72,7 +71,13 @@ class Data(NamedTuple):
 
     gpu: str | None
     layer: tuple[int, int]  # K and N
-    entries: dict[bool, dict[Engine, dict[int, Formula]]]  # by whether a backward pass follows, engine, tokens
+    forward: dict[Engine, dict[int, Formula]]  # by engine and number of tokens
+    training: dict[Engine, dict[int, Formula]]  # forward and backward
+
+
+def read(kernels: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(resources.files(__package__).joinpath(f"h200_{kernels}.json").read_text())
+    return values
 
 
 @lru_cache
@@ -81,12 +86,7 @@ def data(kernels: str) -> Data:
     forward, training = (
         {Engine[name]: _merged(entries) for name, entries in values[way].items()} for way in ("forward", "training")
     )
-    return Data(values["gpu"], tuple(values["layer"]), {False: forward, True: training})
-
-
-def read(kernels: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(resources.files(__package__).joinpath(f"h200_{kernels}.json").read_text())
-    return values
+    return Data(values["gpu"], tuple(values["layer"]), forward, training)
 
 
 def _merged(entries: list[dict[str, Any]]) -> dict[int, Formula]:
@@ -94,7 +94,7 @@ def _merged(entries: list[dict[str, Any]]) -> dict[int, Formula]:
     values: dict[str, Any] = {}
     for entry in entries:
         values |= entry
-        found[entry["from"]] = Formula(**{key: values[key] for key in values.keys() - {"from", "source"}})
+        found[entry["from"]] = Formula(**{key: values[key] for key in values.keys() - {"from", "sources"}})
     return found
 
 
@@ -106,18 +106,12 @@ def is_shipped(kernels: str, width: int, neurons: int) -> bool:
     return of.gpu in torch.cuda.get_device_name()
 
 
-@dataclass(frozen=True)
 class Packaged(LayerCosts):
     """The package's costs of a layer on `kernels`."""
 
-    kernels: str
-    width: int
-    neurons: int
-    _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
-
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         of, found = data(self.kernels), {}
-        for engine, entries in of.entries[training].items():
+        for engine, entries in (of.training if training else of.forward).items():
             if (start := max((size for size in entries if size <= tokens), default=None)) is not None:
                 formula = entries[start]
                 if formula.widths is None or self.width in formula.widths:

@@ -227,6 +227,24 @@ def test_no_tokens(engine, gated):
     assert not out.fired.any()
 
 
+def test_the_library_has_the_borders_that_python_has():
+    assert cuda.limit("few tokens") == borders.FEW_TOKENS
+    assert cuda.limit("many tokens") == borders.MANY_TOKENS
+
+
+@GATED
+@pytest.mark.parametrize("engine", ["dense", "tile"])
+def test_a_saved_buffer_of_a_length_that_the_layer_does_not_give_it_is_refused(engine, gated):
+    x, ws = cases.integers(300, 264, 1000, gated)
+    layer, dl1 = cases.layer(ws), torch.tensor(0.5, device=DEVICE)
+    *_, saved = cuda.forward(x, *layer, Plan.of(engine), None, True)
+    for length in (len(saved) - 16, len(saved) + 16):  # another buffer of the same engine
+        with pytest.raises(RuntimeError, match=rf"{engine}_backward: saved has {length} bytes: it should have "):
+            cuda.backward(x, *layer, x, dl1, saved.new_empty(length))
+    with pytest.raises(ValueError, match="more than a multiple of 16: it should have"):
+        cuda.backward(x, *layer, x, dl1, saved.new_empty(len(saved) + 1))
+
+
 UNIONS = {  # how many neurons fire in each of consecutive token tiles
     "around blocks and items": [1, 63, 64, 65, 255, 256, 257, 1],
     "none between full": [5632, 0, 5632, 0, 0, 5632],

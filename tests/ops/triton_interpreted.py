@@ -240,6 +240,10 @@ def test_the_length_of_what_is_saved_is_foretold_and_checked(ordered, monkeypatc
     assert len(saved) == engines.tile_saved_bytes(20, 40, 320, gated=True) < len(longer)
     with pytest.raises(ValueError, match="saved has 18 bytes: it should have"):
         engines.backward(x, *ws, x, torch.tensor(DL1), saved[:18])
+    with pytest.raises(ValueError, match="saved has 19 bytes, 3 more than a multiple of 16: it should have"):
+        engines.backward(x, *ws, x, torch.tensor(DL1), saved[:19])
+    with pytest.raises(ValueError, match="saved has 16 bytes: it should have 3,200, which the dense engine saves"):
+        engines.backward(x, *ws, x, torch.tensor(DL1), saved[:16])
     with pytest.raises(ValueError, match="has no backward"):
         engines.forward(x, *ws, Plan.of("row"), None, True)
 

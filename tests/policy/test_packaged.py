@@ -248,11 +248,13 @@ def test_each_entry_names_its_measurement_and_begins_where_the_kernels_change(ke
     for way in ("forward", "training"):
         for engine, entries in values[way].items():
             for entry in entries:
-                assert entry["source"] in headings or entry["source"].startswith("not measured: "), (engine, entry)
-                assert set(entry) - {"from", "source"} <= set(Formula._fields)
+                assert set(entry) - {"from", "sources"} <= set(Formula._fields)
+                for source in entry["sources"]:
+                    assert source in headings or source.startswith("not measured: "), (engine, source)
     if kernels == "cuda":
         starts = {entry["from"] for entries in values["forward"].values() for entry in entries}
         assert starts == {0, 17, FEW_TOKENS + 1, MANY_TOKENS, MIN_ORDERED_TOKENS}
         assert {entry["from"] for entry in values["training"]["tile"]} == {MANY_TRAINING_TOKENS, MIN_ORDERED_TOKENS}
-    most = {formula.most_per_token for of in data(kernels).entries.values() for formula in of[Engine.tile].values()}
+    of = data(kernels)
+    most = {formula.most_per_token for by in (of.forward, of.training) for formula in by[Engine.tile].values()}
     assert max(most) == TILE_MAX_NONZEROS
