@@ -80,7 +80,7 @@ def accelerate(
         backend.load(kernels)
     if policy is None and backend.loaded() and engine is None and kernels != "torch":
         policy = _policy_for([block.get_parameter("down_proj.weight") for block in originals], calibrate)
-    policy = policy or Policy(backend.loaded() or "cuda")
+    policy = policy or Policy()
     _replace(model, {block: SparseFeedForward(block, kernels == "torch", engine, policy) for block in originals})
     spare_padding(model)
     return model

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from sparsellm.ops import backend
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.policy.costs import Costs, LayerCosts
 from sparsellm.policy.packaged import Packaged, is_shipped
@@ -17,7 +18,7 @@ class Policy:
     Whoever accelerates or trains a model makes one (sparsellm.policy.policy_for) and passes it on.
     """
 
-    kernels: str = "cuda"  # or "triton"
+    kernels: str = field(default_factory=lambda: backend.loaded() or "cuda")  # or "triton"
     measured: dict[tuple[int, int], Costs] = field(default_factory=dict)  # by (K, N) of a layer
 
     def costs(self, width: int, neurons: int) -> LayerCosts:

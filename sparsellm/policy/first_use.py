@@ -54,7 +54,7 @@ def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[
                         f"layers of {width} x {neurons} are not measured, so an H200's constants choose their engines:"
                         f" {failed}; {command}"
                     )
-    return Policy(backend.loaded() or "cuda", found)
+    return Policy(measured=found)
 
 
 def _is_missing(layer: Shape, found: dict[Shape, Costs], device: torch.device) -> bool:

@@ -97,7 +97,7 @@ class Plans:
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
         """costs: as JSON has them; None: the package's. Validation chooses by them, too."""
         measured = {} if costs is None else {self.layer: Costs.of_json(costs)}
-        self.policy = Policy(backend.loaded() or "cuda", measured)
+        self.policy = Policy(measured=measured)
         for block in self.blocks:
             block.policy = self.policy
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsellm.ops import backend, borders, build, compiler
+from sparsellm.ops import borders, build, compiler
 from sparsellm.policy import Policy, first_use
 
 
@@ -22,7 +22,7 @@ def loaded_kernels() -> None:
 @pytest.fixture(autouse=True)
 def _packaged_constants(monkeypatch):
     """Tests expect the engines that the packaged costs choose, so nothing is measured, and no measurement used."""
-    monkeypatch.setattr(first_use, "policy_for", lambda *_: Policy(backend.loaded() or "cuda"))
+    monkeypatch.setattr(first_use, "policy_for", lambda *_: Policy())
 
 
 @pytest.fixture
