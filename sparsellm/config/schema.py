@@ -508,7 +508,7 @@ class ImportConfig:
     """Which checkpoint is written as a stock Hugging Face model, and where."""
 
     checkpoint: str | None = key(
-        None, "Folder or hub name of a published sparse checkpoint (llama_sparse_relu) (required)."
+        None, "Model to convert (required): a published sparse checkpoint, any other checkpoint, or a hub name."
     )
     output_dir: str | None = key(None, "Folder to write (required); must not exist yet.")
     dtype: Dtype = key(Dtype.auto, "Dtype of the written weights. auto: as stored.")
