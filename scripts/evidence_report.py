@@ -1,31 +1,24 @@
-"""What the runs of scripts/evidence_runs.py came to: two pictures, a file of numbers, and Markdown for RESULTS.md.
+"""What the runs of scripts/evidence_runs.py came to: pictures, and Markdown for RESULTS.md.
 
     python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
     python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
-    python -m scripts.evidence_report --fit runs/NAME/metrics.jsonl ... --to 10e9
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the coefficient, and nonzeros and dead
-neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons beside the plain run of the same coefficient.
-OUTPUT.json: every number of the Markdown, which is printed.
---widths: runs that differ in their neurons per layer. One picture, of cross entropy, nonzeros and dead neurons against
-the width, and a table, which is printed.
+neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons, compared with the plain run of the same
+coefficient. --widths: for runs that differ in their neurons per layer, cross entropy, nonzeros and dead neurons against
+the width. Tables are printed.
 
-What a loss of 1% costs is read between two coefficients of the sweep, by the coefficient's logarithm; a standard error
-of an accuracy is that of its rows, and says nothing of seeds, whose spread the second seeds show.
-
-The fit of nonzeros against tokens is a power law, n = a tokens^-b, through the rows of FITTED, a part of the run in
-which the learning rate has not fallen much yet. Beside it stands how well it foresaw the end of its own run; how far
-it can be trusted beyond follows from that alone.
+The coefficient that costs 1% of cross entropy is interpolated between two coefficients of the sweep, by their
+logarithms. The standard error of an accuracy is that of its rows; second seeds show the spread between seeds.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -35,22 +28,10 @@ from matplotlib.figure import Figure
 from scripts.evidence_runs import load, spelled
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
-from sparsellm.runs.metrics import read
 
 Row = dict[str, Any]
-FITTED = 0.1, 0.5  # of the run's tokens
 LOSSES = 0.01, 0.02  # of cross entropy, whose price in coefficients is asked
 REMEDIES = {"redrawn": "silent rows drawn anew", "blended": "silent rows blended", "warm_up": "coefficient warms up"}
-
-
-class Fit(NamedTuple):
-    """n = a tokens^-b."""
-
-    a: float
-    b: float
-
-    def at(self, tokens: float) -> float:
-        return self.a * tokens**-self.b
 
 
 class Run:
@@ -143,33 +124,7 @@ class Sweep:
         return None
 
 
-def fit(rows: list[Row]) -> Fit | None:
-    """Through the rows in FITTED that have nonzeros, by least squares of the logarithms; None for fewer than three."""
-    total = rows[-1]["tokens"]
-    part = [r for r in rows if FITTED[0] * total <= r["tokens"] <= FITTED[1] * total and r["nnz_mean"]]
-    if len(part) < 3:
-        return None
-    slope, intercept = np.polyfit(np.log([r["tokens"] for r in part]), np.log([r["nnz_mean"] for r in part]), 1)
-    return Fit(math.exp(intercept), -float(slope))
-
-
-def numbers(sweep: Sweep) -> dict[str, Any]:
-    """All that the Markdown says."""
-    runs = {}
-    for run in sweep.runs:
-        law, accuracy = fit(run.rows), run.accuracy
-        runs[run.name] = {
-            "coefficient": run.coefficient, "tokens": run.last["tokens"], "held_out_ce": run.ce,
-            "ce_increase": sweep.increase(run), "nonzeros": run.nonzeros, "dead": run.dead(run.last),
-            "accuracy": accuracy and accuracy[0], "accuracy_stderr": accuracy and accuracy[1], "scores": run.scores,
-            "tokens_per_s": run.tokens_per_s, "seconds": run.line["seconds"],
-            "fit": law and {"a": law.a, "b": law.b, "foreseen": law.at(run.last["tokens"])},
-        }  # fmt: skip
-    prices = {f"{loss:.0%}": sweep.price(loss) for loss in LOSSES}
-    return {"runs": runs, "price": {key: found and list(found) for key, found in prices.items()}}
-
-
-def markdown(found: dict[str, Any], width: int) -> str:
+def markdown(sweep: Sweep) -> str:
     def cell(form: str, value: float | None) -> str:
         return "" if value is None else form.format(value)
 
@@ -178,28 +133,22 @@ def markdown(found: dict[str, Any], width: int) -> str:
         " tokens/s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, run in found["runs"].items():
-        accuracy = cell("{:.1%}", run["accuracy"]) + cell(" ± {:.1%}", run["accuracy_stderr"])
+    for run in sweep.runs:
         cells = (
-            name, cell("{:.4f}", run["held_out_ce"]), cell("{:+.2%}", run["ce_increase"]),
-            cell("{:.1f}", run["nonzeros"]), cell("{:.1%}", run["dead"]), accuracy,
-            cell("{:,.0f}", run["tokens_per_s"]),
+            run.name, f"{run.ce:.4f}", cell("{:+.2%}", sweep.increase(run)), cell("{:.1f}", run.nonzeros),
+            cell("{:.1%}", run.dead(run.last)), "{:.1%} ± {:.1%}".format(*run.accuracy) if run.accuracy else "",
+            f"{run.tokens_per_s:,.0f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    scored = {name: run["scores"] for name, run in found["runs"].items() if run["scores"]}
-    if scored:
+    if scored := [run for run in sweep.runs if run.scores]:
         lines += ["", f"| run | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 1) + "|"]
-        lines += [f"| {name} | {' | '.join(f'{s[task]:.1%}' for task in TASKS)} |" for name, s in scored.items()]
+        lines += [f"| {run.name} | {' | '.join(f'{run.scores[task]:.1%}' for task in TASKS)} |" for run in scored]
     lines.append("")
-    for loss, price in found["price"].items():
+    for loss in LOSSES:
         said = "no coefficient of the sweep"
-        if price is not None:
-            said = f"{spelled(float(f'{price[0]:.2g}'))}, {price[1]:.1f} nonzeros of {width:,}"
-        lines.append(f"- {loss} of cross entropy: {said}.")
-    lines += ["", "| run | b of tokens^-b | foreseen at the end | measured |", "|---|---|---|---|"]
-    for name, run in found["runs"].items():
-        if law := run["fit"]:
-            lines.append(f"| {name} | {law['b']:.2f} | {law['foreseen']:.1f} | {run['nonzeros']:.1f} |")
+        if (price := sweep.price(loss)) is not None:
+            said = f"{spelled(float(f'{price[0]:.2g}'))}, {price[1]:.1f} nonzeros of {sweep.runs[0].width:,}"
+        lines.append(f"- {loss:.0%} of cross entropy: {said}.")
     return "\n".join(lines)
 
 
@@ -362,43 +311,26 @@ def table_of_widths(runs: list[Run]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="?", type=Path, help="of scripts/evidence_runs.py")
-    parser.add_argument("--output", type=Path, help="what the files' names begin with")
-    parser.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
-    parser.add_argument("--fit", nargs="+", type=Path, default=[], metavar="METRICS", help="metrics.jsonl of runs")
-    parser.add_argument("--to", type=float, default=10e9, help="tokens that --fit is followed to")
+    parser.add_argument("results", type=Path, help="of scripts/evidence_runs.py")
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--output", type=Path, help="what the files' names begin with")
+    files.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
     args = parser.parse_args(arguments)
-    for path in args.fit:
-        rows = read(path)
-        if not rows or (law := fit(rows)) is None:
-            parser.error(f"{path} has fewer than three rows with nonzeros between {FITTED} of its tokens")
-        last = rows[-1]
-        print(
-            f"{path}: {law.a:.4g} tokens^-{law.b:.3f}; at its end, {last['tokens']:,} tokens,"
-            f" {law.at(last['tokens']):.1f} foreseen and {last['nnz_mean']:.1f} measured; at {args.to:,.0f},"
-            f" {law.at(args.to):.1f}"
-        )
-    if args.results is None:
-        return
-    if args.output is None and args.widths is None:
-        parser.error("--output or --widths says where the files go")
     runs = [Run(line) for line in load(args.results).values()]
     if not runs:
         parser.error(f"{args.results} has no runs")
     if args.widths is not None:
-        args.widths.parent.mkdir(parents=True, exist_ok=True)
-        args.widths.write_bytes(saved(draw_widths(runs)))
-        print(table_of_widths(runs))
-    if args.output is None:
-        return
-    sweep = Sweep(runs)
-    found, pictures = numbers(sweep), {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    for name, picture in pictures.items():
+        pictures, text = {args.widths: draw_widths(runs)}, table_of_widths(runs)
+    else:
+        sweep = Sweep(runs)
+        named = {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
+        pictures = {args.output.with_name(f"{args.output.name}_{name}.png"): drawn for name, drawn in named.items()}
+        text = markdown(sweep)
+    for path, picture in pictures.items():
         if picture is not None:
-            args.output.with_name(f"{args.output.name}_{name}.png").write_bytes(saved(picture))
-    print(markdown(found, sweep.runs[0].width))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(saved(picture))
+    print(text)
 
 
 if __name__ == "__main__":

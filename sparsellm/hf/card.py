@@ -75,7 +75,7 @@ def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | 
     )  # fmt: skip
 
 
-def _head(name: str, rows: list[dict[str, Any]]) -> str:
+def _head(name: str | None, rows: list[dict[str, Any]]) -> str:
     """The card's YAML; the last scores of the tasks are the hub's evaluation results."""
     scores = (_last(rows, "evaluation") or {"evaluation": {}})["evaluation"]
     results = [
@@ -113,7 +113,7 @@ def licensed(card: str, name: str) -> str:
     return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
-def _parsed(card: str) -> ModelCard:
+def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that the card gives
     try:
         return ModelCard(card)
     except Exception as error:  # of the YAML parser, or of the library for values that it does not know
