@@ -85,7 +85,10 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     try:
         with warnings.catch_warnings(action="ignore"):  # that a single process loads
             dcp.load(weights, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException
+    except CheckpointException as error:  # a BaseException, made of any other: of an interrupt, too
+        for reason, _ in error.failures.values():
+            if isinstance(reason, KeyboardInterrupt):
+                raise reason from None
         raise CheckpointNotFound(f"checkpoint {checkpoint} cannot be read: {error}; give another one") from error
     if broken := pretrained.not_finite(weights):
         raise CheckpointNotFound(f"checkpoint {checkpoint} has values that are not finite in {', '.join(broken[:4])}")

@@ -12,6 +12,7 @@ from sparsellm.config import Dtype
 from sparsellm.hf import pretrained
 from sparsellm.runs.locate import CheckpointNotFound, locate
 from sparsellm.runs.precision import computation, computed_in, load_float32
+from sparsellm.runs.state_reader import StateReader
 
 
 def test_the_dtype_is_the_typed_one_else_the_runs_else_the_stored_one(run, bare):
@@ -57,3 +58,12 @@ def test_weights_that_hf_has_rounded_are_read_from_state(run, capsys):
     rounded = load_float32(locate(str(run)))[2]
     assert "has no state/: its weights are those of hf/, which are rounded to bfloat16" in capsys.readouterr().err
     assert all(torch.equal(rounded[name], weight.bfloat16().float()) for name, weight in weights.items())
+
+
+def test_an_interrupt_while_weights_are_read_is_not_taken_for_damage(run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StateReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_float32(locate(str(run)))
