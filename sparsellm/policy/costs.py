@@ -23,6 +23,7 @@ TILE_MAX_NONZEROS = 320  # per token: the tile engine was measured up to 300
 # without room takes ten times as long or more (LOG.md, "Room for four times the fullest micro-batch").
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
+MOST_FOUND = 1000  # numbers of tokens of which a layer remembers the estimates
 ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
 # From which on engines compute in another way; the last one is of the Triton kernels' forward pass alone.
 BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
@@ -62,7 +63,11 @@ class LayerCosts:
     kernels: str  # "cuda" or "triton"
     width: int
     neurons: int
+    # Eager decoding is host-bound, so what a number of tokens costs is computed once.
     _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _found: dict[tuple[int, bool], dict[Engine, Estimate]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         """Of everything after the gate product, by engine; dense is always there."""
@@ -72,30 +77,33 @@ class LayerCosts:
         """The engine of a forward pass; arguments as of Policy.choose_engine."""
         if FEW_TOKENS < tokens < MANY_TOKENS:
             return Engine.row if nnz <= tokens * self.row_density(tokens) else Engine.dense
-        return _cheapest(self.estimates(tokens, False), nnz, union, current)
+        return self._cheapest(tokens, False, nnz, union, current)
 
     def choose_training_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
         """The engine of a micro-batch's forward and backward pass; arguments as of Policy.choose_engine."""
-        return _cheapest(self.estimates(tokens, True), nnz, union, current)
+        return self._cheapest(tokens, True, nnz, union, current)
 
     def row_density(self, tokens: int) -> float:
         """Nonzeros per token up to which the row engine is chosen instead of dense; below 0 where it never is."""
-        if tokens not in self._densities:  # calls of neither few nor many tokens ask each time
+        if tokens not in self._densities:
             self._densities[tokens] = _row_density(self.estimates(tokens, False), tokens)
         return self._densities[tokens]
 
-
-def _cheapest(estimates: dict[Engine, Estimate], nnz: float, union: float, current: Engine | None) -> Engine:
-    dense = estimates[Engine.dense].cost.seconds(nnz, union)
-    best, least = Engine.dense, dense
-    for engine, (cost, most, margin) in estimates.items():
-        if engine == Engine.dense or nnz > most or (engine == Engine.tile and union < 0):  # -1: not measured
-            continue
-        seconds = cost.seconds(nnz, union)
-        # To stay, an engine need only be the fastest: the choice does not alternate between engines about as fast.
-        if seconds <= dense * (1 if current == engine else 1 - margin) and seconds < least:
-            best, least = engine, seconds
-    return best
+    def _cheapest(self, tokens: int, training: bool, nnz: float, union: float, current: Engine | None) -> Engine:
+        if (estimates := self._found.get((tokens, training))) is None:
+            if len(self._found) == MOST_FOUND:
+                self._found.clear()
+            estimates = self._found[tokens, training] = self.estimates(tokens, training)
+        dense = estimates[Engine.dense].cost.seconds(nnz, union)
+        best, least = Engine.dense, dense
+        for engine, (cost, most, margin) in estimates.items():
+            if engine == Engine.dense or nnz > most or (engine == Engine.tile and union < 0):  # -1: not measured
+                continue
+            seconds = cost.seconds(nnz, union)
+            # To stay, an engine need only be the fastest: the choice does not alternate between engines about as fast.
+            if seconds <= dense * (1 if current == engine else 1 - margin) and seconds < least:
+                best, least = engine, seconds
+        return best
 
 
 def _row_density(estimates: dict[Engine, Estimate], tokens: int) -> float:

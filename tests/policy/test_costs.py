@@ -7,7 +7,7 @@ import pytest
 from sparsellm.ops import Engine
 from sparsellm.policy import Policy
 from sparsellm.policy.choice import packaged
-from sparsellm.policy.costs import MARGIN, TILE_MAX_NONZEROS, Cost, Costs, costs_at, whole_tiles
+from sparsellm.policy.costs import MARGIN, MOST_FOUND, TILE_MAX_NONZEROS, Cost, Costs, costs_at, whole_tiles
 
 K, N = 2048, 5632
 FORWARD = {
@@ -88,6 +88,13 @@ def test_row_density_is_where_the_row_engine_stops_winning():
     assert COSTS.row_density(2048) < 0
     free = Costs("cuda", K, N, {1: {Engine.dense: Cost(1e-6), Engine.row: Cost(0.5e-6)}}, TRAINING)
     assert free.row_density(1) == float("inf")
+
+
+def test_estimates_are_remembered_of_some_numbers_of_tokens():
+    costs = Costs("cuda", K, N, FORWARD, TRAINING)
+    chosen = [costs.choose_engine(tokens, 10, 10) for tokens in range(2048, 2049 + MOST_FOUND)]
+    assert set(chosen) == {Engine.tile}
+    assert len(costs._found) == 1  # forgotten, then the last one
 
 
 def test_the_policy_goes_by_them_for_their_layer_alone():
