@@ -14,24 +14,12 @@ from importlib import metadata
 from types import FrameType
 from typing import NoReturn
 
+from sparsellm.config.commands import COMMANDS, description
 from sparsellm.system.garbage_collection import without_garbage_collection
 from sparsellm.system.processes import end_with_torchrun, rank_mistake
 from sparsellm.system.streams import OutputLost, outlast
 
-COMMANDS = {
-    "train": "pretrain a model, or resume a run",
-    "prepare_data": "tokenize documents to disk",
-    "evaluate": "score a checkpoint on seven tasks and its held-out text",
-    "sweep": "train, evaluate and compare runs over lists of values",
-    "analyze": "measure where a checkpoint is sparse",
-    "generate": "generate text with a checkpoint",
-    "benchmark": "measure speed, memory and energy of checkpoints, against PyTorch and a baseline",
-    "calibrate": "time the engines on this GPU, so that the fastest are chosen",
-    "import_model": "convert a published sparse checkpoint to a stock Hugging Face model",
-    "push": "upload a checkpoint's model to the Hugging Face hub",
-}
 HELP = ("-h", "--help")
-OF_RANKS = "train", "evaluate", "sweep"  # what ranks do together, or starts what they do
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -43,7 +31,7 @@ def main() -> None:
     command = command.replace("-", "_") if not command.startswith("-") else command
     if command in HELP or command not in COMMANDS:
         width = max(map(len, COMMANDS))
-        listed = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
+        listed = "\n".join(f"  {name:<{width}}  {description(name).splitlines()[0]}" for name in COMMANDS)
         text = f"sparsellm COMMAND [key=value ...]\n\n{listed}\n\nsparsellm COMMAND --help lists a command's keys."
         if command in HELP:
             _show(text)
@@ -63,8 +51,8 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
         from sparsellm.config import help
 
         _show(help.text(command, program))
-    outlast(result=command == "generate" or "--cfg" in arguments or "sweep.mode=print" in arguments)
-    if command in OF_RANKS and (mistake := rank_mistake()) is not None:
+    outlast(result=COMMANDS[command].prints_result or "--cfg" in arguments or "sweep.mode=print" in arguments)
+    if COMMANDS[command].of_ranks and (mistake := rank_mistake()) is not None:
         print(f"sparsellm: {mistake}", file=sys.stderr)
         sys.exit(2)
     if int(os.environ.get("RANK", "0")) == 0 and "--cfg" not in arguments:

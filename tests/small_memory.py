@@ -17,7 +17,6 @@ from sparsellm import cli, data
 from sparsellm.ops import Engine, Plan, saved_bytes
 from sparsellm.training import loop, memory, micro_batch, plans
 from sparsellm.training.loop import Trainer
-from sparsellm.training.memory import usage
 
 # Small layers keep most beside the feedforward block's planes: with many neurons, sparse ones have room for twice as
 # many sequences.
@@ -32,7 +31,7 @@ class FakeGpu:
     def __init__(self, trainer: Trainer, sequences: int, engine="dense", most: Callable[[], int] = lambda: 10**6):
         self.trainer, self.most, self.tried = trainer, most, []
         planned = [None if trainer.plans is None else Plan.of(engine)] * trainer.config.model.num_layers
-        self.bytes = int(usage(trainer.config, trainer.ranks.world_size, sequences, planned).total * 1.021)
+        self.bytes = int(trainer.micro_batch.memory.usage(sequences, planned).total * 1.021)
         self.limit = self.bytes + micro_batch.UNMEASURED
         trainer.micro_batch.gpu = self
         self.last = 0
@@ -77,6 +76,7 @@ def become_sparse(trainer: Trainer, steps: Callable[[int], bool]) -> None:
             return [Plan.of("tile") if steps(trainer.step) else Plan()] * len(self.tensors)
 
     trainer.plans.__class__ = Said
+    trainer.micro_batch.plans = trainer.plans
     trainer.micro_batch._take(trainer.micro_batch.size)
 
 
@@ -96,9 +96,12 @@ def be_one_of_two_ranks(folder: Path, overrides: list[str]) -> None:
 
         FakeGpu(trainer, 8 if rank == 1 else 40, "tile", most)
 
+    def opened(request, *_, ranks):
+        return RandomTokens(request, ranks.rank, ranks.world_size, folder)
+
     loop.Trainer.__init__ = made
     with (
-        patch.object(data, "open_data", lambda config, r: RandomTokens(config, r.rank, r.world_size, folder)),
+        patch.object(data, "open_data", opened),
         patch.object(data, "mistakes", lambda *_: []),
     ):
         cli.run("train", [*OVERRIDES, *ROOMY, f"run.root={folder}", *overrides])

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsellm.commands.train import device_type
 from sparsellm.config import Config, from_overrides
+from sparsellm.data import Request
 from sparsellm.distributed.groups import process_group
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.ops import build
@@ -54,9 +55,10 @@ class RandomTokens:
     begin_of_text_id = None
     training_tokens = None
 
-    def __init__(self, config: Config, rank: int, world_size: int, folder: Path) -> None:
-        self.vocabulary, self.length = config.model.vocab_size, config.training.sequence_length
-        self.batch_size, self.rank, self.world_size = config.training.batch_size, rank, world_size
+    def __init__(self, asked: Config | Request, rank: int, world_size: int, folder: Path) -> None:
+        request = Request.of(asked) if isinstance(asked, Config) else asked
+        self.vocabulary, self.length = request.vocab_size, request.training.sequence_length
+        self.batch_size, self.rank, self.world_size = request.training.batch_size, rank, world_size
         self.tokenizer_folder = folder / "tokenizer"
         self.validation, self.named_validation = self.samples(range(1000, 1005)), {}
         if rank == 0:
@@ -90,7 +92,9 @@ def force_plans(trainer: Trainer) -> None:
     """Let plans decide, as where the CUDA kernels run; the dense engine of the registered operator runs anywhere."""
     with patch.object(build, "load"):
         accelerate(trainer.decoder, "cuda")
-    trainer.plans = Plans(trainer.config, trainer.decoder, trainer.ranks)
+    config = trainer.config
+    trainer.plans = Plans(config.model, config.training, config.runtime, trainer.decoder, trainer.ranks)
+    trainer.micro_batch.plans = trainer.plans
 
 
 def first_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

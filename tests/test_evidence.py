@@ -4,10 +4,10 @@ import json
 import sys
 
 import pytest
+from whole_config import prepare
 
 from scripts import evidence_report, evidence_runs
 from sparsellm.config import fingerprint, from_overrides, load, mistakes
-from sparsellm.data.preparation import prepare
 from sparsellm.evaluation.tasks import TASKS
 
 # A training that only sleeps and leaves rows: `python -c STAND_IN PACE OVERRIDE...`, PACE seconds for each step.

@@ -4,9 +4,9 @@ output matrix of its own: trained by the command's own trainer, and taken by eve
 import json
 
 import pytest
+import whole_config
 from evaluation.conftest import LAST, rows, tiny
 
-from sparsellm import data
 from sparsellm.commands import analyze, benchmark, evaluate, generate, import_model
 from sparsellm.config import from_overrides, parameters
 from sparsellm.distributed.groups import process_group
@@ -26,7 +26,7 @@ SHAPE = [
 def run(tiny, tmp_path_factory):
     config = from_overrides([*tiny, *SHAPE, f"run.root={tmp_path_factory.mktemp('runs')}"])
     with process_group("cpu") as ranks:
-        opened = data.open_data(config, ranks)
+        opened = whole_config.open_data(config, ranks)
         with open_folder(config, ranks) as (config, folder):
             Trainer(config, ranks, opened, folder).fit()
     return folder

@@ -22,7 +22,7 @@ CONFIG_FLOORS = [
     {"values"},
     {"rules", "overrides"},
     {"checkpoint_rules"},
-    {"compose"},
+    {"commands", "compose"},
     {"command", "help"},
     {"__init__"},
 ]

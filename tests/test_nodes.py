@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import whole_config
 from evaluation.small_rows import write_rows
 from processes import PATIENCE, SERVER, family, kill, started
 from test_train import TIMING
 
-from sparsellm import data
 from sparsellm.config import from_overrides
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs.metrics import METRICS, read
@@ -106,7 +106,7 @@ def overrides(tmp_path_factory) -> list[str]:
         "training.batch_size=4", "training.sequence_length=32", "optimizer.warmup_steps=1", "logging=disabled",
         "logging.every=2", "logging.validation_every=6", "run.checkpoint_every=4", "runtime.device=cpu",
     ]  # fmt: skip
-    data.prepare(from_overrides(chosen))
+    whole_config.prepare(from_overrides(chosen))
     return chosen
 
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from scripts import draw_readme
-from sparsellm.cli import COMMANDS
 from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request
-from sparsellm.config.command import RULES
+from sparsellm.config.commands import COMMANDS
 from sparsellm.ops import backend
 
 ROOT = Path(__file__).parents[1]
@@ -58,9 +57,8 @@ ALL = [command for document in DOCUMENTS if document != HISTORY for command in c
 def composed(command: Command) -> list[str]:
     """Every mistake in the values of `command`. Raises ConfigError for what does not compose."""
     name, overrides = command.name, command.arguments
-    if name in RULES and name not in ("train", "prepare_data"):
-        schema, rules = RULES[name]
-        return rules(from_overrides(overrides, schema))
+    if name in COMMANDS and name not in ("train", "prepare_data", "sweep"):
+        return COMMANDS[name].mistakes(from_overrides(overrides, COMMANDS[name].schema))
     if name == "sweep":
         request = sweep_request(overrides)
         from_overrides(request.evaluate, EvaluateConfig)

@@ -67,7 +67,7 @@ def experiment(name: str, args: argparse.Namespace, ranks: Ranks) -> list[dict]:
         return config
 
     first = config_of(args.ways[0], "auto")
-    opened, weights = data.open_data(first, ranks), None
+    opened, weights = bench_train.opened_data(first, ranks), None
     if args.locality:
         opened = shaped_models.clustered(opened, first, ranks, args.locality)
     if "sparse" in args.ways:

@@ -29,7 +29,7 @@ import pyarrow.parquet
 
 from scripts.benchmarks import harness
 from sparsellm.config import from_overrides
-from sparsellm.data import corpus, prepare, tokenizer
+from sparsellm.data import Request, corpus, prepare, tokenizer
 
 SPAWN: BaseContext = multiprocessing.get_context("spawn")  # forked, a process would have no threads of its tokenizer
 FILE_CHARACTERS = 50_000_000
@@ -76,7 +76,7 @@ def prepare_on(cores: list[int], overrides: list[str], answers: Any) -> None:
     os.sched_setaffinity(0, cores)
     config = from_overrides(overrides)
     begin = time.time()
-    manifest = prepare(config)
+    manifest = prepare(Request.of(config))
     answers.put((manifest.train.tokens + manifest.validation.tokens, begin, time.time()))
 
 

@@ -105,6 +105,11 @@ def measure(
     return result
 
 
+def opened_data(config: Config, ranks: Ranks) -> data.Data:
+    workers = config.runtime.data_workers
+    return data.open_data(data.Request.of(config), config.run, config.logging.validation_samples, workers, ranks)
+
+
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     """The result of `measure`, after whose trainer memory is given back; None if the trainer ran out of memory.
 
@@ -308,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = 8 * len(runs)
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:
-        opened, weights = [data.open_data(config, ranks) for config in configs], None
+        opened, weights = [opened_data(config, ranks) for config in configs], None
         if args.locality:
             opened = [
                 shaped_models.clustered(each, config, ranks, args.locality)

@@ -1,2 +1,5 @@
-class AnalysisError(RuntimeError):
+from sparsellm.system.errors import SparsellmError
+
+
+class AnalysisError(SparsellmError, RuntimeError):
     """The checkpoint cannot be analyzed as asked; the message says why."""

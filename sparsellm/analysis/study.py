@@ -147,11 +147,12 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
         # Here, for `datasets` takes long to import, and a refusal need not wait for it.
         from sparsellm.analysis import text
+        from sparsellm.data import Request
 
         if config.text is None:
             assert checkpoint.run is not None
             assert run is not None  # `mistakes` has asked for a text otherwise
-            blocks = text.of_run(checkpoint, checkpoint.run, run, config.sequences)
+            blocks = text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
         else:
             length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
             blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
-from sparsellm.config import Config
 from sparsellm.data import corpus, rows
 from sparsellm.runs.locate import Checkpoint
 
@@ -25,11 +23,10 @@ DOCUMENTS_AT_ONCE = 64
 LEAST_READ, BYTES_PER_TOKEN = 1 << 20, 64
 
 
-def of_run(checkpoint: Checkpoint, run: Path, config: Config, sequences: int) -> Tensor:
+def of_run(checkpoint: Checkpoint, run: Path, request: data.Request, sequences: int) -> Tensor:
     """`sequences` held-out blocks of the checkpoint's `run`, or all there are: int64 [S, T]. Raises AnalysisError."""
-    config = replace(config, logging=replace(config.logging, validation_samples=sequences))
     try:
-        blocks = data.open_validation(config, Path(checkpoint.model), run)
+        blocks = data.open_validation(request, sequences, Path(checkpoint.model), run)
     except (data.DataError, OSError) as error:
         raise AnalysisError(f"no held-out text of {run}: {error}; or give another text by text=FILE") from error
     return blocks[:, :-1]  # the last token is only a target

@@ -13,13 +13,14 @@ from sparsellm.evaluation.results import RESULTS, STORED, VALIDATION
 from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
 LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
 LEAST = 8  # tokens of a sequence
 
 
-class BenchmarkError(RuntimeError):
+class BenchmarkError(SparsellmError, RuntimeError):
     """A checkpoint cannot be measured as asked; the message says why."""
 
 
@@ -106,12 +107,13 @@ def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
 def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig, length: int | None) -> Tensor:
     """int64 [S, T]. Raises AnalysisError."""
     from sparsellm.analysis import text  # `datasets` takes long to import, and a refusal need not wait for it
+    from sparsellm.data import Request
 
     run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
     if config.text is None:
         assert checkpoint.run is not None
         assert run is not None  # `mistakes` has asked for a text otherwise
-        return text.of_run(checkpoint, checkpoint.run, run, config.sequences)
+        return text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
     tokenizer = pretrained.read_tokenizer(checkpoint.model, model.vocab_size)
     length = length or (run.training.sequence_length if run else min(LONGEST, model.context_length))
     return text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)

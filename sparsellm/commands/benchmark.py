@@ -1,4 +1,4 @@
-"""python -m sparsellm.benchmark checkpoint=PATH [baseline=PATH] [key=value] : measure speed, memory and energy.
+"""Measure speed, memory and energy of checkpoints, against PyTorch and a baseline.
 
 Times forward passes, training steps, prefill and decoding of each checkpoint on its own text, with its own active
 neurons: on the GPU's kernels, in PyTorch, and for a baseline, in alternation within one process. Runs as one process on
@@ -6,17 +6,12 @@ a GPU, or on a CPU without kernels and energy. Exit codes: 0 complete, 1 if a ch
 refused configuration.
 """
 
-from sparsellm.benchmark import BenchmarkError, benchmark, mistakes, report
-from sparsellm.config import BenchmarkConfig, benchmark_mistakes, entry_point
-from sparsellm.system.console import warn
+from sparsellm.benchmark import benchmark, mistakes, report
+from sparsellm.config import BenchmarkConfig, entry_point
 
 
-@entry_point(lambda config, _typed: mistakes(config), benchmark_mistakes, BenchmarkConfig)
+@entry_point("benchmark", lambda config, _typed: mistakes(config))
 def main(config: BenchmarkConfig) -> int:
-    try:
-        results, folder = benchmark(config)
-    except BenchmarkError as error:
-        warn(str(error))
-        return 1
-    print(f"{report.text(results)}\n\n{folder / report.BENCHMARK_JSON}, beside it the same as .md and .png")
+    results, folder = benchmark(config)
+    print(f"{report.text(results)}\n\n{folder / report.BENCHMARK_JSON}; the same as .md and .png is beside it")
     return 0

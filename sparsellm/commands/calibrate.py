@@ -1,4 +1,4 @@
-"""python -m sparsellm.calibrate model=NAME [key=value] : time the engines on this GPU, and choose by these times.
+"""Time the engines on this GPU, so that the fastest are chosen.
 
 Times each engine of a model's feedforward layers at 1 to 65,536 tokens (131,072 with the Triton kernels), forward and
 backward, on random weights that are as sparse as trained ones; the Triton kernels are tuned for block sizes first. The
@@ -11,7 +11,7 @@ cannot be written, 2 for a refused configuration.
 
 import torch
 
-from sparsellm.config import CalibrateConfig, ConfigError, calibrate_mistakes, entry_point, from_overrides
+from sparsellm.config import CalibrateConfig, ConfigError, entry_point, from_overrides
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, backend
 from sparsellm.ops.triton import tuning
 from sparsellm.policy import block_sizes, measure, report, store
@@ -19,7 +19,7 @@ from sparsellm.policy.layer import Layer
 from sparsellm.system.console import progress, warn
 
 
-@entry_point(lambda config, _typed: calibrate_mistakes(config), calibrate_mistakes, CalibrateConfig)
+@entry_point("calibrate")
 def main(config: CalibrateConfig) -> int:
     layers = dict.fromkeys(layer_of(name) for name in config.model)
     try:

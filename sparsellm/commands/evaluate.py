@@ -1,4 +1,4 @@
-"""python -m sparsellm.evaluate checkpoint=PATH [data_dir=DIR] [key=value] : score a checkpoint on seven tasks.
+"""Score a checkpoint on seven tasks and its held-out text.
 
 For a run's checkpoint, also computes the held-out loss. Alone or under torchrun. Exit codes: 0 if everything has a
 score, 1 if something has none (the rest is reported), 2 for a refused configuration, 130 when interrupted.
@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import ConfigError, EvaluateConfig, entry_point, evaluate_mistakes, load
+from sparsellm.config import ConfigError, EvaluateConfig, entry_point, load
 from sparsellm.distributed.groups import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.request import mistakes
-from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs.layout import CONFIG
 from sparsellm.runs.locate import locate
@@ -23,10 +22,10 @@ from sparsellm.system.console import warn
 from sparsellm.system.garbage_collection import without_garbage_collection
 
 
-@entry_point(lambda config, _typed: agreed(mistakes(config)), evaluate_mistakes, EvaluateConfig)
+@entry_point("evaluate", lambda config, _typed: agreed(mistakes(config)))
 def main(config: EvaluateConfig) -> int:
     # Takes a second, that a refused evaluation need not wait.
-    from sparsellm.evaluation.checkpoint import EvaluationError, evaluate_checkpoint
+    from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
     try:
         # Requests and samples are millions of objects that stay: to look through them takes a quarter of the time.
@@ -39,7 +38,7 @@ def main(config: EvaluateConfig) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         raise  # of standard output, as in `| head`: cli.py says so
-    except (EvaluationError, KernelsUnavailable, OSError) as error:  # OSError: of a full disk, mostly
+    except OSError as error:  # of a full disk, mostly
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0

@@ -1,4 +1,4 @@
-"""python -m sparsellm.generate checkpoint=PATH prompt=TEXT [key=value] : generate text with a checkpoint.
+"""Generate text with a checkpoint.
 
 Streams the text. Without prompt=TEXT, every line of standard input is a prompt: all are continued in one batch, and
 each gives a line of JSON, {"prompt": ..., "text": ...}. One process, on a CPU or a GPU; on a GPU the feedforward layers
@@ -24,9 +24,7 @@ if TYPE_CHECKING:  # these take seconds to import, that a refused command need n
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of which some tokens are still to come
 
 
-@entry_point(
-    lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint), generate_mistakes, GenerateConfig
-)
+@entry_point("generate", lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint))
 def main(config: GenerateConfig) -> int:
     import torch
 

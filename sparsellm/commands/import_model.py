@@ -1,4 +1,4 @@
-"""python -m sparsellm.import_model checkpoint=NAME output_dir=OUT [key=value] : convert a checkpoint to a stock model.
+"""Convert a published sparse checkpoint to a stock Hugging Face model.
 
 Converts a published sparse checkpoint (model_type llama_sparse_relu) to a LlamaForCausalLM, or to an ArceeForCausalLM
 if it is not gated, with hidden_act relu and its tokenizer; transformers loads the folder as it is. Runs no code from
@@ -27,7 +27,7 @@ def _mistakes(config: ImportConfig, _typed: list[str]) -> list[str]:
     return found
 
 
-@entry_point(_mistakes, import_mistakes, ImportConfig)
+@entry_point("import_model", _mistakes)
 def main(config: ImportConfig) -> int:
     import torch
 

@@ -1,4 +1,4 @@
-"""python -m sparsellm.prepare_data [experiment=...] [data=...] [group.key=value] : tokenize documents to disk.
+"""Tokenize documents to disk.
 
 Takes the keys of train, and prepares the tokens that such a run reads. Run again, the same command resumes after a
 kill, does nothing if all is done, and appends what is missing if more tokens are asked for.
@@ -8,45 +8,44 @@ import signal
 import sys
 
 from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
-from sparsellm.data import DataError, Manifest, mistakes, prepare
+from sparsellm.data import DataError, Manifest, Request, mistakes, prepare
 from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import blocks
 from sparsellm.data.preparation import preparation_mistakes
-from sparsellm.data.request import Request
-from sparsellm.system.console import warn
 from sparsellm.training import warm_start
 
 
 def check(config: Config, typed: list[str]) -> list[str]:
     """What keeps `config`, which is given the model of init_from, from being prepared."""
-    found = warm_start.adopt(config, typed) or prepare_mistakes(config) or preparation_mistakes(config)
-    return found or warm_start.tokenizer_mistakes(config)
+    found = warm_start.adopt(config, typed) or prepare_mistakes(config)
+    found = found or preparation_mistakes(Request.of(config))
+    return found or warm_start.tokenizer_mistakes(config.data.tokenizer, config.init_from, config.distill.teacher)
 
 
-@entry_point(check, prepare_mistakes, Config, warm_start.adopt)
+@entry_point("prepare_data", check, warm_start.adopt)
 def main(config: Config) -> int:
-    print(f"Preparing {_amount(config)} in {config.data.path}.", flush=True)
+    request = Request.of(config)
+    print(f"Preparing {_amount(request)} in {request.data.path}.", flush=True)
     try:
-        manifest = prepare(config)
+        manifest = prepare(request)
     except KeyboardInterrupt:
         print("\nsparsellm: stopped; the same command goes on from the tokens that are prepared", file=sys.stderr)
         return 128 + signal.SIGINT
-    except ProcessesFailed as error:
-        warn(str(error))
-        return 1
+    except ProcessesFailed:
+        raise
     except DataError as error:
         raise ConfigError([str(error)]) from error
-    if found := mistakes(config):  # what training would refuse
+    if found := mistakes(request, config.run):  # what training would refuse
         raise ConfigError(found)
-    print(_summary(manifest, config))
+    print(_summary(manifest, request))
     return 0
 
 
-def _amount(config: Config) -> str:
-    limit, training = Request(config).token_limit, config.training
+def _amount(request: Request) -> str:
+    limit, training = request.token_limit, request.training
     if limit is None:
         return "the whole corpus"
-    if config.data.max_tokens is not None:
+    if request.data.max_tokens is not None:
         return f"{limit:,} training tokens (data.max_tokens)"
     return (
         f"the {limit:,} training tokens that the experiment reads ({training.steps:,} steps x {training.batch_size:,}"
@@ -54,11 +53,11 @@ def _amount(config: Config) -> str:
     )
 
 
-def _summary(manifest: Manifest, config: Config) -> str:
-    length, tokenizer = config.training.sequence_length, f"its tokenizer has {manifest.vocab_size:,} ids"
+def _summary(manifest: Manifest, request: Request) -> str:
+    length, tokenizer = request.training.sequence_length, f"its tokenizer has {manifest.vocab_size:,} ids"
     if manifest.tokenizer_characters is not None:
         tokenizer += f", trained on {manifest.tokenizer_characters:,} characters of the text"
-    lines = [f"{config.data.path} is ready; {tokenizer}."]
+    lines = [f"{request.data.path} is ready; {tokenizer}."]
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
         count = blocks(split.tokens, length)
         rest = split.tokens - 1 - count * length
@@ -67,7 +66,7 @@ def _summary(manifest: Manifest, config: Config) -> str:
             f" {_number(count, 'block')} of {length:,} and {_number(rest, 'token')} after the last one"
         )
     if manifest.cut:
-        share = f"data.validation_fraction={config.data.validation_fraction} of it, and at least one block"
+        share = f"data.validation_fraction={request.data.validation_fraction} of it, and at least one block"
         lines.append(
             f"  the documents are too few to hold out whole ones: held out are the last {manifest.validation.tokens:,}"
             f" tokens of the text ({share})"
@@ -80,7 +79,7 @@ def _summary(manifest: Manifest, config: Config) -> str:
         lines.append(f"  passed over: {_number(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:
         lines.append(f"  left out: {manifest.unparsable_modules:,} modules that cannot be parsed")
-    if (limit := Request(config).token_limit) is not None and manifest.train.tokens < limit:
+    if (limit := request.token_limit) is not None and manifest.train.tokens < limit:
         lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""python -m sparsellm.push checkpoint=PATH repo=OWNER/NAME [key=value] : upload a checkpoint's model to the hub.
+"""Upload a checkpoint's model to the Hugging Face hub.
 
 Uploads the weights, config.json, tokenizer files, generation_config.json and the model card README.md of an hf/ folder,
 and nothing else: no optimizer state, no other files. First verifies the checkpoint's checksums, loads model and
@@ -17,6 +17,7 @@ from sparsellm.hf import card, hub, pretrained
 from sparsellm.runs.layout import HF
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 
 CARD = "README.md"
 CARD_LINES = 14  # of the model card, that are shown
@@ -24,7 +25,7 @@ NAMED = 6  # files at most that a message names
 HUBS_OWN = ".gitattributes"  # which the hub puts into every repository
 
 
-class NotSent(Exception):
+class NotSent(SparsellmError):
     """Nothing was sent, or not all of it. The message says why, and what to do."""
 
 
@@ -35,7 +36,7 @@ def _mistakes(config: PushConfig, _typed: list[str]) -> list[str]:
     return found
 
 
-@entry_point(_mistakes, push_mistakes, PushConfig)
+@entry_point("push", _mistakes)
 def main(config: PushConfig) -> int:
     assert config.checkpoint is not None
     checkpoint = locate(config.checkpoint)

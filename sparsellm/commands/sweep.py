@@ -1,4 +1,4 @@
-"""python -m sparsellm.sweep [key=value,value...] [sweep.key=value] [evaluate.key=value] : train and compare many runs.
+"""Train, evaluate and compare runs over lists of values.
 
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
 

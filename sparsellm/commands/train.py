@@ -1,4 +1,4 @@
-"""python -m sparsellm.train [experiment=...] [group=choice] [group.key=value] : pretrain a model.
+"""Pretrain a model, or resume a run.
 
 Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 for a refused configuration, 1 for a run
 that cannot continue (damaged data or checkpoint, divergence).
@@ -11,23 +11,20 @@ from typing import Any
 import torch
 
 from sparsellm import data
-from sparsellm.config import Config, RuntimeConfig, entry_point, looked_at, memory_mistakes, mistakes
+from sparsellm.config import Config, ConfigError, RuntimeConfig, entry_point, looked_at, memory_mistakes, mistakes
 from sparsellm.distributed import groups
 from sparsellm.distributed.groups import (
     MainRankFailed,
-    NotShared,
     agreed,
     leave,
     process_group,
     world_size_from_environment,
 )
 from sparsellm.evaluation import live
-from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report
-from sparsellm.runs.checkpoint import CheckpointError
-from sparsellm.runs.metrics import MetricsError
 from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.training import distillation, warm_start
 
 
@@ -44,10 +41,6 @@ def set_determinism(deterministic: bool) -> None:
         deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
 
 
-def values(config: Config) -> list[str]:
-    return mistakes(config, world_size_from_environment())
-
-
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """Everything that keeps `config` from being trained: the model of init_from, which it is given, its values, its
     data, its tasks, its teacher, the weights that it reads, the run of the same name.
@@ -56,15 +49,18 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """
     if found := warm_start.adopt(config, typed):
         return found
-    found, finished = values(config), run_folder.is_finished(config)
+    run, model, training, runtime = config.run, config.model, config.training, config.runtime
+    world_size = world_size_from_environment()
+    found, finished = mistakes(config, world_size), run_folder.is_finished(run, training.steps)
     if not (found or finished):
-        found += memory_mistakes(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size_from_environment())
-        found += run_folder.room_mistakes(config)
+        found += memory_mistakes(model, training, runtime, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size)
+        found += run_folder.room_mistakes(run, config.hf_dtype, model, training, config.optimizer, config.sparsity)
     found += run_folder.mistakes(config, typed)
     if finished:
         return found
-    found += data.mistakes(config, typed) + live.mistakes(config)
-    return found + distillation.mistakes(config) + warm_start.weight_mistakes(config)
+    found += data.mistakes(data.Request.of(config), run, typed) + live.mistakes(config.evaluation)
+    found += distillation.mistakes(config.distill, model, training.sequence_length)
+    return found + warm_start.weight_mistakes(warm_start.read_at_start(run, config.init_from, config.distill.teacher))
 
 
 def _of_rank(error: Exception) -> str:
@@ -72,30 +68,38 @@ def _of_rank(error: Exception) -> str:
     return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
 
 
-def _agreed_mistakes(config: Config, typed: list[str]) -> list[str]:
-    return agreed(looked_at(lambda: check(config, typed)), run_folder.view(config))
-
-
-@entry_point(_agreed_mistakes, values, Config, warm_start.adopt)
+@entry_point(
+    "train",
+    lambda config, typed: agreed(
+        looked_at(lambda: check(config, typed)), run_folder.view(config.run, config.training.steps)
+    ),
+    warm_start.adopt,
+)
 def main(config: Config) -> int:
-    if run_folder.is_finished(config):
+    if run_folder.is_finished(config.run, config.training.steps):
         leave()
         if is_main_rank():
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
     # They take a second, that a refused run need not wait.
-    from sparsellm.training.loop import Trainer, TrainingDiverged
-    from sparsellm.training.micro_batch import MicroBatchError, OutOfMemory
+    from sparsellm.training.loop import Trainer
+    from sparsellm.training.micro_batch import OutOfMemory
 
     set_determinism(config.runtime.deterministic)
-    alike = CheckpointError, TrainingDiverged, KernelsUnavailable, MetricsError, NotShared, MicroBatchError
     try:
         with process_group(device_type(config.runtime)) as ranks:
             try:
-                evaluation = live.load(config, ranks)  # before the folder: what is refused leaves nothing behind
-                opened = data.open_data(config, ranks)
-                warm_start.require_one_tokenizer(config, opened, ranks)
+                # Before the folder: what is refused leaves nothing behind.
+                evaluation = live.load(
+                    config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks
+                )
+                opened = data.open_data(
+                    data.Request.of(config), config.run, config.logging.validation_samples,
+                    config.runtime.data_workers, ranks=ranks,
+                )  # fmt: skip
+                models = warm_start.read_at_start(config.run, config.init_from, config.distill.teacher)
+                warm_start.require_one_tokenizer(models, config.data, opened, ranks)
                 with run_folder.open_folder(config, ranks) as (config, folder):
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:
@@ -106,7 +110,9 @@ def main(config: Config) -> int:
                     leave(error)
                     os._exit(1)  # the others may wait inside a collective, and leaving the group might wait for them
                 return 1
-            except alike as error:  # on all ranks: each leaves in order
+            except (ConfigError, data.DataError, run_folder.RunFolderError):
+                raise  # of this rank, perhaps alone
+            except SparsellmError as error:  # on all ranks alike: each leaves in order
                 if ranks.is_main:
                     warn(str(error))
                 return 1

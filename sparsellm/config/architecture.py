@@ -63,17 +63,21 @@ ROPE_KEYS: dict[RopeType, tuple[set[str], set[str]]] = {
 class ModelConfig:
     """The decoder, Llama-style (DESIGN §3). Defaults: the shape that all of the paper's sizes share."""
 
-    vocab_size: int = key(49_152, "Vocabulary size (rows of the embedding), at least that of the tokenizer.")
-    hidden_size: int = key(2_048, "Model width, K.")
+    vocab_size: int = key(49_152, "Vocabulary size (rows of the embedding), at least that of the tokenizer.", minimum=2)
+    hidden_size: int = key(2_048, "Model width, K.", minimum=8, maximum=65_536, multiple_of=8)
     intermediate_size: int = key(
-        5_632, "Feedforward width, N neurons per layer. Without a gate, 8448 gives as many parameters."
+        5_632,
+        "Feedforward width, N neurons per layer. Without a gate, 8448 gives as many parameters.",
+        minimum=8,
+        maximum=65_536,
+        multiple_of=8,
     )
-    num_layers: int = key(28, "Number of layers.")
-    num_heads: int = key(32, "Number of attention heads.")
-    context_length: int = key(2_048, "Maximum sequence length in tokens.")
-    rope_theta: float = key(100_000.0, "Base of the rotary embedding.")
-    norm_eps: float = key(1e-5, "Epsilon of RMSNorm.")
-    init_std: float = key(0.02, "Standard deviation of the initial weights.")
+    num_layers: int = key(28, "Number of layers.", minimum=1)
+    num_heads: int = key(32, "Number of attention heads.", minimum=1)
+    context_length: int = key(2_048, "Maximum sequence length in tokens.", minimum=2)
+    rope_theta: float = key(100_000.0, "Base of the rotary embedding.", above=0)
+    norm_eps: float = key(1e-5, "Epsilon of RMSNorm.", above=0)
+    init_std: float = key(0.02, "Standard deviation of the initial weights.", above=0)
     gated: bool = key(True, "Gated feedforward layer, h = relu(x W_g) * (x W_u). false: h = relu(x W_u).")
     num_key_value_heads: int | None = key(None, "Number of key/value heads (grouped-query attention). null: num_heads.")
     head_dim: int | None = key(None, "Head dimension. null: hidden_size / num_heads.")

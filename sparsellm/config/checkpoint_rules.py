@@ -3,13 +3,13 @@
 A broken rule is a sentence with its remedy, as in rules.py.
 """
 
-import math
 import os
 import re
 from pathlib import Path
 
 from sparsellm.config.groups import choices
-from sparsellm.config.rules import amount_mistakes, device_mistakes, kernel_mistakes, unavailable_kernels
+from sparsellm.config.keys import bound_mistakes
+from sparsellm.config.rules import device_mistakes, kernel_mistakes, unavailable_kernels
 from sparsellm.config.schema import (
     AnalyzeConfig,
     BenchmarkConfig,
@@ -31,7 +31,7 @@ LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy; sparsellm.evaluation looks at what it names."""
-    found = _checkpoint_mistakes(config.checkpoint) + amount_mistakes(config)
+    found = [*_checkpoint_mistakes(config.checkpoint), *bound_mistakes(config)]
     found += device_mistakes("device", config.device)
     obstacles = ["device=cpu has no GPU"] if config.device == Device.cpu else []
     if config.dtype not in (Dtype.auto, Dtype.bfloat16):
@@ -47,23 +47,14 @@ def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
 
 def analyze_mistakes(config: AnalyzeConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy; what its paths hold is sparsellm.analysis's."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    for key in ("sequences", "batch_size", "min_count"):
-        if (value := getattr(config, key)) < 1:
-            found.append(f"{key} is {value}: it must be at least 1")
+    found = [*_checkpoint_mistakes(config.checkpoint), *bound_mistakes(config)]
     found += _one_process("an analysis is one process")
     return found + device_mistakes("device", config.device)
 
 
 def generate_mistakes(config: GenerateConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy."""
-    found = _checkpoint_mistakes(config.checkpoint)
-    if config.tokens < 1:
-        found.append(f"tokens is {config.tokens}: it must be at least 1")
-    if not 0 <= config.temperature < math.inf:
-        found.append(f"temperature is {config.temperature}: it must be at least 0, where 0 takes the likeliest token")
-    if not 0 < config.top_p <= 1:
-        found.append(f"top_p is {config.top_p}: it must be above 0 and at most 1, where 1 draws from all tokens")
+    found = [*_checkpoint_mistakes(config.checkpoint), *bound_mistakes(config)]
     if config.prompt == "":
         found.append("prompt is empty: give it some text, or leave it out to have lines of the standard input read")
     found += _one_process("text is written by one process")
@@ -76,19 +67,12 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
 
 def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
     """Every value of `config` that breaks a rule, each with its remedy; sparsellm.benchmark looks at what it names."""
-    found = _checkpoint_mistakes(config.checkpoint)
+    found = [*_checkpoint_mistakes(config.checkpoint), *bound_mistakes(config)]
     if config.baseline and len(config.baseline) != len(config.checkpoint):
         found.append(
             f"baseline has {len(config.baseline)} and checkpoint {len(config.checkpoint)}: the first is compared with"
             " the first, and so on, so give as many, or no baseline"
         )
-    for key, least in (
-        ("sequences", 1), ("micro_batch_size", 1), ("prompts", 1), ("prompt_tokens", 1), ("new_tokens", 3),
-    ):  # fmt: skip
-        if (value := getattr(config, key)) < least:
-            found.append(f"{key} is {value}: it must be at least {least}")
-    if not 0 < config.seconds < math.inf:
-        found.append(f"seconds is {config.seconds}: it must be a positive number")
     found += _one_process("a benchmark is one process")
     found += kernel_mistakes(
         "kernels", config.kernels, ["device=cpu has no GPU"] if config.device == Device.cpu else []

@@ -1,82 +1,55 @@
 """A function of one configuration as a command line.
 
-@entry_point(check)
+@entry_point("train", check)
 def main(config: Config) -> int: ...
 
 main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # the exit code
 """
 
-import os
 from collections.abc import Callable
-from typing import Any
 
-from sparsellm.config.checkpoint_rules import (
-    analyze_mistakes,
-    benchmark_mistakes,
-    calibrate_mistakes,
-    evaluate_mistakes,
-    generate_mistakes,
-    import_mistakes,
-    push_mistakes,
-)
+from sparsellm.config.commands import COMMANDS
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import sweep_request
-from sparsellm.config.rules import prepare_mistakes, value_mistakes
-from sparsellm.config.schema import (
-    AnalyzeConfig,
-    BenchmarkConfig,
-    CalibrateConfig,
-    Config,
-    EvaluateConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-)
+from sparsellm.config.schema import EvaluateConfig
 from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.errors import SparsellmError
 
-# Of each command but `sweep`: its schema, and the rules for values that need no torch.
-RULES: dict[str, tuple[type, Callable[[Any], list[str]]]] = {
-    "train": (Config, lambda config: value_mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))),
-    "prepare_data": (Config, prepare_mistakes),
-    "evaluate": (EvaluateConfig, evaluate_mistakes),
-    "analyze": (AnalyzeConfig, analyze_mistakes),
-    "generate": (GenerateConfig, generate_mistakes),
-    "benchmark": (BenchmarkConfig, benchmark_mistakes),
-    "calibrate": (CalibrateConfig, calibrate_mistakes),
-    "import_model": (ImportConfig, import_mistakes),
-    "push": (PushConfig, push_mistakes),
-}
-CFG = "--cfg"  # as Hydra has it: --cfg job prints the composed configuration
+CFG = "--cfg"  # as in Hydra: --cfg job prints the composed configuration
 
 
 def entry_point(
-    check: Callable[[AnyConfig, list[str]], list[str]],
-    values: Callable[[AnyConfig], list[str]],
-    schema: type[AnyConfig],
+    name: str,
+    check: Callable[[AnyConfig, list[str]], list[str]] | None = None,
     adopt: Callable[[AnyConfig, list[str]], list[str]] = lambda _config, _typed: [],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
-    """Make `main(config)` a command line: compose a `schema`, check, call.
+    """Make `main(config)` the command `name`: compose its configuration, check it, call `main`.
 
-    `check` lists everything wrong with a configuration, whose overrides it is given, too; `values` only what is wrong
-    with its values, which is said of the rest where something typed was refused: what that would have changed elsewhere
-    is not known. `adopt` gives a configuration, in place, the values that come from files which it names; it is called
-    before `values`, and `check` calls it by itself. The exit code: what `main` returns, or 2 for a refused
-    configuration, with every mistake listed.
+    `check` lists everything wrong with a configuration, given the overrides that were typed, too; None: what the rules
+    of the command's values say. Those rules alone are applied where something that was typed is refused, because nobody
+    knows what it would have changed elsewhere. `adopt` gives a configuration, in place, the values that come from files
+    which it names; it is called before the rules, and `check` calls it by itself.
+
+    The exit code: what `main` returns, 2 for a refused configuration, with every mistake listed, or 1 for any other
+    error of this package.
     """
+    record = COMMANDS[name]
+    assert record.mistakes is not None
+    values, look = record.mistakes, check or (lambda config, _typed: values(config))
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
         def command(arguments: list[str], program: str) -> int:
             try:
                 show = CFG in arguments
                 typed = _without_cfg(arguments) if show else arguments
-                composed = composition(typed, schema)
+                composed = composition(typed, record.schema)
                 if show or composed.mistakes:
                     found = composed.mistakes + looked_at(
                         lambda: adopt(composed.config, typed) or values(composed.config)
                     )
                 else:
-                    found = looked_at(lambda: check(composed.config, typed))
+                    found = looked_at(lambda: look(composed.config, typed))
                 if found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
@@ -88,27 +61,30 @@ def entry_point(
             except ConfigError as error:
                 _warn(str(error))
                 return 2
+            except SparsellmError as error:
+                warn(str(error))
+                return 1
 
         return command
 
     return decorate
 
 
-def refused(command: str, arguments: list[str]) -> bool:
-    """Whether `command` is refused for what was typed alone: every mistake is said that shows without torch, whose
-    import takes seconds. The command itself looks at the rest, data, folders and devices, once these hold."""
+def refused(name: str, arguments: list[str]) -> bool:
+    """Whether the command `name` is refused because of what was typed, and say why: every mistake that shows without
+    torch, whose import takes seconds. The command itself looks at the rest, data, folders and devices, afterwards."""
     arguments = _without_cfg(arguments) if CFG in arguments else arguments
+    record = COMMANDS[name]
     try:
-        if command == "sweep":
+        if record.mistakes is None:
             request = sweep_request(arguments)
             found = composition([text for texts in request.axes.values() for text in texts]).mistakes
             found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
         else:
-            schema, rules = RULES[command]
-            composed = composition(arguments, schema)
+            values, composed = record.mistakes, composition(arguments, record.schema)
             # The model of init_from is not read yet: rules that look at its values would look at others.
             whole = getattr(composed.config, "init_from", None) is None
-            found = composed.mistakes + (looked_at(lambda: rules(composed.config)) if whole else [])
+            found = composed.mistakes + (looked_at(lambda: values(composed.config)) if whole else [])
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
     except ConfigError as error:
@@ -133,6 +109,6 @@ def _without_cfg(arguments: list[str]) -> list[str]:
 
 
 def _warn(text: str) -> None:
-    """On the main rank: the mistakes of a command line are those of all ranks."""
+    """On the main rank only: all ranks have the same command line, and so the same mistakes."""
     if is_main_rank():
         warn(text)

@@ -99,7 +99,8 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
         data.tokenizer = config.init_from  # tokens for a model are those of its tokenizer
     if config.run.name is None:
-        config.run.name = _run_name(config, typed, chosen.get(EXPERIMENT), capped=bool(notes))
+        values, marked = definition(config), fingerprint(config)
+        config.run.name = _run_name(values, marked, typed, chosen.get(EXPERIMENT), capped=bool(notes))
     return Composition(config, typed.mistakes, notes, chosen)
 
 
@@ -172,14 +173,14 @@ def _cap_warmup(values: Flat) -> list[str]:
     ]
 
 
-def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool) -> str:
+def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | None, capped: bool) -> str:
     """EXPERIMENT-relu-steps_800-3f2a91c0: what differs from the experiment, and the fingerprint of all that counts."""
     alone, with_groups = (
         definition(build(Config, nested(_layers(Typed(groups))[0])))
         for groups in ({EXPERIMENT: experiment}, typed.groups)
     )
     groups, keys = [], []
-    for key, value in definition(config).items():
+    for key, value in values.items():
         group, _, last = key.partition(".")
         if value == alone[key] or (capped and key == WARMUP):
             continue
@@ -193,7 +194,7 @@ def _run_name(config: Config, typed: Typed, experiment: str | None, capped: bool
     for part in dict.fromkeys(groups + keys):
         if len("-".join([*shown, part])) <= NAME_PARTS:
             shown.append(part)
-    return "-".join([experiment or "run", *shown, fingerprint(config)])
+    return "-".join([experiment or "run", *shown, fingerprint])
 
 
 def save(config: Config, path: Path) -> None:

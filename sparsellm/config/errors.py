@@ -1,7 +1,9 @@
 """What this package raises."""
 
+from sparsellm.system.errors import SparsellmError
 
-class ConfigError(ValueError):
+
+class ConfigError(SparsellmError, ValueError):
     """One or more mistakes in a configuration; `mistakes` lists them, each with its remedy."""
 
     def __init__(self, mistakes: list[str]) -> None:

@@ -1,80 +1,34 @@
-"""`--help` of a command: its module's docstring, and every key with its default, unit and meaning.
+"""`--help` of a command: its description, and every key with its default, unit and meaning.
 
 Imports nothing slow."""
 
-import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from sparsellm.config.commands import COMMANDS, Keys, description
 from sparsellm.config.groups import EXPERIMENT, choices, default_choices, groups
 from sparsellm.config.keys import MEANING
-from sparsellm.config.schema import (
-    AnalyzeConfig,
-    BenchmarkConfig,
-    CalibrateConfig,
-    Config,
-    EvaluateConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-    SweepConfig,
-)
+from sparsellm.config.schema import Config
 from sparsellm.config.values import to_dict
 
-COMMANDS = Path(__file__).parents[1] / "commands"
 WIDTH = 118
-
-
-@dataclass(frozen=True)
-class Keys:
-    """What a command takes: the keys of a schema, all or some of its groups, under a prefix."""
-
-    schema: type
-    groups: tuple[str, ...] | None = None  # None: all
-    prefix: str = ""
-
-
-TAKEN = {
-    "train": (Keys(Config),),
-    "prepare_data": (Keys(Config, ("data", "training")),),
-    "evaluate": (Keys(EvaluateConfig),),
-    "analyze": (Keys(AnalyzeConfig),),
-    "generate": (Keys(GenerateConfig),),
-    "benchmark": (Keys(BenchmarkConfig),),
-    "calibrate": (Keys(CalibrateConfig),),
-    "import_model": (Keys(ImportConfig),),
-    "push": (Keys(PushConfig),),
-    "sweep": (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
-}
 LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
-USAGE = {
-    "train": "[GROUP=CHOICE ...] [KEY=VALUE ...]",
-    "prepare_data": "[GROUP=CHOICE ...] [KEY=VALUE ...]",
-    "evaluate": "checkpoint=PATH [KEY=VALUE ...]",
-    "analyze": "checkpoint=PATH [KEY=VALUE ...]",
-    "generate": "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]",
-    "benchmark": "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]",
-    "calibrate": "model=NAME [KEY=VALUE ...]",
-    "import_model": "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]",
-    "push": "checkpoint=PATH repo=OWNER/NAME [license=NAME] [KEY=VALUE ...]",
-    "sweep": "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
-}
 
 
 def text(command: str, program: str) -> str:
     """The help of `command`, which was started as `program`."""
-    lines = [f"usage: {program} {USAGE[command]}", "", *_docstring(command).splitlines(), ""]
-    composed = [taken for taken in TAKEN[command] if taken.schema is Config]
+    keys = COMMANDS[command].keys
+    lines = [f"usage: {program} {COMMANDS[command].usage}", "", *description(command).splitlines(), ""]
+    composed = [taken for taken in keys if taken.schema is Config]
     if composed:
         lines += _choices(composed[0])
     if command == "sweep":
         training = program.replace("sweep", "train")
         lines += [f"Every group and key of `{training} --help` accepts a list of values. In addition:", ""]
-    for taken in TAKEN[command]:
+    for taken in keys:
         lines += _keys(taken)
     if composed:
         lines += [
@@ -82,13 +36,6 @@ def text(command: str, program: str) -> str:
             f"{program} --cfg job [...] prints the configuration of a command line without running it.",
         ]
     return "\n".join(lines).rstrip()
-
-
-def _docstring(command: str) -> str:
-    """Of the command's module, without its first line, which spells the command."""
-    whole = ast.get_docstring(ast.parse((COMMANDS / f"{command}.py").read_text(encoding="utf-8"))) or ""
-    first, _, rest = whole.partition("\n")
-    return f"{first.partition(' : ')[2].capitalize()}\n{rest}".rstrip()
 
 
 def _choices(taken: Keys) -> list[str]:

@@ -1,12 +1,65 @@
-"""Declares a configuration key in its dataclass."""
+"""Declares a configuration key in its dataclass, with its help and the bounds of its value."""
 
-from dataclasses import field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-MEANING = "meaning"  # of a key, in its field's metadata
+MEANING, BOUNDS = "meaning", "bounds"  # of a key, in its field's metadata
 
 
-def key(default: Any, meaning: str) -> Any:
-    """A configuration key: its default, and its help text with unit and the meaning of null."""
+@dataclass(frozen=True)
+class Bounds:
+    """The values that a number may have. null and, where a key is a number or a word, `auto` are always allowed."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    multiple_of: int | None = None
+
+    def mistake(self, value: Any) -> str | None:
+        """What `value` must be and is not."""
+        if value is None or value == "auto":
+            return None
+        wanted = [
+            f"{words} {bound}"
+            for words, bound in (
+                ("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below),
+            )
+            if bound is not None
+        ]  # fmt: skip
+        text = "a positive number" if wanted == ["above 0"] else " and ".join(wanted)
+        if isinstance(value, str):
+            return text
+        if not math.isfinite(value):
+            return f"{text}, and finite"
+        low = self.minimum is None or value >= self.minimum, self.above is None or value > self.above
+        high = self.maximum is None or value <= self.maximum, self.below is None or value < self.below
+        if not all(low + high):
+            return text
+        return f"a multiple of {self.multiple_of}" if self.multiple_of and value % self.multiple_of else None
+
+
+def key(default: Any, meaning: str, **bounds: float) -> Any:
+    """A configuration key: its default, its help text with unit and the meaning of null, and its Bounds by name."""
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**made, metadata={MEANING: meaning})
+    return field(**made, metadata={MEANING: meaning, BOUNDS: Bounds(**bounds) if bounds else None})  # type: ignore[arg-type]
+
+
+def bound_mistakes(config: Any, prefix: str = "") -> Iterator[str]:
+    """Each value of a configuration, or of a group of it, that is outside the bounds of its key."""
+    for each in fields(config):
+        name, value = f"{prefix}{each.name}", getattr(config, each.name)
+        if is_dataclass(value):
+            yield from bound_mistakes(value, f"{name}.")
+            continue
+        bounds, wanted = each.metadata[BOUNDS], None
+        if isinstance(value, int) and value >= 2**63:
+            wanted = "below 2^63"
+        elif bounds is not None and (wanted := bounds.mistake(value)) is not None:
+            kinds = getattr(each.type, "__args__", ())
+            wanted = f"auto, or a number of {wanted}" if str in kinds else wanted
+            wanted += ", or null" if type(None) in kinds else ""
+        if wanted is not None:
+            yield f"{name} is {value}: it must be {wanted}"

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, parameters
+from sparsellm.config.keys import bound_mistakes
 from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
@@ -21,8 +22,7 @@ from sparsellm.config.schema import (
     DataConfig,
     DdpCompress,
     Device,
-    EvaluateConfig,
-    EvaluationConfig,
+    DistillConfig,
     Kernels,
     L1Schedule,
     OptimizerConfig,
@@ -31,18 +31,16 @@ from sparsellm.config.schema import (
     Schedule,
     Shard,
     Source,
+    SparsityConfig,
+    TrainingConfig,
     decay_start,
 )
-from sparsellm.config.values import flat, to_dict
 
 MAX_NAME = 200  # characters: file systems take 255 bytes, of which some are for what is put behind a name
-MAX_WORKERS = 256
-MAX_LOG_INTERVAL = 10  # steps: a request to stop travels with the logged reductions
 
 
-def obstacles_to_kernels(config: Config) -> list[str]:
-    """What in `config`, on whatever machine, keeps training and validation off the kernels."""
-    runtime, activation = config.runtime, config.sparsity.activation
+def obstacles_to_kernels(runtime: RuntimeConfig, activation: Activation) -> list[str]:
+    """What in a configuration, on whatever machine, keeps training and validation off the kernels."""
     return [
         obstacle
         for applies, obstacle in (
@@ -55,17 +53,156 @@ def obstacles_to_kernels(config: Config) -> list[str]:
     ]
 
 
-def takes_kernels(config: Config, kernels: Kernels, device_type: str) -> bool:
-    """Whether a run of `config`, with this choice of `kernels`, tries the kernels on a device of this type."""
-    return device_type == "cuda" and kernels != Kernels.torch and not obstacles_to_kernels(config)
+def takes_kernels(runtime: RuntimeConfig, activation: Activation, device_type: str) -> bool:
+    """Whether a run tries the kernels on a device of this type."""
+    return device_type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(runtime, activation)
 
 
-def mistakes(config: Config, world_size: int) -> list[str]:
-    """Every rule that `config` breaks on `world_size` ranks, each with its remedy; empty when it may run.
+def mistakes(config: Config, world_size: int | None = None) -> list[str]:
+    """Every rule that `config` breaks on `world_size` ranks (None: WORLD_SIZE), each with its remedy.
 
-    Looks at values and at the number of GPUs; what `data.path` and `data.files` hold is checked by sparsellm.data.
+    Looks at values and at the number of GPUs; sparsellm.data checks what `data.path` and `data.files` hold.
     """
-    return value_mistakes(config, world_size) + _shape_mistakes(config.model) + _compiler_mistakes(config.runtime)
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
+    return [
+        *bound_mistakes(config),
+        *architecture_mistakes(model),
+        *_training_mistakes(training, model.context_length, ranks),
+        *_optimizer_mistakes(config.optimizer, training.steps),
+        *_sparsity_mistakes(sparsity, model.gated, training),
+        *_distill_mistakes(config.distill),
+        *_runtime_mistakes(runtime, training.steps, ranks),
+        *kernel_mistakes("runtime.kernels", runtime.kernels, obstacles_to_kernels(runtime, sparsity.activation)),
+        *name_mistakes("run.name", config.run.name),
+        *_data_mistakes(config.data, training.sequence_length),
+        *mix_mistakes(config.data),
+    ]
+
+
+def _training_mistakes(training: TrainingConfig, context_length: int, world_size: int) -> list[str]:
+    steps, batch, length = training.steps, training.batch_size, training.sequence_length
+    found, tokens = [], steps * training.tokens_per_step
+    if length > context_length:
+        found.append(
+            f"training.sequence_length {length} is longer than model.context_length {context_length}: shorten the one"
+            " or raise the other"
+        )
+    if tokens >= 2**63:
+        found.append(
+            f"training.steps {steps} x batch_size {batch} x sequence_length {length} are {tokens} tokens: they must be"
+            " below 2^63, so lower one of them"
+        )
+    if batch % world_size:
+        found.append(
+            f"training.batch_size {batch} does not divide over {world_size} ranks: change it, or the number of"
+            " processes"
+        )
+    return found
+
+
+def _optimizer_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
+    warmup, fraction = optimizer.warmup_steps, optimizer.decay_fraction
+    if steps >= 1 and warmup > steps:
+        return [f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"]
+    if optimizer.schedule != Schedule.wsd:
+        if fraction == OptimizerConfig().decay_fraction:
+            return []
+        return [
+            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which decays"
+            " all the time: add optimizer.schedule=wsd, or leave it out"
+        ]
+    if steps >= 1 and 0 < fraction <= 1 and warmup > (start := decay_start(optimizer, steps)):
+        return [
+            f"optimizer.warmup_steps {warmup} reaches into the decay of optimizer.schedule=wsd, which begins after step"
+            f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
+        ]
+    return []
+
+
+def _sparsity_mistakes(sparsity: SparsityConfig, gated: bool, training: TrainingConfig) -> list[str]:
+    found, activation = [], sparsity.activation
+    run_tokens = training.steps * training.tokens_per_step
+    relu_tokens, start, warmup = sparsity.relu_tokens, sparsity.l1_start_tokens, sparsity.l1_warmup_tokens
+    if activation == Activation.silu and sparsity.l1_coefficient != 0:
+        found.append(
+            f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
+            " exact zeros: add sparsity.l1_coefficient=0, or use relu"
+        )
+    if activation == Activation.silu and not gated:
+        found.append(
+            "sparsity.activation is silu with model.gated=false: it must be relu, the only one of models without a gate"
+        )
+    if (sparsity.l1_schedule == L1Schedule.constant) == (warmup != 0):
+        found.append(
+            f"sparsity.l1_warmup_tokens is {warmup} with sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear or"
+            " cosine schedule needs its tokens, a constant one has 0"
+        )
+    if relu_tokens and not (activation == Activation.relu and gated):
+        found.append(
+            f"sparsity.relu_tokens is {relu_tokens}, over which a gate goes from SiLU to ReLU, with"
+            f" sparsity.activation={activation.name} and model.gated={str(gated).lower()}: set it to 0"
+        )
+    if 1 <= run_tokens < relu_tokens:
+        found.append(
+            f"sparsity.relu_tokens {relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never be a ReLU,"
+            " so lower it"
+        )
+    if 1 <= run_tokens < start + max(1, warmup):
+        found.append(
+            f"sparsity.l1_start_tokens {start} and l1_warmup_tokens {warmup} exceed the run's {run_tokens} tokens"
+            " together: the coefficient would never be reached, so lower them"
+        )
+    return found + _reinitialization_mistakes(sparsity, training)
+
+
+def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfig) -> list[str]:
+    silence, every, step_tokens = sparsity.reinit_dead_after_tokens, sparsity.reinit_every, training.tokens_per_step
+    if silence is None:
+        if sparsity.reinit_blend == 1:
+            return []
+        return [
+            f"sparsity.reinit_blend is {sparsity.reinit_blend} with sparsity.reinit_dead_after_tokens=null, which draws"
+            " no row: give the tokens of silence, or leave it out"
+        ]
+    found = []
+    if sparsity.activation != Activation.relu:
+        found.append(
+            f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
+            " neurons are never silent: set it to null, or use relu"
+        )
+    if min(silence, every, step_tokens) >= 1:
+        silent_steps = -(-silence // step_tokens)
+        earliest = max(silent_steps, -(-sparsity.relu_tokens // step_tokens))
+        first = -(-earliest // every) * every
+        after = f" after relu_tokens {sparsity.relu_tokens}" if sparsity.relu_tokens else ""
+        if first + silent_steps > training.steps:
+            found.append(
+                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {every}{after} never draws a row in the"
+                f" run's {training.steps} steps: the first could be drawn at step {first}, and none is in the last"
+                f" {silent_steps}; lower them, or train longer"
+            )
+    return found
+
+
+def _distill_mistakes(distill: DistillConfig) -> list[str]:
+    return [
+        f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out"
+        for key, value in (("weight", distill.weight), ("temperature", distill.temperature))
+        if distill.teacher is None and value != 1
+    ]
+
+
+def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> list[str]:
+    found, traced = device_mistakes("runtime.device", runtime.device), runtime.profile_steps
+    if runtime.ddp_compress != DdpCompress.none:
+        found += _compression_mistakes(runtime, world_size)
+    if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps):
+        found.append(
+            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
+            f" training.steps {steps}, or [] for none"
+        )
+    return found + _compiler_mistakes(runtime)
 
 
 def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
@@ -83,207 +220,37 @@ def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
     ]
 
 
-def _shape_mistakes(model: ModelConfig) -> list[str]:
-    from sparsellm.ops import MAX_COLUMNS, MULTIPLE
-
-    found = []
-    for key, value in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size)):
-        if value % MULTIPLE:
-            found.append(f"model.{key} is {value}: it must be a multiple of {MULTIPLE}")
-        if value > MAX_COLUMNS:
-            found.append(f"model.{key} is {value}: it must be at most {MAX_COLUMNS}")
-    return found
-
-
-def value_mistakes(config: Config, world_size: int) -> list[str]:
-    """`mistakes` without the shapes that only the kernels know."""
-    found: list[str] = []
-
-    def require(holds: bool, problem: str) -> None:
-        if not holds:
-            found.append(problem)
-
-    model, data, sparsity, optimizer = config.model, config.data, config.sparsity, config.optimizer
-    training, runtime, log, run = config.training, config.runtime, config.logging, config.run
-
-    for group, key, least in (
-        ("model", "vocab_size", 2), ("model", "hidden_size", 8), ("model", "intermediate_size", 8),
-        ("model", "num_layers", 1), ("model", "num_heads", 1), ("model", "context_length", 2),
-        ("training", "steps", 1), ("training", "batch_size", 1), ("training", "sequence_length", 1),
-        ("training", "seed", 0), ("data", "seed", 0), ("data", "tokenizer_vocab_size", 300),
-        ("runtime", "data_workers", 0), ("runtime", "ddp_bucket_mb", 1),
-        ("runtime", "max_skipped_steps", 1),
-        ("optimizer", "warmup_steps", 0), ("sparsity", "relu_tokens", 0),
-        ("sparsity", "l1_start_tokens", 0), ("sparsity", "l1_warmup_tokens", 0),
-        ("sparsity", "dead_after_tokens", 1), ("sparsity", "reinit_every", 1),
-        ("logging", "validation_every", 0), ("logging", "validation_samples", 1), ("evaluation", "every", 0),
-        ("run", "checkpoint_every", 1), ("run", "keep_checkpoints", 1),
-        ("run", "keep_every", 0),
-    ):  # fmt: skip
-        value = getattr(getattr(config, group), key)
-        require(value >= least, f"{group}.{key} is {value}: it must be at least {least}")
-    for key, value in (
-        ("model.rope_theta", model.rope_theta), ("model.norm_eps", model.norm_eps),
-        ("model.init_std", model.init_std), ("optimizer.learning_rate", optimizer.learning_rate),
-        ("optimizer.eps", optimizer.eps), ("optimizer.grad_clip", optimizer.grad_clip),
-    ):  # fmt: skip
-        require(0 < value < math.inf, f"{key} is {value}: it must be a positive number")
-    for key, value in (("weight", config.distill.weight), ("temperature", config.distill.temperature)):
-        require(0 < value < math.inf, f"distill.{key} is {value}: it must be a positive number")
-        require(
-            config.distill.teacher is not None or value == 1,
-            f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out",
-        )
-    for key, value in (
-        ("sparsity.l1_coefficient", sparsity.l1_coefficient), ("optimizer.weight_decay", optimizer.weight_decay),
-    ):  # fmt: skip
-        require(0 <= value < math.inf, f"{key} is {value}: it must be zero or a positive number")
-    for key, value in flat(to_dict(config)).items():
-        if isinstance(value, int):
-            require(value < 2**63, f"{key} is {value}: it must be below 2^63")
-    require(
-        runtime.data_workers <= MAX_WORKERS,
-        f"runtime.data_workers is {runtime.data_workers}: it must be at most {MAX_WORKERS} processes per rank",
-    )
-    for key, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
-        require(0 <= value < 1, f"{key} is {value}: it must be at least 0 and below 1")
-    require(
-        0 <= optimizer.final_lr_fraction <= 1,
-        f"optimizer.final_lr_fraction is {optimizer.final_lr_fraction}: it must be between 0 and 1",
-    )
-    found += _schedule_mistakes(optimizer, training.steps)
-    require(
-        0 < data.validation_fraction < 1,
-        f"data.validation_fraction is {data.validation_fraction}: it must be above 0 and below 1",
-    )
-
-    found += architecture_mistakes(model)
-    require(
-        training.sequence_length <= model.context_length,
-        f"training.sequence_length {training.sequence_length} is longer than model.context_length"
-        f" {model.context_length}: shorten the one or raise the other",
-    )
-
-    if sparsity.activation == Activation.silu:
-        require(
-            sparsity.l1_coefficient == 0,
-            f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
-            " exact zeros: add sparsity.l1_coefficient=0, or use relu",
-        )
-        require(model.gated, "sparsity.activation=silu with model.gated=false: non-gated models are relu only")
-    step_tokens = training.tokens_per_step
-    run_tokens = training.steps * step_tokens
-    require(
-        run_tokens < 2**63,
-        f"training.steps {training.steps} x batch_size {training.batch_size} x sequence_length"
-        f" {training.sequence_length} are {run_tokens} tokens: they must be below 2^63, so lower one of them",
-    )
-    require(
-        (sparsity.l1_schedule != L1Schedule.constant) == (sparsity.l1_warmup_tokens != 0),
-        f"sparsity.l1_warmup_tokens is {sparsity.l1_warmup_tokens} with"
-        f" sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear or cosine schedule needs its tokens, a constant"
-        " one has 0",
-    )
-    if sparsity.relu_tokens:
-        require(
-            sparsity.activation == Activation.relu and model.gated,
-            f"sparsity.relu_tokens is {sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU, with"
-            f" sparsity.activation={sparsity.activation.name} and model.gated={str(model.gated).lower()}: set it to 0",
-        )
-        require(
-            run_tokens < 1 or sparsity.relu_tokens <= run_tokens,
-            f"sparsity.relu_tokens {sparsity.relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never"
-            " be a ReLU, so lower it",
-        )
-    require(
-        run_tokens < 1 or sparsity.l1_start_tokens + max(1, sparsity.l1_warmup_tokens) <= run_tokens,
-        f"sparsity.l1_start_tokens {sparsity.l1_start_tokens} and l1_warmup_tokens {sparsity.l1_warmup_tokens} exceed"
-        f" the run's {run_tokens} tokens together: the coefficient would never be reached, so lower them",
-    )
-    blend, silence = sparsity.reinit_blend, sparsity.reinit_dead_after_tokens
-    require(0 < blend <= 1, f"sparsity.reinit_blend is {blend}: it must be above 0 and at most 1")
-    require(
-        blend == 1 or silence is not None,
-        f"sparsity.reinit_blend is {blend} with sparsity.reinit_dead_after_tokens=null, which draws no row: give the"
-        " tokens of silence, or leave it out",
-    )
-    if silence is not None:
-        require(silence >= 1, f"sparsity.reinit_dead_after_tokens is {silence}: it must be at least 1, or null for off")
-        require(
-            sparsity.activation == Activation.relu,
-            f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
-            " neurons are never silent: set it to null, or use relu",
-        )
-        if min(silence, sparsity.reinit_every, step_tokens) >= 1:
-            silent_steps = -(-silence // step_tokens)
-            earliest = max(silent_steps, -(-sparsity.relu_tokens // step_tokens))
-            first = -(-earliest // sparsity.reinit_every) * sparsity.reinit_every
-            after = f" after relu_tokens {sparsity.relu_tokens}" if sparsity.relu_tokens else ""
-            require(
-                first + silent_steps <= training.steps,
-                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {sparsity.reinit_every}{after} never"
-                f" draws a row in the run's {training.steps} steps: the first could be drawn at step {first}, and none"
-                f" is in the last {silent_steps}; lower them, or train longer",
+def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
+    found, source = [], data.source
+    if not data.name or ".." in Path(data.name).parts or Path(data.name).is_absolute():
+        found.append(f"data.name is {data.name!r}: it names a folder in data/; give another place by data.path")
+    if source == Source.hub and data.dataset is None:
+        found.append("data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+    if source != Source.files and data.files:
+        found.append(f"data.files is given with data.source={source.name}, which reads no files: add data=files")
+    if source == Source.files and not data.files:
+        found.append("data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]")
+    if source == Source.stdlib_docs:
+        if data.streaming:
+            found.append(
+                "data.streaming=true with data.source=stdlib_docs: there is nothing to stream, so leave it out, or"
+                " choose data=fineweb_edu_stream"
             )
-    require(
-        training.batch_size % world_size == 0,
-        f"training.batch_size {training.batch_size} does not divide over {world_size} ranks:"
-        " change it, or the number of processes",
-    )
-    if runtime.ddp_compress != DdpCompress.none:
-        found += _compression_mistakes(runtime, world_size)
-    if traced := runtime.profile_steps:
-        require(
-            len(traced) == 2 and 1 <= traced[0] <= traced[1] <= training.steps,
-            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
-            f" training.steps {training.steps}, or [] for none",
-        )
-    found += number_or_auto("runtime.micro_batch_size", runtime.micro_batch_size)
-    require(
-        runtime.memory_limit_gib is None or 0 < runtime.memory_limit_gib < math.inf,
-        f"runtime.memory_limit_gib is {runtime.memory_limit_gib}: it must be a positive number, or null for all",
-    )
-    found += device_mistakes("runtime.device", runtime.device)
-    found += kernel_mistakes("runtime.kernels", runtime.kernels, obstacles_to_kernels(config))
-    require(
-        1 <= log.every <= MAX_LOG_INTERVAL,
-        f"logging.every is {log.every}: it must be 1 to {MAX_LOG_INTERVAL}, for ranks agree to stop at logged steps",
-    )
-    found += name_mistakes("run.name", run.name)
-
-    require(
-        bool(data.name) and ".." not in Path(data.name).parts and not Path(data.name).is_absolute(),
-        f"data.name is {data.name!r}: it names a folder in data/; give another place by data.path",
-    )
-    if data.source == Source.hub:
-        require(data.dataset is not None, "data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
-    if data.source != Source.files:
-        other = f"data.source={data.source.name}"
-        require(not data.files, f"data.files is given with {other}, which reads no files: add data=files")
-    if data.source == Source.files:
-        require(
-            bool(data.files), "data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]"
-        )
-    if data.source == Source.stdlib_docs:
-        require(
-            not data.streaming,
-            "data.streaming=true with data.source=stdlib_docs: there is nothing to stream, so leave it out, or choose"
-            " data=fineweb_edu_stream",
-        )
-        require(
-            data.tokenizer is None,
-            f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to null",
-        )
-    elif data.source == Source.hub or data.streaming:
+        if data.tokenizer is not None:
+            found.append(
+                f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to"
+                " null"
+            )
+    elif data.tokenizer is None and (source == Source.hub or data.streaming):
         # Prepared files may do without: a tokenizer is trained on them.
-        because = "data.streaming=true" if data.streaming else f"data.source={data.source.name}"
-        require(data.tokenizer is not None, f"{because} needs data.tokenizer=NAME or a folder")
-    require(
-        data.max_tokens is None or data.max_tokens > training.sequence_length,
-        f"data.max_tokens is {data.max_tokens}: it must be at least {training.sequence_length + 1}, the tokens of a"
-        " block of training.sequence_length",
-    )
-    return found + mix_mistakes(data) + amount_mistakes(config.evaluation, "evaluation.")
+        because = "data.streaming=true" if data.streaming else f"data.source={source.name}"
+        found.append(f"{because} needs data.tokenizer=NAME or a folder")
+    if data.max_tokens is not None and data.max_tokens <= sequence_length:
+        found.append(
+            f"data.max_tokens is {data.max_tokens}: it must be at least {sequence_length + 1}, the tokens of a block of"
+            " training.sequence_length"
+        )
+    return found
 
 
 def mix_mistakes(data: DataConfig) -> list[str]:
@@ -313,51 +280,32 @@ def mix_mistakes(data: DataConfig) -> list[str]:
     return found
 
 
-def _schedule_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
-    warmup, fraction = optimizer.warmup_steps, optimizer.decay_fraction
-    if steps >= 1 and warmup > steps:
-        return [f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"]
-    if optimizer.schedule != Schedule.wsd:
-        if fraction == OptimizerConfig().decay_fraction:
-            return []
-        return [
-            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which decays"
-            " all the time: add optimizer.schedule=wsd, or leave it out"
-        ]
-    if not 0 < fraction <= 1:
-        return [f"optimizer.decay_fraction is {fraction}: it must be above 0 and at most 1"]
-    if steps >= 1 and warmup > (start := decay_start(optimizer, steps)):
-        return [
-            f"optimizer.warmup_steps {warmup} reaches into the decay of optimizer.schedule=wsd, which begins after step"
-            f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
-        ]
-    return []
-
-
 def ranks_that_share(world_size: int, ranks_here: int) -> int:
     """S, the ranks between which runtime.shard divides: those of a node, or all where each node has one."""
     return ranks_here if ranks_here > 1 else world_size
 
 
-def state_bytes(config: Config, sharing: int) -> float:
+def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
     """What a rank holds of the weights, gradients and moments within a step, where `sharing` ranks divide them."""
-    weights, shard = FLOAT32 * parameters(config.model), config.runtime.shard
+    weights = FLOAT32 * parameters(model)
     state = (2 + MOMENTS) * weights  # their gradients, too
     if shard == Shard.none or sharing == 1:
         return state
     return state / sharing + (weights if shard == Shard.optimizer else 0)  # which gathers all while a step computes
 
 
-def memory_mistakes(config: Config, ranks_here: int, world_size: int) -> list[str]:
+def memory_mistakes(
+    model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
+) -> list[str]:
     """Whether what training cannot do without exceeds the memory of this machine, as a GPU or `ranks_here` CPU ranks
     share it: the model's state, and the tokens of a step. Activations come on top."""
     import torch
 
-    on_gpu = config.runtime.device != Device.cpu and torch.cuda.is_available()
+    on_gpu = runtime.device != Device.cpu and torch.cuda.is_available()
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count, training, limit = parameters(config.model), config.training, config.runtime.memory_limit_gib
+    count, limit = parameters(model), runtime.memory_limit_gib
     sharing = ranks_that_share(world_size, ranks_here)
-    state, tokens = state_bytes(config, sharing), 8 * training.batch_size * (training.sequence_length + 1)
+    state, tokens = state_bytes(model, runtime.shard, sharing), 8 * training.batch_size * (training.sequence_length + 1)
     place, memory, copies, found = "GPU", 0, 1, []
     if on_gpu:
         memory = torch.cuda.get_device_properties(0).total_memory
@@ -373,8 +321,8 @@ def memory_mistakes(config: Config, ranks_here: int, world_size: int) -> list[st
         place, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
     if copies * state > memory:
         ranks = f" on each of {copies} ranks" if copies > 1 else ""
-        if config.runtime.shard != Shard.none:
-            ranks += f" with runtime.shard={config.runtime.shard.name} between {sharing}"
+        if runtime.shard != Shard.none:
+            ranks += f" with runtime.shard={runtime.shard.name} between {sharing}"
         found.append(
             f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, and this"
             f" {place} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
@@ -396,20 +344,7 @@ def prepare_mistakes(config: Config) -> list[str]:
     """Every value of `config` that breaks a rule and decides which tokens are prepared."""
     # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
     matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
-    return [mistake for mistake in value_mistakes(config, world_size=1) if mistake.startswith(matters)]
-
-
-def amount_mistakes(config: EvaluateConfig | EvaluationConfig, prefix: str = "") -> list[str]:
-    found, limit, size = [], config.limit, config.batch_size
-    if limit is not None and limit < 1:
-        found.append(f"{prefix}limit is {limit}: it must be at least 1, or null for all rows")
-    return found + number_or_auto(f"{prefix}batch_size", size)
-
-
-def number_or_auto(key: str, value: int | str) -> list[str]:
-    if value == "auto" if isinstance(value, str) else value >= 1:
-        return []
-    return [f"{key} is {value}: it must be auto, or a number of at least 1"]
+    return [mistake for mistake in mistakes(config, world_size=1) if mistake.startswith(matters)]
 
 
 def device_mistakes(key: str, device: Device) -> list[str]:

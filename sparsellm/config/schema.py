@@ -133,13 +133,15 @@ class DataConfig:
     tokenizer: str | None = key(
         None, "Tokenizer: hub name or local folder. null: train one on the text (local sources only)."
     )
-    tokenizer_vocab_size: int = key(4_096, "Vocabulary size of a tokenizer trained on the text.")
+    tokenizer_vocab_size: int = key(4_096, "Vocabulary size of a tokenizer trained on the text.", minimum=300)
     path: str | None = key(None, "Folder of the prepared tokens. null: data/NAME.")
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
         0.005,
         "Fraction of documents held out, chosen by content hash; with too few documents, that fraction of "
         "the text's end.",
+        above=0,
+        below=1,
     )
     mix: list[dict[str, Any]] = key(
         [],
@@ -150,7 +152,7 @@ class DataConfig:
         False, "Verify all prepared tokens at the start, even if they look unchanged since the last time."
     )
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
-    seed: int = key(0, "Seed for shuffling training blocks.")
+    seed: int = key(0, "Seed for shuffling training blocks.", minimum=0)
 
     @property
     def folder(self) -> Path:
@@ -175,9 +177,13 @@ class SparsityConfig:
         Activation.relu, "Activation function of the gate, or of the up projection if model.gated=false."
     )
     relu_tokens: int = key(
-        0, "Number of tokens over which SiLU is annealed to ReLU (init_from a SiLU model). 0: ReLU from the start."
+        0,
+        "Number of tokens over which SiLU is annealed to ReLU (init_from a SiLU model). 0: ReLU from the start.",
+        minimum=0,
     )
-    l1_coefficient: float = key(2e-5, "Coefficient of the L1 loss on the feedforward activations. 0: no L1 loss.")
+    l1_coefficient: float = key(
+        2e-5, "Coefficient of the L1 loss on the feedforward activations. 0: no L1 loss.", minimum=0
+    )
     l1_normalization: L1Normalization = key(
         L1Normalization.sum, "Per-token reduction of |h| that the coefficient multiplies."
     )
@@ -185,21 +191,26 @@ class SparsityConfig:
         L1Schedule.constant,
         "Schedule of the coefficient after l1_start_tokens: constant, or rising from 0 over l1_warmup_tokens.",
     )
-    l1_start_tokens: int = key(0, "Number of tokens before the L1 loss starts.")
+    l1_start_tokens: int = key(0, "Number of tokens before the L1 loss starts.", minimum=0)
     l1_warmup_tokens: int = key(
-        0, "Number of tokens over which the coefficient rises from 0 (l1_schedule=linear or cosine)."
+        0, "Number of tokens over which the coefficient rises from 0 (l1_schedule=linear or cosine).", minimum=0
     )
-    dead_after_tokens: int = key(10_000_000, "Number of tokens without firing after which a neuron counts as dead.")
+    dead_after_tokens: int = key(
+        10_000_000, "Number of tokens without firing after which a neuron counts as dead.", minimum=1
+    )
     reinit_dead_after_tokens: int | None = key(
         None,
         "Number of tokens without firing after which a neuron's gate row is reinitialized; none is during "
         "the last that many tokens. null: never.",
+        minimum=1,
     )
-    reinit_every: int = key(100, "Steps between reinitializations.")
+    reinit_every: int = key(100, "Steps between reinitializations.", minimum=1)
     reinit_blend: float = key(
         1.0,
         "Weight of the new row when a gate row is reinitialized. Below 1, the row is blended again at "
         "every reinitialization until its neuron fires.",
+        above=0,
+        maximum=1,
     )
 
 
@@ -212,38 +223,44 @@ class DistillConfig:
         "Teacher model with the same tokenizer: a run, a checkpoint, an hf/ folder or a hub name. null: "
         "no distillation.",
     )
-    weight: float = key(1.0, "Weight of temperature^2 x KL(teacher || student), which is added to the cross entropy.")
-    temperature: float = key(1.0, "Temperature that divides both models' logits in the KL.")
+    weight: float = key(
+        1.0, "Weight of temperature^2 x KL(teacher || student), which is added to the cross entropy.", above=0
+    )
+    temperature: float = key(1.0, "Temperature that divides both models' logits in the KL.", above=0)
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW, weight decay on matrices only; linear warm-up, then a schedule that decays to a fraction of the peak."""
 
-    learning_rate: float = key(1e-3, "Peak learning rate.")
+    learning_rate: float = key(1e-3, "Peak learning rate.", above=0)
     schedule: Schedule = key(
         Schedule.cosine,
         "Learning rate schedule after the warm-up. wsd: constant, then linear decay over the last "
         "decay_fraction of the steps.",
     )
-    decay_fraction: float = key(0.2, "Fraction of training.steps, at their end, over which wsd decays.")
-    final_lr_fraction: float = key(0.1, "Learning rate at the last step, as a fraction of the peak.")
-    warmup_steps: int = key(600, "Linear warm-up steps; unless typed, at most a tenth of training.steps.")
-    beta1: float = key(0.9, "Decay rate of AdamW's first moment.")
-    beta2: float = key(0.95, "Decay rate of AdamW's second moment.")
-    eps: float = key(1e-8, "Epsilon of AdamW.")
-    weight_decay: float = key(0.1, "Weight decay of every 2-D weight, the embedding included.")
-    grad_clip: float = key(1.0, "Maximum L2 norm of the gradient.")
+    decay_fraction: float = key(
+        0.2, "Fraction of training.steps, at their end, over which wsd decays.", above=0, maximum=1
+    )
+    final_lr_fraction: float = key(
+        0.1, "Learning rate at the last step, as a fraction of the peak.", minimum=0, maximum=1
+    )
+    warmup_steps: int = key(600, "Linear warm-up steps; unless typed, at most a tenth of training.steps.", minimum=0)
+    beta1: float = key(0.9, "Decay rate of AdamW's first moment.", minimum=0, below=1)
+    beta2: float = key(0.95, "Decay rate of AdamW's second moment.", minimum=0, below=1)
+    eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
+    weight_decay: float = key(0.1, "Weight decay of every 2-D weight, the embedding included.", minimum=0)
+    grad_clip: float = key(1.0, "Maximum L2 norm of the gradient.", above=0)
 
 
 @dataclass
 class TrainingConfig:
     """Amount of training: everything that decides the mathematics besides model, data, sparsity and optimizer."""
 
-    steps: int = key(9_537, "Optimizer steps.")
-    batch_size: int = key(512, "Sequences per optimizer step, over all ranks.")
-    sequence_length: int = key(2_048, "Sequence length in tokens.")
-    seed: int = key(0, "Seed for the initial weights.")
+    steps: int = key(9_537, "Optimizer steps.", minimum=1)
+    batch_size: int = key(512, "Sequences per optimizer step, over all ranks.", minimum=1)
+    sequence_length: int = key(2_048, "Sequence length in tokens.", minimum=1)
+    seed: int = key(0, "Seed for the initial weights.", minimum=0)
 
     @property
     def tokens_per_step(self) -> int:
@@ -272,9 +289,10 @@ class RuntimeConfig:
     micro_batch_size: int | str = key(
         "auto",
         "Sequences per forward pass and rank. auto: as many as fit the GPU (16 on a CPU), more once layers are sparse.",
+        minimum=1,
     )
     memory_limit_gib: float | None = key(
-        None, "GPU memory limit per rank in GiB, everything included. null: all of it."
+        None, "GPU memory limit per rank in GiB, everything included. null: all of it.", above=0
     )
     recompute: bool = key(False, "Recompute each layer in the backward pass instead of keeping its activations.")
     shard: Shard = key(
@@ -283,10 +301,14 @@ class RuntimeConfig:
         "(weights too).",
     )
     deterministic: bool = key(False, "Bitwise reproducible runs on the same ranks and hardware; slower.")
-    data_workers: int = key(2, "Data loading processes per rank (a stream: at most one). 0: load between steps.")
-    ddp_bucket_mb: int = key(64, "DDP gradient bucket size in MB (shard=none).")
+    data_workers: int = key(
+        2, "Data loading processes per rank (a stream: at most one). 0: load between steps.", minimum=0, maximum=256
+    )
+    ddp_bucket_mb: int = key(64, "DDP gradient bucket size in MB (shard=none).", minimum=1)
     ddp_compress: DdpCompress = key(DdpCompress.none, "Dtype of the gradient all-reduce. bf16: half the bytes.")
-    max_skipped_steps: int = key(10, "Consecutive steps with non-finite gradients after which the run stops.")
+    max_skipped_steps: int = key(
+        10, "Consecutive steps with non-finite gradients after which the run stops.", minimum=1
+    )
     profile_steps: list[int] = key(
         [], "First and last step, [FIRST,LAST], of a profiler trace written to profile/ in the run's folder."
     )
@@ -296,10 +318,10 @@ class RuntimeConfig:
 class LoggingConfig:
     """Metrics, validation, Weights & Biases."""
 
-    every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.")
-    validation_every: int = key(250, "Steps between validations. 0: never.")
+    every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.", minimum=1, maximum=10)
+    validation_every: int = key(250, "Steps between validations. 0: never.", minimum=0)
     validation_samples: int = key(
-        256, "Held-out sequences per validation, evenly spaced; from a stream, the first ones."
+        256, "Held-out sequences per validation, evenly spaced; from a stream, the first ones.", minimum=1
     )
     wandb: WandbMode = key(
         WandbMode.online, "Weights & Biases mode. online without a key falls back to offline, with a warning."
@@ -312,13 +334,13 @@ class LoggingConfig:
 class EvaluationConfig:
     """Downstream tasks during training; keys shared with `evaluate` have the same meaning."""
 
-    every: int = key(0, "Steps between evaluations, which include the last step. 0: never.")
+    every: int = key(0, "Steps between evaluations, which include the last step. 0: never.", minimum=0)
     tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
     data_dir: str | None = key(
         None, "Folder of local task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: download from the hub."
     )
-    limit: int | None = key(None, "Maximum rows per task. null: all.")
-    batch_size: int | str = key("auto", "Sequences per forward pass and rank.")
+    limit: int | None = key(None, "Maximum rows per task. null: all.", minimum=1)
+    batch_size: int | str = key("auto", "Sequences per forward pass and rank.", minimum=1)
 
 
 @dataclass
@@ -330,9 +352,9 @@ class RunConfig:
     )
     root: str = key("runs", "Folder that holds all runs.")
     restart: bool = key(False, "Start from scratch in a new folder instead of resuming.")
-    checkpoint_every: int = key(500, "Steps between checkpoints.")
-    keep_checkpoints: int = key(2, "Number of most recent checkpoints to keep.")
-    keep_every: int = key(0, "Steps between checkpoints that are never deleted. 0: none.")
+    checkpoint_every: int = key(500, "Steps between checkpoints.", minimum=1)
+    keep_checkpoints: int = key(2, "Number of most recent checkpoints to keep.", minimum=1)
+    keep_every: int = key(0, "Steps between checkpoints that are never deleted. 0: none.", minimum=0)
     hf_dtype: Precision | None = key(None, "Dtype of the exported hf/ weights. null: runtime.precision.")
     skip_damaged: bool = key(
         False, "Skip damaged checkpoints and damaged rows of metrics.jsonl instead of refusing to resume."
@@ -402,9 +424,9 @@ class EvaluateConfig:
         None, "Output folder. null: evaluation/ in the checkpoint, or evaluations/NAME if that is read-only."
     )
     limit: int | None = key(
-        None, "Maximum rows per task, for quick looks; does not apply to the held-out loss. null: all."
+        None, "Maximum rows per task, for quick looks; does not apply to the held-out loss. null: all.", minimum=1
     )
-    batch_size: int | str = key("auto", "Sequences per forward pass and rank.")
+    batch_size: int | str = key("auto", "Sequences per forward pass and rank.", minimum=1)
     dtype: Dtype = key(
         Dtype.auto, "Dtype of weights and activations. auto: the run's precision; without a run, as stored."
     )
@@ -428,9 +450,9 @@ class AnalyzeConfig:
     text: str | None = key(
         None, "File to read: plain text, jsonl or parquet with a column `text`. null: the run's own held-out blocks."
     )
-    sequences: int = key(64, "Maximum number of sequences to read.")
-    batch_size: int = key(8, "Sequences per forward pass.")
-    min_count: int = key(20, "Occurrences a token needs to be ranked among the most and least active.")
+    sequences: int = key(64, "Maximum number of sequences to read.", minimum=1)
+    batch_size: int = key(8, "Sequences per forward pass.", minimum=1)
+    min_count: int = key(20, "Occurrences a token needs to be ranked among the most and least active.", minimum=1)
     output_dir: str | None = key(
         None, "Output folder. null: analysis/ in the checkpoint, or analyses/NAME if that is read-only."
     )
@@ -459,9 +481,9 @@ class GenerateConfig:
         "folder or a hub name.",
     )
     prompt: Verbatim | None = key(None, "Prompt. null: read one prompt per line from standard input.")
-    tokens: int = key(128, "Maximum number of new tokens; generation stops at the end of a text.")
-    temperature: float = key(0.8, "Sampling temperature. 0: greedy.")
-    top_p: float = key(0.95, "Nucleus sampling threshold. 1: sample from all tokens.")
+    tokens: int = key(128, "Maximum number of new tokens; generation stops at the end of a text.", minimum=1)
+    temperature: float = key(0.8, "Sampling temperature. 0: greedy.", minimum=0)
+    top_p: float = key(0.95, "Nucleus sampling threshold. 1: sample from all tokens.", above=0, maximum=1)
     seed: int = key(0, "Seed for sampling.")
     dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.")
     device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
@@ -486,12 +508,12 @@ class BenchmarkConfig:
     text: str | None = key(
         None, "File to read: plain text, jsonl or parquet with a column `text`. null: each run's own held-out blocks."
     )
-    sequences: int = key(64, "Maximum number of sequences per forward pass and training step.")
-    micro_batch_size: int = key(8, "Sequences per micro-batch of a training step.")
-    prompts: int = key(16, "Maximum number of sequences generated at once.")
-    prompt_tokens: int = key(512, "Prompt length in tokens, at most half a sequence of the text.")
-    new_tokens: int = key(128, "New tokens per prompt, at most what the model's context has room for.")
-    seconds: float = key(3.0, "Approximate measuring time per number, in seconds.")
+    sequences: int = key(64, "Maximum number of sequences per forward pass and training step.", minimum=1)
+    micro_batch_size: int = key(8, "Sequences per micro-batch of a training step.", minimum=1)
+    prompts: int = key(16, "Maximum number of sequences generated at once.", minimum=1)
+    prompt_tokens: int = key(512, "Prompt length in tokens, at most half a sequence of the text.", minimum=1)
+    new_tokens: int = key(128, "New tokens per prompt, at most what the model's context has room for.", minimum=3)
+    seconds: float = key(3.0, "Approximate measuring time per number, in seconds.", above=0)
     output_dir: str | None = key(
         None, "Output folder. null: benchmark/ in the first checkpoint, or benchmarks/NAME if that is read-only."
     )
@@ -562,10 +584,10 @@ def l1_denominator(normalization: L1Normalization, model: ModelConfig) -> int:
     }[normalization]
 
 
-def l1_coefficient_as(config: Config, normalization: L1Normalization) -> float:
+def l1_coefficient_as(sparsity: SparsityConfig, model: ModelConfig, normalization: L1Normalization) -> float:
     """The coefficient that gives the same loss under `normalization` (DESIGN §2)."""
-    own = l1_denominator(config.sparsity.l1_normalization, config.model)
-    return config.sparsity.l1_coefficient * (l1_denominator(normalization, config.model) / own)
+    own = l1_denominator(sparsity.l1_normalization, model)
+    return sparsity.l1_coefficient * (l1_denominator(normalization, model) / own)
 
 
 def relu_share(tokens: int, config: SparsityConfig) -> float:

@@ -1,7 +1,9 @@
 """What this package raises."""
 
+from sparsellm.system.errors import SparsellmError
 
-class DataError(ValueError):
+
+class DataError(SparsellmError, ValueError):
     """Documents, a tokenizer, prepared tokens or a data position that cannot be used: what, why, and the remedy."""
 
 

@@ -16,29 +16,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsellm.config import MIX_PERIOD, Config
+from sparsellm.config import MIX_PERIOD, DataConfig
 from sparsellm.config.groups import choices
 from sparsellm.config.rules import mix_mistakes
 from sparsellm.data import manifest
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.data.packed import PackedTokens, Samples, permutation
+from sparsellm.data.request import Request
 
 ORDER = 1  # in the key of a period's permutation, which tells it from one of a source's epoch
 
 
-def folders(config: Config) -> dict[str, Path]:
+def folders(data: DataConfig) -> dict[str, Path]:
     """The sources by their names; a name that is no path is that of data/NAME."""
-    given = [source["data"] for source in config.data.mix]
+    given = [source["data"] for source in data.mix]
     return {
         name: Path("data", name) if given == name else Path(expanduser(given))  # noqa: PTH111 (Path's may raise)
-        for name, given in zip(config.data.mix_names, given, strict=True)
+        for name, given in zip(data.mix_names, given, strict=True)
     }
 
 
-def counts(config: Config, total: int = MIX_PERIOD) -> tuple[int, ...]:
+def counts(data: DataConfig, total: int = MIX_PERIOD) -> tuple[int, ...]:
     """How many of `total` each source has, by its weight: largest remainders."""
-    weights = [source["weight"] for source in config.data.mix]
+    weights = [source["weight"] for source in data.mix]
     exact = [total * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
@@ -102,41 +103,41 @@ def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray
     return source, before
 
 
-def mixed(config: Config, found: dict[str, tuple[Path, Manifest]], **reading: Any) -> MixedTokens:
+def mixed(data: DataConfig, found: dict[str, tuple[Path, Manifest]], **reading: Any) -> MixedTokens:
     """The samples of what was `found` in the sources' folders; `reading` as PackedTokens take it."""
     sources = {name: PackedTokens(folder, ready, **reading) for name, (folder, ready) in found.items()}
-    return MixedTokens(sources, counts(config), **reading)
+    return MixedTokens(sources, counts(data), **reading)
 
 
-def validation(config: Config, tokens: MixedTokens) -> torch.Tensor:
-    """Held-out blocks, of each source its share and at least one: int64 [V, T + 1]. V is logging.validation_samples, or
-    less where a source has not its share of so many: then its loss would count for less than in training."""
+def validation(data: DataConfig, samples: int, tokens: MixedTokens) -> torch.Tensor:
+    """Held-out blocks, of each source its share and at least one: int64 [V, T + 1]. V is `samples`, or fewer where
+    a source has less than its share of them: otherwise its loss would count for less than in training."""
     there = [blocks(source.manifest.validation.tokens, tokens.sequence_length) for source in tokens.sources.values()]
     most = [found * MIX_PERIOD // count for found, count in zip(there, tokens.counts, strict=True)]
-    shares = counts(config, min(config.logging.validation_samples, *most))
+    shares = counts(data, min(samples, *most))
     return torch.cat([
         source.validation(max(1, share)) for source, share in zip(tokens.sources.values(), shares, strict=True)
     ])  # fmt: skip
 
 
-def read(config: Config) -> dict[str, tuple[Path, Manifest]]:
+def read(request: Request) -> dict[str, tuple[Path, Manifest]]:
     """The folder and manifest of each source. Raises DataError."""
-    found, wrong = _examined(config)
+    found, wrong = _examined(request)
     if wrong:
         raise DataError("; ".join(wrong))
     return found
 
 
-def mistakes(config: Config) -> list[str]:
+def mistakes(request: Request) -> list[str]:
     """Everything wrong with the sources that a look at their manifests and the sizes of their files shows."""
-    return [] if mix_mistakes(config.data) else _examined(config)[1]  # sparsellm.config refuses the former
+    return [] if mix_mistakes(request.data) else _examined(request)[1]  # sparsellm.config refuses the former
 
 
-def _examined(config: Config) -> tuple[dict[str, tuple[Path, Manifest]], list[str]]:
+def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[str]]:
     """The folder and manifest of each source that has one, and what is wrong with them."""
     found: dict[str, tuple[Path, Manifest]] = {}
     wrong: list[str] = []
-    for name, folder in folders(config).items():
+    for name, folder in folders(request.data).items():
         try:
             ready = manifest.read(folder)
         except DataError as error:
@@ -145,10 +146,10 @@ def _examined(config: Config) -> tuple[dict[str, tuple[Path, Manifest]], list[st
         if ready is None:
             begun = (folder / "progress.json").exists()
             how = "the preparation of its tokens has not finished" if begun else "there are no prepared tokens"
-            wrong.append(f"data.mix, {name} in {folder}: {how}; run {_command(config, name, folder)}")
+            wrong.append(f"data.mix, {name} in {folder}: {how}; run {_command(request, name, folder)}")
             continue
         found[name] = (folder, ready)
-        wrong += manifest.size_mistakes(ready, folder) + _fit(config, name, folder, ready)
+        wrong += manifest.size_mistakes(ready, folder) + _fit(request, name, folder, ready)
     if len({ready.tokenizer_hash for _, ready in found.values()}) > 1:
         each = ", ".join(f"{name} with {ready.tokenizer_hash[:8]}" for name, (_, ready) in found.items())
         wrong.append(
@@ -158,9 +159,9 @@ def _examined(config: Config) -> tuple[dict[str, tuple[Path, Manifest]], list[st
     return found, wrong
 
 
-def _fit(config: Config, name: str, folder: Path, ready: Manifest) -> list[str]:
+def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str]:
     """Whether the model and the sequences are too large for a source, or too small."""
-    length, rows = config.training.sequence_length, config.model.vocab_size
+    length, rows = request.training.sequence_length, request.vocab_size
     splits, found = (ready.train, ready.validation), []
     if min(blocks(split.tokens, length) for split in splits) < 1:
         found.append(
@@ -176,10 +177,10 @@ def _fit(config: Config, name: str, folder: Path, ready: Manifest) -> list[str]:
     return found
 
 
-def _command(config: Config, name: str, folder: Path) -> str:
+def _command(request: Request, name: str, folder: Path) -> str:
     """What prepares a source, with as many tokens as the run reads of it."""
-    share = dict(zip(config.data.mix_names, counts(config), strict=True))[name] / MIX_PERIOD
-    training = config.training
+    share = dict(zip(request.data.mix_names, counts(request.data), strict=True))[name] / MIX_PERIOD
+    training = request.training
     tokens = int(share * training.steps * training.tokens_per_step) + training.sequence_length + 1
     known = name in choices("data")
     overrides = [f"data={name}"] if known else ["data=files", f"data.name={name}", "data.files=[...]"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.config import Config, Source
+from sparsellm.config import RunConfig, Source
 from sparsellm.data import corpus, manifest, mix, sources, tokenizer
 from sparsellm.data.checksums import Verified
 from sparsellm.data.errors import DataError
@@ -49,12 +49,12 @@ class Data:
         return self.tokens.batches(state)
 
 
-def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
+def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> list[str]:
     """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy.
 
-    `typed`: the overrides that `config` was composed from, of which a remedy takes what it needs.
+    `typed`: the overrides that the configuration was composed from, of which a remedy takes what it needs.
     """
-    data, training, request = config.data, config.training, Request(config)
+    data, training = request.data, request.training
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
         return []  # refused by sparsellm.config; how many tokens are needed is not known
     if data.source == Source.files and not data.files:
@@ -62,7 +62,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     if data.streaming:
         return request.source_mistakes()
     if data.mix:
-        return mix.mistakes(config)
+        return mix.mistakes(request)
     folder = data.folder
     try:
         if data.source == Source.stdlib_docs and manifest.is_unsealed(folder):
@@ -90,97 +90,102 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
             f" or train on these again and again with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
-    if world_size_from_environment() == 1 and not _has_begun(config):  # of several ranks one looks, later: it may read
+    if world_size_from_environment() == 1 and not _has_begun(run):  # of several ranks one looks, later: it may read
         found += [sources.refusal(change, folder) for change in sources.changes(ready, folder)]
     found += request.block_mistakes(ready)
     found += request.vocabulary_mistakes(ready.vocab_size)
     return found + request.changed_tokenizer_mistakes(ready)
 
 
-def _has_begun(config: Config) -> bool:
+def _has_begun(run: RunConfig) -> bool:
     """Whether there is a run of this name, which goes on: its position belongs to the tokens, by their checksum."""
-    return config.run.name is not None and not config.run.restart and (config.run.folder / CONFIG).is_file()
+    return run.name is not None and not run.restart and (run.folder / CONFIG).is_file()
 
 
-def open_data(config: Config, ranks: Ranks) -> Data:
-    """The data of `config` for this rank of a process group; all ranks call it together.
+def open_data(request: Request, run: RunConfig, validation_samples: int, workers: int, ranks: Ranks) -> Data:
+    """The data of `run` for this rank of a process group; all ranks call it together.
+
+    `workers`: processes of each rank that load it.
 
     Rank 0 prepares the embedded corpus if it is not there yet, and reads prepared files once to verify their checksums.
     Raises DataError on rank 0, and RuntimeError with its message on the others.
     """
-    opening = _Opening(config, ranks)
-    if config.data.mix:
+    opening = _Opening(request, run, validation_samples, workers, ranks)
+    if request.data.mix:
         return opening.mixed()
-    return opening.streamed() if config.data.streaming else opening.packed()
+    return opening.streamed() if request.data.streaming else opening.packed()
 
 
-def open_validation(config: Config, tokenizer_folder: Path, run: Path) -> torch.Tensor:
-    """The held-out blocks that a run of `config` validates on, int64 [V, T + 1]. For one process; prepares nothing.
+def open_validation(request: Request, samples: int, tokenizer_folder: Path, run: Path) -> torch.Tensor:
+    """The held-out blocks that a run validates on, int64 [V, T + 1], `samples` or all. For one process; prepares
+    nothing.
 
-    `tokenizer_folder` holds the run's tokenizer: the hf/ of one of its checkpoints. A relative path in `config` starts
+    `tokenizer_folder` holds the run's tokenizer: the hf/ of one of its checkpoints. A relative path in `request` starts
     at the folder in which the run was started: the working directory is tried, then the folders that `run` lies in.
     Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
-    return _OfRun(config, tokenizer_folder, run).validation()
+    return _OfRun(request, samples, tokenizer_folder, run).validation()
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """What opens the data of `config` on one of the `ranks`, which call every method together."""
+    """What opens the data of `run` on one of the `ranks`, which call every method together."""
 
-    config: Config
+    request: Request
+    run: RunConfig
+    samples: int  # held-out blocks at most
+    workers: int
     ranks: Ranks
 
     def packed(self) -> Data:
-        folder = self.config.data.folder
+        folder = self.request.data.folder
         on_main(self.ranks, self._verify)
         ready = manifest.read(folder)
         require_shared(f"data.path={folder}", ready if ready and not manifest.size_mistakes(ready, folder) else None)
         assert ready is not None
         tokens = PackedTokens(
-            folder=folder, manifest=ready, batch_size=self.config.training.batch_size, **self._reading()
+            folder=folder, manifest=ready, batch_size=self.request.training.batch_size, **self._reading()
         )
         return Data(
             tokenizer_folder=folder / "tokenizer",
             end_of_text_id=ready.end_of_text_id,
             begin_of_text_id=ready.begin_of_text_id,
-            validation=tokens.validation(self.config.logging.validation_samples),
+            validation=tokens.validation(self.samples),
             tokens=tokens,
         )
 
     def mixed(self) -> Data:
         def verify() -> None:
-            for folder, ready in mix.read(self.config).values():
+            for folder, ready in mix.read(self.request).values():
                 self._verify_folder(folder, ready)
 
         on_main(self.ranks, verify)
-        tokens = mix.mixed(
-            self.config, mix.read(self.config), batch_size=self.config.training.batch_size, **self._reading()
-        )
-        first, samples = next(iter(tokens.sources.values())), self.config.logging.validation_samples
+        data, batch_size = self.request.data, self.request.training.batch_size
+        tokens = mix.mixed(data, mix.read(self.request), batch_size=batch_size, **self._reading())
+        first = next(iter(tokens.sources.values()))
         return Data(
             tokenizer_folder=first.folder / "tokenizer",
             end_of_text_id=first.manifest.end_of_text_id,
             begin_of_text_id=first.manifest.begin_of_text_id,
-            validation=mix.validation(self.config, tokens),
+            validation=mix.validation(data, self.samples, tokens),
             tokens=tokens,
-            named_validation={name: source.validation(samples) for name, source in tokens.sources.items()},
+            named_validation={name: source.validation(self.samples) for name, source in tokens.sources.items()},
         )
 
     def _verify(self) -> None:
         """On the main rank: prepare the embedded corpus if need be, and hold what is there against its checksums."""
-        folder = self.config.data.folder
-        if self.config.data.source == Source.stdlib_docs:
-            prepare(self.config)
-        if found := mistakes(self.config):
+        folder = self.request.data.folder
+        if self.request.data.source == Source.stdlib_docs:
+            prepare(self.request)
+        if found := mistakes(self.request, self.run):
             raise DataError("; ".join(found))
         if (ready := manifest.read(folder)) is not None:
             self._verify_folder(folder, ready)
 
     def _verify_folder(self, folder: Path, ready: manifest.Manifest) -> None:
-        manifest.verify(ready, folder, verified=Verified(folder, again=self.config.data.verify))
+        manifest.verify(ready, folder, verified=Verified(folder, again=self.request.data.verify))
         for change in sources.changes(ready, folder):
-            if not _has_begun(self.config):
+            if not _has_begun(self.run):
                 raise DataError(sources.refusal(change, folder))
             warn(f"{change}: the run goes on with the tokens that it began with")
 
@@ -189,7 +194,7 @@ class _Opening:
         files, ends, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
-        require_shared(f"data.path={self.config.data.folder}", tokenizer_files)
+        require_shared(f"data.path={self.request.data.folder}", tokenizer_files)
         require_shared("data.files", [path.stat().st_size if path.is_file() else None for path in local])
         tokens = self._stream(files, ends, folder)
         return Data(folder, end, validation, tokens, begin_of_text_id=begin)
@@ -197,12 +202,12 @@ class _Opening:
     def _find(self) -> tuple[corpus.Files, dict[str, str], Path, tuple[int, int | None], torch.Tensor]:
         """On the main rank: the files and the checksums of their ends, the tokenizer's folder, the ids that end and
         begin a text, held-out blocks."""
-        data = self.config.data
+        data = self.request.data
         assert data.tokenizer is not None
-        vocabulary = tokenizer.load(data.tokenizer, Request(self.config).tokenizer_key)
-        if found := Request(self.config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
+        vocabulary = tokenizer.load(data.tokenizer, self.request.tokenizer_key)
+        if found := self.request.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
             raise DataError("; ".join(found))
-        tokenizer.say_form(vocabulary, f"{Request(self.config).tokenizer_key}={data.tokenizer}")
+        tokenizer.say_form(vocabulary, f"{self.request.tokenizer_key}={data.tokenizer}")
         # Named by its content, so that it never takes the place of one that other tokens were made with.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         as_found = (vocabulary.found or "").encode()
@@ -213,12 +218,12 @@ class _Opening:
             tokenizer.save(vocabulary, folder)
         files = corpus.find_files(data)
         tokens = self._stream(files, corpus.ends(files), folder)
-        validation = tokens.validation(self.config.logging.validation_samples)
+        validation = tokens.validation(self.samples)
         ends = tokenizer.end_of_text_id(vocabulary), tokenizer.begin_of_text_id(vocabulary)
         return files, tokens.ends, folder, ends, validation
 
     def _stream(self, files: corpus.Files, ends: dict[str, str], folder: Path) -> TokenStream:
-        data, share = self.config.data, self.config.training.batch_size // self.ranks.world_size
+        data, share = self.request.data, self.request.training.batch_size // self.ranks.world_size
         return TokenStream(
             files=files, ends=ends, text_column=data.text_column, tokenizer_folder=folder,
             validation_fraction=data.validation_fraction, skip_bad_records=data.skip_bad_records, share=share,
@@ -228,27 +233,28 @@ class _Opening:
     def _reading(self) -> dict[str, Any]:
         """What prepared tokens and a stream are read with alike."""
         return {
-            "sequence_length": self.config.training.sequence_length,
+            "sequence_length": self.request.training.sequence_length,
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
-            "seed": self.config.data.seed,
-            "workers": self.config.runtime.data_workers,
+            "seed": self.request.data.seed,
+            "workers": self.workers,
             "pin_memory": self.ranks.device.type == "cuda",
         }
 
 
 @dataclass(frozen=True)
 class _OfRun:
-    """The data that a run of `config` in the folder `run` was trained with, found again."""
+    """The data that the run in the folder `run` was trained with, found again."""
 
-    config: Config
+    request: Request
+    samples: int  # held-out blocks at most
     tokenizer_folder: Path
     run: Path
 
     def validation(self) -> torch.Tensor:
-        data, samples = self.config.data, self.config.logging.validation_samples
+        data, samples = self.request.data, self.samples
         alone: dict[str, Any] = {
-            "sequence_length": self.config.training.sequence_length,
+            "sequence_length": self.request.training.sequence_length,
             "rank": 0,
             "world_size": 1,
             "seed": data.seed,
@@ -262,8 +268,8 @@ class _OfRun:
             )  # fmt: skip
             return stream.validation(samples)
         if data.mix:
-            found = {name: self._tokens(folder, name) for name, folder in mix.folders(self.config).items()}
-            return mix.validation(self.config, mix.mixed(self.config, found, batch_size=1, **alone))
+            found = {name: self._tokens(folder, name) for name, folder in mix.folders(data).items()}
+            return mix.validation(data, samples, mix.mixed(data, found, batch_size=1, **alone))
         folder, ready = self._tokens(data.folder)
         return PackedTokens(folder, ready, batch_size=1, **alone).validation(samples)
 
@@ -277,7 +283,7 @@ class _OfRun:
 
         `source`: the name of those tokens in the mix, if they are of one.
         """
-        request = Request(self.config)
+        request = self.request
         digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder), "checkpoint")), []
         # Where data.path is absolute, `start / path` is `path` itself.
         for folder in dict.fromkeys(start / path for start in self._starts):
@@ -319,7 +325,7 @@ class _OfRun:
 
     def _files(self) -> corpus.Files:
         """The files that a streaming run reads."""
-        data = self.config.data
+        data = self.request.data
         if data.source != Source.files:
             return corpus.find_files(data)
         for start in self._starts:

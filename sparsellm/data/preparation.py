@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sparsellm.config import Config, Source
+from sparsellm.config import DataConfig, Source
 from sparsellm.data import corpus, encoding, sources, tokenizer
 from sparsellm.data.checksums import VERIFIED, Verified, digest_of, stamp
 from sparsellm.data.corpus import Document
@@ -69,9 +69,9 @@ TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
 AGAIN = "again"  # in a folder whose stream is cut: the preparation of more tokens
 
 
-def preparation_mistakes(config: Config) -> list[str]:
-    """Everything that keeps `config` from being prepared and can be known with no network and no writes."""
-    data, folder, request = config.data, config.data.folder, Request(config)
+def preparation_mistakes(request: Request) -> list[str]:
+    """Everything that keeps tokens from being prepared and can be known with no network and no writes."""
+    data, folder = request.data, request.data.folder
     if data.mix:
         return [
             "data.mix joins tokens that are there: prepare each of its sources by itself (data=NAME), without data.mix"
@@ -107,32 +107,32 @@ def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
     return replace(manifest, recipe=manifest.recipe | {key: request.recipe[key]})
 
 
-def prepare(config: Config) -> Manifest:
-    """Fill `data.path` with `Request.token_limit` training tokens or more, or all there are, and the held-out documents
+def prepare(request: Request) -> Manifest:
+    """Fill `data.path` with `request.token_limit` training tokens or more, or all there are, and the held-out documents
     that came between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
     nothing behind where no document was prepared or the text is too short for a block of each split. On a full disk
     too, what was prepared before stays, and the next call goes on from there.
     """
-    folder, limit = config.data.folder, Request(config).token_limit
-    if not config.data.streaming and is_unsealed(folder):
+    folder, limit = request.data.folder, request.token_limit
+    if not request.data.streaming and is_unsealed(folder):
         with _exclusive(folder), _writing(folder, limit, []):
             if is_unsealed(folder):
                 unsealed = read_unsealed(folder)
-                if found := Request(config).recipe_mistakes(unsealed):
+                if found := request.recipe_mistakes(unsealed):
                     raise DataError("; ".join(found))
                 seal(unsealed, folder)
         print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
-    if not config.data.streaming and _is_made_again(folder):
+    if not request.data.streaming and _is_made_again(folder):
         with _exclusive(folder), _writing(folder, limit, []):
             if _is_made_again(folder):
                 _take_place(folder)
-    if mistakes := preparation_mistakes(config):
+    if mistakes := preparation_mistakes(request):
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
     if ready is not None and is_enough(ready, limit):
         return ready
     if ready is None and not (folder / "progress.json").exists():
-        started = _start(config)  # before anything is written: what fails, fails here
+        started = _start(request)  # before anything is written: what fails, fails here
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _exclusive(folder), _writing(folder, limit, made):
         # Another process may have worked here while this one waited.
@@ -142,21 +142,21 @@ def prepare(config: Config) -> Manifest:
         if done is not None:
             verify(done, folder)  # or the new checksums would vouch for old damage
             if done.cut:
-                return _prepare_again(config, folder, done)
+                return _prepare_again(request, folder, done)
         # With both there, an extension was stopped, or a preparation at its very end: then they agree.
         before = progress
         if done is not None and (progress is None or not _is_ahead(progress, done)):
             before = replace(done, extends=True)
         if before is not None:
-            manifest, vocabulary, documents = _continue(config, folder, before)
+            manifest, vocabulary, documents = _continue(request, folder, before)
         else:
-            manifest, vocabulary, documents = started or _start(config)
+            manifest, vocabulary, documents = started or _start(request)
             tokenizer.save(vocabulary, folder / "tokenizer")
             manifest.files = checksums_of_tokenizer(folder)
         write(manifest, folder, "progress.json")
 
         try:
-            _write_tokens(config, folder, manifest, vocabulary, documents, limit)
+            _write_tokens(request.data.validation_fraction, folder, manifest, vocabulary, documents, limit)
         except DataError:
             reached = read(folder, "progress.json")
             if not manifest.extends and reached is not None and reached.position == corpus.START:
@@ -189,15 +189,15 @@ def _is_ahead(progress: Manifest, done: Manifest) -> bool:
     return (now["file"], now["document"]) > (then["file"], then["document"])
 
 
-def _prepare_again(config: Config, folder: Path, done: Manifest) -> Manifest:
+def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
     """More tokens than `done`, which is cut, in its `folder`, which is locked."""
-    _with_sources_of_now(config, folder, done)  # or the former tokens would not be among the new ones
+    _with_sources_of_now(request.data, folder, done)  # or the former tokens would not be among the new ones
     again = folder / AGAIN
     if read(again, "progress.json") is None:
         shutil.rmtree(again, ignore_errors=True)
         shutil.copytree(folder / "tokenizer", again / "tokenizer")
         write(_from_the_start(replace(done, extends=True)), again, "progress.json")
-    manifest = prepare(replace(config, data=replace(config.data, path=str(again))))
+    manifest = prepare(replace(request, data=replace(request.data, path=str(again))))
     _take_place(folder)
     return manifest
 
@@ -218,8 +218,8 @@ def _take_place(folder: Path) -> None:
     (folder / "progress.json").unlink(missing_ok=True)
 
 
-def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
-    data = config.data
+def _start(request: Request) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
+    data = request.data
     files: corpus.Files = {}
     licence, unparsable, characters = None, 0, None
     if data.source == Source.stdlib_docs:
@@ -229,10 +229,10 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
         documents = corpus.from_texts(texts)
     else:
         if data.tokenizer is not None:
-            vocabulary = tokenizer.load(data.tokenizer, Request(config).tokenizer_key)
-            if found := Request(config).vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
+            vocabulary = tokenizer.load(data.tokenizer, request.tokenizer_key)
+            if found := request.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
                 raise DataError("; ".join(found))
-            tokenizer.say_form(vocabulary, f"{Request(config).tokenizer_key}={data.tokenizer}")
+            tokenizer.say_form(vocabulary, f"{request.tokenizer_key}={data.tokenizer}")
         files = corpus.find_files(data)
         from_start = partial(corpus.read, list(files), data.text_column, skip_bad_records=data.skip_bad_records)
         if data.tokenizer is None:
@@ -245,13 +245,13 @@ def _start(config: Config) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
             assert data.dataset is not None
             licence = corpus.card_licence(data.dataset)
     manifest = Manifest(
-        recipe=Request(config).recipe,
+        recipe=request.recipe,
         source_files=files,
         tokenizer_hash=tokenizer.digest(vocabulary),
         vocab_size=tokenizer.vocabulary_size(vocabulary),
         end_of_text_id=tokenizer.end_of_text_id(vocabulary),
         begin_of_text_id=tokenizer.begin_of_text_id(vocabulary),
-        sequence_length=config.training.sequence_length,
+        sequence_length=request.training.sequence_length,
         licence=licence,
         unparsable_modules=unparsable,
         tokenizer_characters=characters,
@@ -276,14 +276,14 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
     return tokenizer.train(texts, vocab_size), characters
 
 
-def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
+def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
     """Hub files are those of the commit that preparation started with; local ones may have changed where unfinished."""
-    data = config.data
+    data = request.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
-    manifest = _with_sources_of_now(config, folder, manifest)
+    manifest = _with_sources_of_now(data, folder, manifest)
     if not manifest.extends:
-        manifest = replace(_with_files_of(Request(config), manifest), sequence_length=config.training.sequence_length)
+        manifest = replace(_with_files_of(request, manifest), sequence_length=request.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
     if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
@@ -297,7 +297,7 @@ def _continue(config: Config, folder: Path, manifest: Manifest) -> tuple[Manifes
     return manifest, vocabulary, documents
 
 
-def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Manifest:
+def _with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
     """`manifest` with the source files as they are now: later ones may have changed or gone, and so may the one that is
     being read, which then begins again. Raises DataError if one that was read to its end has, or if there are others.
     """
@@ -307,7 +307,7 @@ def _with_sources_of_now(config: Config, folder: Path, manifest: Manifest) -> Ma
             f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
         )
     before, position = manifest.source_files, manifest.position
-    now = corpus.find_files(config.data) if config.data.source == Source.files else before
+    now = corpus.find_files(data) if data.source == Source.files else before
     verified = Verified(folder)
     # All the bytes of what was read: that takes seconds a gigabyte, where tokenizing them took minutes.
     other = {
@@ -433,7 +433,7 @@ def _from_the_start(manifest: Manifest) -> Manifest:
 
 
 def _write_tokens(
-    config: Config,
+    validation_fraction: float,
     folder: Path,
     manifest: Manifest,
     vocabulary: Vocabulary,
@@ -442,7 +442,7 @@ def _write_tokens(
 ) -> None:
     """Append to the files from `manifest.position` on, keeping progress.json and `manifest` in step with them."""
     assert manifest.position is not None
-    fraction, name = config.data.validation_fraction, f"preparing {folder}"
+    name = f"preparing {folder}"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_Writer(folder, split, manifest)) for split in SPLITS}
         read = _Read(folder, manifest)
@@ -451,7 +451,7 @@ def _write_tokens(
         )
         if _is_read(manifest, limit):  # a kill came after the last document and before the manifest
             return
-        chunks = encoding.encoded(corpus.chunks(documents), vocabulary, fraction, manifest.token_dtype)
+        chunks = encoding.encoded(corpus.chunks(documents), vocabulary, validation_fraction, manifest.token_dtype)
         for chunk in stack.enter_context(closing(chunks)):
             encoded = zip(*chunk.encoded, strict=True)
             for document in chunk.documents:

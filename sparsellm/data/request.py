@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import Config, DataConfig, Source, composition
+from sparsellm.config import Config, DataConfig, Source, TrainingConfig, composition
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks, longest_sequence
@@ -19,9 +19,16 @@ from sparsellm.hf import hub
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens that `config` asks for. What is wrong with something is a list of sentences, each with its remedy."""
+    """The tokens that a run asks for. What is wrong with something is a list of sentences, each with its remedy."""
 
-    config: Config
+    data: DataConfig
+    training: TrainingConfig
+    vocab_size: int  # the model's
+    init_from: str | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> "Request":
+        return cls(config.data, config.training, config.model.vocab_size, config.init_from)
 
     @property
     def token_limit(self) -> int | None:
@@ -29,7 +36,7 @@ class Request:
 
         None is all: the default of the embedded corpus, which costs seconds.
         """
-        data, training = self.config.data, self.config.training
+        data, training = self.data, self.training
         if data.max_tokens is not None:
             return data.max_tokens
         if data.source == Source.stdlib_docs:
@@ -39,7 +46,7 @@ class Request:
     @property
     def recipe(self) -> dict[str, Any]:
         """The keys that decide which tokens are prepared, and their values."""
-        data = self.config.data
+        data = self.data
         keys: tuple[str, ...] = {
             Source.stdlib_docs: ("tokenizer_vocab_size",),
             Source.hub: ("dataset", "subset", "split", "text_column", "tokenizer"),
@@ -56,7 +63,7 @@ class Request:
     @property
     def tokenizer_key(self) -> str:
         """Which key names the tokenizer: where data.tokenizer is that of init_from, the latter was typed."""
-        own = self.config.init_from is not None and self.config.data.tokenizer == self.config.init_from
+        own = self.init_from is not None and self.data.tokenizer == self.init_from
         return "init_from" if own else tokenizer.KEY
 
     def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
@@ -67,7 +74,7 @@ class Request:
             for key in sorted(made.keys() | asked.keys())
             if made.get(key) != asked.get(key)
         ]
-        if manifest.bad_records and not self.config.data.skip_bad_records:
+        if manifest.bad_records and not self.data.skip_bad_records:
             differences.append(
                 f"data.skip_bad_records=true passed over {manifest.bad_records:,} records that cannot be read, and is"
                 " false now"
@@ -75,14 +82,14 @@ class Request:
         if not differences:
             return []
         return [
-            f"{folder or self.config.data.path} was prepared from something else ({'; '.join(differences)}):"
+            f"{folder or self.data.path} was prepared from something else ({'; '.join(differences)}):"
             " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
             " delete the folder"
         ]
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
         """Whether a split of a finished folder is too small for a single block."""
-        length, (train, validation) = self.config.training.sequence_length, (manifest.train, manifest.validation)
+        length, (train, validation) = self.training.sequence_length, (manifest.train, manifest.validation)
         if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
             return []
         remedies = []
@@ -93,14 +100,14 @@ class Request:
         else:
             remedies.append("give more text, with another data.path")
         return [
-            f"data.path={self.config.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out"
+            f"data.path={self.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out"
             f" tokens, and a block of training.sequence_length {length} takes {length + 1:,} of each:"
             f" {', or '.join(remedies)}"
         ]
 
     def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
         """Whether the tokenizer has ids that the model has no row for."""
-        data, rows = self.config.data, self.config.model.vocab_size
+        data, rows = self.data, self.vocab_size
         if vocab_size <= rows:
             return []
         if data.tokenizer is None:
@@ -111,9 +118,9 @@ class Request:
             remedy = "use a smaller tokenizer"
             if data.source == Source.files and not data.streaming:
                 remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
-        if self.config.init_from is not None:
+        if self.init_from is not None:
             return [
-                f"{name} has {vocab_size:,} ids and the model of init_from={self.config.init_from} {rows:,}: the two"
+                f"{name} has {vocab_size:,} ids and the model of init_from={self.init_from} {rows:,}: the two"
                 " must be of one model, whose tokenizer your own texts get by themselves (data=files"
                 " data.files=[PATTERN,...])"
             ]
@@ -124,7 +131,7 @@ class Request:
 
     def source_mistakes(self) -> list[str]:
         """Missing files, and a tokenizer that is missing, cannot be read or has more ids than the model has rows."""
-        data = self.config.data
+        data = self.data
         found = corpus.local_files(data.files)[1] if data.source == Source.files else []
         if data.tokenizer is None:
             return found + self.vocabulary_mistakes(data.tokenizer_vocab_size)
@@ -140,7 +147,7 @@ class Request:
 
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
         """Whether a local tokenizer is not the one that the tokens were made with."""
-        name = self.config.data.tokenizer
+        name = self.data.tokenizer
         if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []
         try:
@@ -150,7 +157,7 @@ class Request:
         if manifest.tokenizer_hash in tokenizer.digests(vocabulary):
             return []
         return [
-            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.config.data.path} was prepared:"
+            f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.data.path} was prepared:"
             " bring it back, or choose another data.path and prepare again"
         ]
 
@@ -164,7 +171,7 @@ class Request:
 
         def prepares_it(texts: Sequence[str]) -> bool:
             composed = composition(list(texts))
-            return not composed.mistakes and Request(composed.config)._overrides() == wanted
+            return not composed.mistakes and Request.of(composed.config)._overrides() == wanted
 
         if typed and prepares_it(typed):
             overrides = list(typed)
@@ -176,15 +183,15 @@ class Request:
     def _overrides(self) -> list[str]:
         """What preparation looks at, whatever choices the configuration was composed from."""
         # data=files adds its name and source to the defaults, so what differs from the defaults says it all.
-        data, default = self.config.data, DataConfig(name="files", source=Source.files)
+        data, default = self.data, DataConfig(name="files", source=Source.files)
         keys = ["name", "source", *(key.removeprefix("data.") for key in self.recipe if key.startswith("data."))]
         keys.append("skip_bad_records")
         keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
         overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
         overrides.append(_override("data.max_tokens", self.token_limit))
         # Of the model and the training, what preparation looks at: the command composes another experiment.
-        overrides.append(_override("model.vocab_size", self.config.model.vocab_size))
-        overrides.append(_override("training.sequence_length", self.config.training.sequence_length))
+        overrides.append(_override("model.vocab_size", self.vocab_size))
+        overrides.append(_override("training.sequence_length", self.training.sequence_length))
         return ["data=files", *overrides]
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from sparsellm.distributed.lifeline import ARRIVAL, PATIENCE, Lifeline, RanksMissing
 from sparsellm.system.console import say, warn
+from sparsellm.system.errors import SparsellmError
 
 TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, and with a sentence
 
@@ -45,7 +46,7 @@ class MainRankFailed(RuntimeError):
     """Raised on the other ranks when the main rank cannot go on; the main rank says why."""
 
 
-class NotShared(RuntimeError):
+class NotShared(SparsellmError, RuntimeError):
     """Raised alike on all ranks when some do not see the files that the main rank sees."""
 
 

@@ -44,12 +44,13 @@ from sparsellm.runs.locate import unreadable
 from sparsellm.runs.precision import computation, dtype_name, load_float32, obstacle
 from sparsellm.system import regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import write_whole
 
 T = TypeVar("T")
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(SparsellmError, RuntimeError):
     """The checkpoint cannot be evaluated as asked; the message says why."""
 
 

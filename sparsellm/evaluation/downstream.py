@@ -28,6 +28,7 @@ from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.evaluation.building import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
 from sparsellm.system.console import progress
+from sparsellm.system.errors import SparsellmError
 
 # A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
 # CPU. Those that predict a continuation exist twice more, the second time as logarithms of probabilities.
@@ -43,7 +44,7 @@ Request = tuple[list[int], list[int]]  # the tokens of context and continuation
 Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
 
 
-class ScoringFailed(RuntimeError):
+class ScoringFailed(SparsellmError, RuntimeError):
     """A rank could not build the requests or compute its share. Raised alike on all ranks."""
 
 

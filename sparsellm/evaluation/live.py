@@ -17,24 +17,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sparsellm.config import Config, ConfigError, Precision, takes_kernels
+from sparsellm.config import (
+    Activation,
+    ConfigError,
+    EvaluationConfig,
+    ModelConfig,
+    Precision,
+    RuntimeConfig,
+    takes_kernels,
+)
 from sparsellm.data import Data
 from sparsellm.distributed.groups import Ranks, first_error, on_main, whole
 from sparsellm.evaluation import tasks
 from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.model import Decoder
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 
 T = TypeVar("T")
 
 
-class GatherFailed(RuntimeError):
+class GatherFailed(SparsellmError, RuntimeError):
     """This rank, perhaps alone, failed while the weights were gathered. Others wait for it inside a collective."""
 
 
-def mistakes(config: Config) -> list[str]:
-    """Why the tasks of `config.evaluation` cannot be loaded, as far as it can be known before any work."""
-    evaluation = config.evaluation
+def mistakes(evaluation: EvaluationConfig) -> list[str]:
+    """Why the tasks of `evaluation` cannot be loaded, as far as it can be known before any work."""
     if not evaluation.every:
         return []
     found = tasks.mistakes(evaluation.tasks, evaluation.data_dir, "evaluation.")
@@ -47,9 +55,10 @@ def mistakes(config: Config) -> list[str]:
     return found
 
 
-def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
-    """What `config.evaluation` asks for, its rows read; None: nothing. Collective. Raises ConfigError on all ranks."""
-    evaluation = config.evaluation
+def load(
+    evaluation: EvaluationConfig, model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks
+) -> "LiveEvaluation | None":
+    """What `evaluation` asks for, its rows read; None: nothing. Collective. Raises ConfigError on all ranks."""
     if not evaluation.every:
         return None
     loaded, found = [], []
@@ -73,7 +82,7 @@ def load(config: Config, ranks: Ranks) -> "LiveEvaluation | None":
     for task in loaded if ranks.is_main else []:
         if task.note is not None:
             warn(f"evaluation of {task.name}: {task.note}")
-    return LiveEvaluation(config, ranks, loaded)
+    return LiveEvaluation(evaluation, model, activation, runtime, ranks, loaded)
 
 
 def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
@@ -88,16 +97,25 @@ def _without(name: str, error: tasks.TaskUnavailable) -> str:
 class LiveEvaluation:
     """The tasks of a run, to be scored again and again. All ranks call `scores` together."""
 
-    def __init__(self, config: Config, ranks: Ranks, loaded: list[tasks.LoadedTask]) -> None:
-        self.config, self.ranks, self.loaded = config, ranks, loaded
+    def __init__(
+        self,
+        evaluation: EvaluationConfig,
+        model: ModelConfig,
+        activation: Activation,
+        runtime: RuntimeConfig,
+        ranks: Ranks,
+        loaded: list[tasks.LoadedTask],
+    ) -> None:
+        self.evaluation, self.model, self.activation, self.runtime = evaluation, model, activation, runtime
+        self.ranks, self.loaded = ranks, loaded
 
     def scores(self, step: int, decoder: Decoder, data: Data) -> dict[str, float | None]:
         """Each task's score and their "mean", the same on all ranks; None, and a line that says why, for a failure."""
         from sparsellm.evaluation import downstream
 
-        limit = self.config.evaluation.limit
+        limit = self.evaluation.limit
         found: dict[str, float | None] = {task.name: None for task in self.loaded}
-        with hub.offline(self.config.evaluation.data_dir is not None):
+        with hub.offline(self.evaluation.data_dir is not None):
             lm: Any = None
             if (weights := self._weights(step, decoder)) is not None:
                 lm = self._attempt(step, "the model", partial(self._lm, weights, data, decoder))
@@ -147,13 +165,13 @@ class LiveEvaluation:
         from sparsellm.inference.accelerate import accelerate, policy_of
 
         self._give_back()
-        config, runtime = self.config, self.config.runtime
-        model = conversion.view(weights, config.model, config.sparsity.activation, data.end_of_text_id)
-        if takes_kernels(config, runtime.kernels, self.ranks.device.type):
+        runtime = self.runtime
+        model = conversion.view(weights, self.model, self.activation, data.end_of_text_id)
+        if takes_kernels(runtime, self.activation, self.ranks.device.type):
             accelerate(model, runtime.kernels.name, calibrate=False, policy=policy_of(decoder))  # the run's
-        tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, config.model.vocab_size)
+        tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, self.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
-        return SharedLM(model, tokenizer, self.ranks, config.evaluation.batch_size, autocast)
+        return SharedLM(model, tokenizer, self.ranks, self.evaluation.batch_size, autocast)
 
     def _attempt(self, step: int, what: str, work: Callable[[], T]) -> T | None:
         """What `work` gives; None, and a line on stderr, if it fails on some rank. Collective."""

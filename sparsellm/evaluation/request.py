@@ -88,7 +88,9 @@ class Request:
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
-        return data.open_validation(self.run_config(), Path(self.checkpoint.model), self.checkpoint.run)
+        run = self.run_config()
+        samples = run.logging.validation_samples
+        return data.open_validation(data.Request.of(run), samples, Path(self.checkpoint.model), self.checkpoint.run)
 
     @cached_property
     def source(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from sparsellm.distributed.groups import Ranks, first_error
 from sparsellm.evaluation import rows
 from sparsellm.runs.locate import file_digest
+from sparsellm.system.errors import SparsellmError
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ NO_EXAMPLES: dict[str, Any] = {"fewshot_config": {"samples": []}}
 READ_AT_ONCE = 1000  # rows: the datasets library takes 11 to 50 us for a row alone, and 1 to 4 us for one of so many
 
 
-class TaskUnavailable(ValueError):
+class TaskUnavailable(SparsellmError, ValueError):
     """A task cannot be loaded; the message names what is missing."""
 
 

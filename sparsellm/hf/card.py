@@ -17,9 +17,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from sparsellm.config import (
     Activation,
     Config,
+    DataConfig,
+    DistillConfig,
     ModelConfig,
     RopeType,
     Source,
+    SparsityConfig,
+    TrainingConfig,
     definition,
     from_overrides,
     parameters,
@@ -66,7 +70,11 @@ def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | 
     rows = [row for row in rows if row["step"] <= step]
     relu = config.sparsity.activation == Activation.relu
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
-    table = "\n".join(f"| {what} | {value} |" for what, value in _facts(config, step, rows))
+    origin = _origin_facts(config.init_from, config.sparsity, config.distill, step * config.training.tokens_per_step)
+    table = "\n".join(
+        f"| {what} | {value} |"
+        for what, value in _facts(config.model, config.data, config.training, config.sparsity, step, rows, origin)
+    )
     commands = "\n".join(f"    {command}" for command in commands_of(config, prepared))
     return _TEXT.format(
         licence=LICENCE, head=_head(config.run.name, rows), name=config.run.name, step=step, kind=kind,
@@ -191,8 +199,15 @@ def _escaped(name: str) -> str:
     return re.sub(r"[\\`*|\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
 
 
-def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    model, data, training, sparsity = config.model, config.data, config.training, config.sparsity
+def _facts(
+    model: ModelConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    sparsity: SparsityConfig,
+    step: int,
+    rows: list[dict[str, Any]],
+    origin: list[tuple[str, str]],
+) -> list[tuple[str, str]]:
     layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
     done = f"{step * training.tokens_per_step:,} of {training.steps * training.tokens_per_step:,}"
     source = " ".join(without_folders(part) for part in (data.dataset, data.subset) if part)
@@ -201,7 +216,7 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
         ("layers", layers),
         ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
         *_attention_facts(model),
-        *_origin_facts(config, step),
+        *origin,
         ("data", _escaped(names)),
         ("tokens", done),
     ]
@@ -224,19 +239,21 @@ def _facts(config: Config, step: int, rows: list[dict[str, Any]]) -> list[tuple[
     return found
 
 
-def _origin_facts(config: Config, step: int) -> list[tuple[str, str]]:
-    """The models that these weights come from, and how their gate became another one, or becomes one up to `step`."""
-    found, sparsity = [], config.sparsity
-    if config.init_from is not None:
-        found.append(("initial weights", f"{_escaped(_spelled(config.init_from))}, whose licence counts too"))
+def _origin_facts(
+    init_from: str | None, sparsity: SparsityConfig, distill: DistillConfig, tokens: int
+) -> list[tuple[str, str]]:
+    """The models that these weights come from, and how far their gate has become another one at `tokens`."""
+    found = []
+    if init_from is not None:
+        found.append(("initial weights", f"{_escaped(_spelled(init_from))}, whose licence counts too"))
     if sparsity.relu_tokens:
         gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
-        if (share := relu_share(step * config.training.tokens_per_step, sparsity)) < 1:
+        if (share := relu_share(tokens, sparsity)) < 1:
             gate += f"; cross entropies and nonzeros are of the gate of this step, {share:.0%} ReLU, and not of this"
             gate += " model, which is loaded with the final one"
         found.append(("gate", gate))
-    if config.distill.teacher is not None:
-        found.append(("teacher", f"{_escaped(_spelled(config.distill.teacher))}, weight {config.distill.weight:g}"))
+    if distill.teacher is not None:
+        found.append(("teacher", f"{_escaped(_spelled(distill.teacher))}, weight {distill.weight:g}"))
     return found
 
 

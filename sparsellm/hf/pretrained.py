@@ -17,6 +17,7 @@ import torch
 from sparsellm.hf import published, tokenizer_file
 from sparsellm.system import regular
 from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.errors import SparsellmError
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # all but the weights: lib
 PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
 
 
-class BrokenModel(ValueError):
+class BrokenModel(SparsellmError, ValueError):
     """A model's files cannot be used. The message names the file or the tensors, what is wrong, and the remedy."""
 
 

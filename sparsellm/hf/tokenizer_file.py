@@ -22,6 +22,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from sparsellm.system.errors import SparsellmError
+
 LARGEST = 256 << 20  # bytes of a tokenizer.json; those of 260,000 tokens have 33 MB
 # What loading one and a few words may take, of processor time and bytes. One of 260,000 tokens takes 2 s and 0.5 GB.
 SECONDS, MEMORY = 30, 4 << 30
@@ -32,7 +34,7 @@ TOKENS_PER_CHARACTER = 100  # of TEXT, at most
 _EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
-class BrokenTokenizer(ValueError):
+class BrokenTokenizer(SparsellmError, ValueError):
     """A tokenizer.json cannot be used. The message says why, and does not name it."""
 
 

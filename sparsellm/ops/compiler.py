@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from sparsellm.system.errors import SparsellmError
+
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout, kernels/ is next to the package; in a wheel, it is inside the package.
 KERNELS = PACKAGE / "kernels" if (PACKAGE / "kernels").is_dir() else PACKAGE.parent / "kernels"
@@ -46,7 +48,7 @@ STAND_IN = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in CALL
 LINK_STAND_IN = ["-shared", "-cudart", "none", "-Xlinker", f"-soname={TORCH_CUDA}"]
 
 
-class KernelsUnavailable(RuntimeError):
+class KernelsUnavailable(SparsellmError, RuntimeError):
     """The kernels cannot run here. The message is one sentence: what is missing and what to do."""
 
 

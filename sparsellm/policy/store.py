@@ -27,6 +27,7 @@ from sparsellm.policy.costs import Costs
 from sparsellm.policy.measure import METHOD
 from sparsellm.system import locks, regular
 from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_sealed, write_sealed
 
 PATIENCE = 300  # seconds for another process to measure in; Triton compiles its kernels first
@@ -34,7 +35,7 @@ PATIENCE = 300  # seconds for another process to measure in; Triton compiles its
 warn_once = lru_cache(warn)  # a file is read more than once
 
 
-class DamagedCalibration(RuntimeError):
+class DamagedCalibration(SparsellmError, RuntimeError):
     """A file of calibrations cannot be read."""
 
 

@@ -53,6 +53,7 @@ from sparsellm.runs.snapshot import MODEL_PREFIX, own_copies, to_host, write
 from sparsellm.runs.state_reader import StateReader, StateRefused
 from sparsellm.system import regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
@@ -64,7 +65,7 @@ NAMED_DIFFERENCES = 8  # a wrong model differs in hundreds of tensors: a message
 T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(SparsellmError, RuntimeError):
     """A checkpoint could not be saved, is damaged, or does not fit. Raised alike on every rank."""
 
 

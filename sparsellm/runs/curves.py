@@ -1,6 +1,7 @@
 """A run in pictures, from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sparsellm.config import Config
 from sparsellm.figures import (
     BLUE,
     GREY,
@@ -35,91 +35,101 @@ ALONE = "s^Dv<>"  # the points of the sources of a mix that was validated once: 
 NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
 
 
-def draw(config: Config, rows: list[Row]) -> dict[str, bytes]:
-    """File names and their contents; without a ReLU the losses alone."""
-    pictures: dict[str, Callable[[Config, list[Row]], Figure]] = {}
-    for name, key, picture in ((NONZEROS, "nnz_per_layer", nonzeros), (DEAD, "dead_per_layer", dead_neurons)):
-        if any(row[key] is not None for row in rows):
-            pictures[name] = picture
-    pictures[LOSS_PLOT] = losses  # last: its presence says that all were written
-    with matplotlib.rc_context(STYLE):
-        return drawn({name: partial(lambda each: saved(each(config, rows)), each) for name, each in pictures.items()})
+@dataclass(frozen=True)
+class Curves:
+    """The pictures of a run's rows."""
 
+    title: str
+    tokens_per_step: int
+    neurons: int  # of a layer
+    dead_after_tokens: int
+    warmup_steps: int
+    sources: list[str]  # the names of data.mix
+    taught: bool  # whether there is a teacher
 
-def losses(config: Config, rows: list[Row]) -> Figure:
-    """Left the whole run, from zero; right the same after the warm-up, close enough to tell the curves apart."""
-    settled = [row for row in rows if row["step"] > config.optimizer.warmup_steps and row["ce"] is not None]
-    panels = [rows, settled] if len(settled) > 2 else [rows]
-    figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
-    figure.suptitle(config.run.folder.name)
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, shown in zip(grid, panels, strict=True):
-        curves = [("ce", "training", BLUE)]
-        terms = ["the L1 term"] if any(row["l1_coefficient"] for row in rows) else []
-        terms += ["the teacher's"] if config.distill.teacher is not None else []
-        if terms:
-            curves.append(("loss", f"training, with {' and '.join(terms)}", GREY))
-        for key, label, color in reversed(curves):
-            _curve(axes, shown, [row[key] for row in shown], color=color, alpha=0.6, linewidth=1, label=label)
-        validated = [row for row in shown if row["val_ce"] is not None]
-        if validated:
-            axes.plot(
-                *zip(*((row["step"], row["val_ce"]) for row in validated), strict=True), "o-", color=ORANGE,
-                markersize=3.5 if len(validated) < 60 else 0, label="held-out", zorder=4,
-            )  # fmt: skip
-        for i, name in enumerate(config.data.mix_names, 1):
-            each = [row.get(f"{NAMED}{name}") for row in validated]
-            axes.plot(
-                [row["step"] for row in validated], [GAP if ce is None else ce for ce in each], color=ORANGE,
-                linewidth=1, linestyle=(0, (2 * i, 2)), label=f"held-out {name}", zorder=3,
-                marker=ALONE[i % len(ALONE)] if len(validated) == 1 else None, fillstyle="none",
-            )  # fmt: skip
-        _step_axis(axes, config, shown)
-        axes.set_ylabel("cross entropy, nats per token")
-    from_zero(grid[0])
-    if len(panels) > 1:
-        _zoom(grid[1], [row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None])
-        grid[1].set_title("after the warm-up", loc="left")
-    handles, labels = grid[0].get_legend_handles_labels()
-    legend_below(figure, handles[::-1], labels[::-1])
-    return figure
+    def draw(self, rows: list[Row]) -> dict[str, bytes]:
+        """File names and their contents; without a ReLU the losses alone."""
+        pictures: dict[str, Callable[[list[Row]], Figure]] = {}
+        for name, key, picture in (
+            (NONZEROS, "nnz_per_layer", self.nonzeros), (DEAD, "dead_per_layer", self.dead_neurons),
+        ):  # fmt: skip
+            if any(row[key] is not None for row in rows):
+                pictures[name] = picture
+        pictures[LOSS_PLOT] = self.losses  # last: its presence says that all were written
+        with matplotlib.rc_context(STYLE):
+            return drawn({name: partial(lambda each: saved(each(rows)), each) for name, each in pictures.items()})
 
+    def losses(self, rows: list[Row]) -> Figure:
+        """Left the whole run, from zero; right the same after the warm-up, close enough to tell the curves apart."""
+        settled = [row for row in rows if row["step"] > self.warmup_steps and row["ce"] is not None]
+        panels = [rows, settled] if len(settled) > 2 else [rows]
+        figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
+        figure.suptitle(self.title)
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, shown in zip(grid, panels, strict=True):
+            curves = [("ce", "training", BLUE)]
+            terms = ["the L1 term"] if any(row["l1_coefficient"] for row in rows) else []
+            terms += ["the teacher's"] if self.taught else []
+            if terms:
+                curves.append(("loss", f"training, with {' and '.join(terms)}", GREY))
+            for key, label, color in reversed(curves):
+                _curve(axes, shown, [row[key] for row in shown], color=color, alpha=0.6, linewidth=1, label=label)
+            validated = [row for row in shown if row["val_ce"] is not None]
+            if validated:
+                axes.plot(
+                    *zip(*((row["step"], row["val_ce"]) for row in validated), strict=True), "o-", color=ORANGE,
+                    markersize=3.5 if len(validated) < 60 else 0, label="held-out", zorder=4,
+                )  # fmt: skip
+            for i, name in enumerate(self.sources, 1):
+                each = [row.get(f"{NAMED}{name}") for row in validated]
+                axes.plot(
+                    [row["step"] for row in validated], [GAP if ce is None else ce for ce in each], color=ORANGE,
+                    linewidth=1, linestyle=(0, (2 * i, 2)), label=f"held-out {name}", zorder=3,
+                    marker=ALONE[i % len(ALONE)] if len(validated) == 1 else None, fillstyle="none",
+                )  # fmt: skip
+            self._step_axis(axes, shown)
+            axes.set_ylabel("cross entropy, nats per token")
+        from_zero(grid[0])
+        if len(panels) > 1:
+            _zoom(grid[1], [row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None])
+            grid[1].set_title("after the warm-up", loc="left")
+        handles, labels = grid[0].get_legend_handles_labels()
+        legend_below(figure, handles[::-1], labels[::-1])
+        return figure
 
-def nonzeros(config: Config, rows: list[Row]) -> Figure:
-    figure, axes = _panel(config, rows)
-    _layers(axes, rows, "nnz_per_layer", 1)
-    _curve(axes, rows, [row["nnz_mean"] for row in rows], color="black", linestyle=(0, (4, 2)), label="mean of layers")
-    logarithmic_y(axes)
-    axes.set_ylabel(f"nonzeros per token, of {config.model.intermediate_size:,}")
-    plain(axes.yaxis)
-    legend_above(axes, *axes.get_legend_handles_labels())
-    return figure
+    def nonzeros(self, rows: list[Row]) -> Figure:
+        figure, axes = self._panel(rows)
+        _layers(axes, rows, "nnz_per_layer", 1)
+        _curve(
+            axes, rows, [row["nnz_mean"] for row in rows], color="black", linestyle=(0, (4, 2)), label="mean of layers"
+        )
+        logarithmic_y(axes)
+        axes.set_ylabel(f"nonzeros per token, of {self.neurons:,}")
+        plain(axes.yaxis)
+        legend_above(axes, *axes.get_legend_handles_labels())
+        return figure
 
+    def dead_neurons(self, rows: list[Row]) -> Figure:
+        figure, axes = self._panel(rows)
+        neurons, window = self.neurons, self.dead_after_tokens
+        _layers(axes, rows, "dead_per_layer", neurons)
+        axes.set_ylabel(f"share of {neurons:,} neurons silent\nfor the last {window:,} tokens")
+        from_zero(axes, least=0.01)
+        percent(axes.yaxis)
+        return figure
 
-def dead_neurons(config: Config, rows: list[Row]) -> Figure:
-    figure, axes = _panel(config, rows)
-    neurons, window = config.model.intermediate_size, config.sparsity.dead_after_tokens
-    _layers(axes, rows, "dead_per_layer", neurons)
-    axes.set_ylabel(f"share of {neurons:,} neurons silent\nfor the last {window:,} tokens")
-    from_zero(axes, least=0.01)
-    percent(axes.yaxis)
-    return figure
+    def _panel(self, rows: list[Row]) -> tuple[Figure, Axes]:
+        figure = Figure(figsize=PANEL, layout="constrained")
+        figure.suptitle(self.title)
+        axes = figure.subplots()
+        self._step_axis(axes, rows)
+        return figure, axes
 
-
-def _panel(config: Config, rows: list[Row]) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=PANEL, layout="constrained")
-    figure.suptitle(config.run.folder.name)
-    axes = figure.subplots()
-    _step_axis(axes, config, rows)
-    return figure, axes
-
-
-def _step_axis(axes: Axes, config: Config, rows: list[Row]) -> None:
-    tokens = config.training.tokens_per_step
-    axes.set_xlabel(f"step, of {tokens:,} tokens")
-    axes.set_xlim(rows[0]["step"] - 1, max(rows[-1]["step"] * 1.01, 2))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    plain(axes.xaxis)
+    def _step_axis(self, axes: Axes, rows: list[Row]) -> None:
+        axes.set_xlabel(f"step, of {self.tokens_per_step:,} tokens")
+        axes.set_xlim(rows[0]["step"] - 1, max(rows[-1]["step"] * 1.01, 2))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+        plain(axes.xaxis)
 
 
 def _layers(axes: Axes, rows: list[Row], key: str, of: int) -> None:

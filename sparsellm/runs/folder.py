@@ -17,7 +17,13 @@ from sparsellm.config import (
     MOMENTS,
     Config,
     ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    RunConfig,
     Schedule,
+    SparsityConfig,
+    TrainingConfig,
     definition,
     load,
     parameters,
@@ -30,6 +36,7 @@ from sparsellm.runs.layout import CHECKPOINTS, COMMITTED, CONFIG, STATE, STEP, V
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.system import locks, regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import sync, unused
 
 __all__ = [
@@ -43,7 +50,7 @@ PATIENCE = 0.5  # seconds for which a start waits for another process that is ab
 SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(SparsellmError, RuntimeError):
     """The folder cannot be used: it cannot be written, or another process is using it."""
 
 
@@ -59,28 +66,30 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
             " another folder: choose another run.name instead, or leave out --max-restarts"
         ]
     try:
-        begun = begun_as(config)
+        begun = begun_as(config.run)
     except ConfigError as error:
         return [f"{'; '.join(error.mistakes)}; or choose another run.name"]
     if begun is None:
         return []
     before, now = definition(begun), definition(config)
     remedy, reasons = "choose another run.name, or add run.restart=true", {}
-    other_steps = config.training.steps != begun.training.steps
+    steps, schedules = config.training.steps, {begun.optimizer.schedule, config.optimizer.schedule}
     warmup_typed = any(text.lstrip("+").startswith(f"{WARMUP}=") for text in typed)
-    if (other_steps or _both_wsd(begun, config)) and not warmup_typed:  # it follows from the steps
+    # The warm-up follows from the steps.
+    if (steps != begun.training.steps or schedules == {Schedule.wsd}) and not warmup_typed:
         now[WARMUP] = before[WARMUP]
-    if (start := _return_to(begun, config)) is not None:
+    start = _return_to(begun.training, begun.optimizer, begun.sparsity, config.optimizer.schedule, steps)
+    if start is not None:
         for key in ("training.steps", "data.max_tokens"):  # the latter decides only how much is prepared
             now[key] = before[key]
-        if (steps := saved_steps(config.run.folder)) and min(steps) > start:
+        if (saved := saved_steps(config.run.folder)) and min(saved) > start:
             return [
                 f"run {config.run.name} cannot be made longer, for it has no checkpoint up to step {start}, the"
                 f" last that a longer one has in common with it: {remedy}"
             ]
-    elif config.training.steps > begun.training.steps and begun.optimizer.schedule == Schedule.wsd:
+    elif steps > begun.training.steps and begun.optimizer.schedule == Schedule.wsd:
         reasons["training.steps"] = " and optimizer.schedule=wsd, which makes it longer if it is typed again"
-    elif config.training.steps > begun.training.steps:
+    elif steps > begun.training.steps:
         reasons["training.steps"] = (
             " and a cosine schedule, which has lowered the learning rate towards that step from the warm-up on: none of"
             " its checkpoints is one of a longer run, as those before the decay of optimizer.schedule=wsd are"
@@ -93,46 +102,43 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def begun_as(config: Config) -> Config | None:
+def begun_as(run: RunConfig) -> Config | None:
     """The configuration that the run of this name was begun with; None: it begins. Raises ConfigError."""
-    path = config.run.folder / CONFIG
-    return None if config.run.restart or not path.is_file() else load(path)
+    path = run.folder / CONFIG
+    return None if run.restart or not path.is_file() else load(path)
 
 
-def _both_wsd(begun: Config, config: Config) -> bool:
-    return begun.optimizer.schedule == config.optimizer.schedule == Schedule.wsd
+def _return_to(
+    training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig, schedule: Schedule, steps: int
+) -> int | None:
+    """The last step that a run, as it was begun with these groups, has in common with one of `steps` and `schedule`.
 
-
-def _return_to(begun: Config, config: Config) -> int | None:
-    """The last step that a run as it was `begun` has in common with the longer one of `config`.
-
-    None: `config` does not make it longer.
+    None: that one does not make it longer.
     """
-    if not _both_wsd(begun, config) or config.training.steps <= begun.training.steps:
+    if not optimizer.schedule == schedule == Schedule.wsd or steps <= training.steps:
         return None
-    return last_common_step(begun)
+    return last_common_step(training, optimizer, sparsity)
 
 
-def _set_decay_aside(folder: Path, begun: Config, start: int) -> None:
-    """Leave no checkpoint after step `start` to resume from: they are from the end of the run as it was `begun`."""
+def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
+    """Leave no checkpoint after step `start` to resume from: they are from the end of the run of `steps`."""
     for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
             aside = unused(path.with_name(f"{path.name}.decayed"))
             path.rename(aside)
             sync(aside.parent)
-            warn(f"{aside} is what the run of {begun.training.steps:,} steps had there: remove it if it is not wanted")
+            warn(f"{aside} is what the run of {steps:,} steps had there: remove it if it is not wanted")
 
 
-def is_finished(config: Config) -> bool:
-    """Whether the run that `config` names has saved its last step, scored; not if that checkpoint's COMMITTED is
-    damaged."""
-    if config.run.restart:
+def is_finished(run: RunConfig, steps: int) -> bool:
+    """Whether the run has saved the last of its `steps`, scored; not if that checkpoint's COMMITTED is damaged."""
+    if run.restart:
         return False
-    last = checkpoint(config.run.folder, config.training.steps)
+    last = checkpoint(run.folder, steps)
     try:
         committed = json.loads(regular.content(last / COMMITTED))
-        if committed["step"] != config.training.steps or not isinstance(committed["files"], dict):
+        if committed["step"] != steps or not isinstance(committed["files"], dict):
             return False
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -142,31 +148,40 @@ def is_finished(config: Config) -> bool:
         return True  # it is damaged, and would not be resumed either
 
 
-def view(config: Config) -> str:
-    """What is in the folder of the run that `config` names, in words that nodes compare."""
+def view(run: RunConfig, steps: int) -> str:
+    """What is in the run's folder, in words that nodes compare."""
     try:
-        if config.run.restart or not (config.run.folder / CONFIG).is_file():
-            return f"no run in {config.run.folder}"
+        if run.restart or not (run.folder / CONFIG).is_file():
+            return f"no run in {run.folder}"
     except OSError as error:  # of a folder of somebody else, which the check of the configuration names
-        return f"{config.run.folder} that cannot be read ({error.strerror})"
-    return f"{'a finished' if is_finished(config) else 'an unfinished'} run in {config.run.folder}"
+        return f"{run.folder} that cannot be read ({error.strerror})"
+    return f"{'a finished' if is_finished(run, steps) else 'an unfinished'} run in {run.folder}"
 
 
-def room_mistakes(config: Config) -> list[str]:
+def room_mistakes(
+    run: RunConfig,
+    hf_dtype: Precision,
+    model: ModelConfig,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig,
+    sparsity: SparsityConfig,
+) -> list[str]:
     """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
-    run, folder = config.run, config.run.folder
-    state, model = (1 + MOMENTS) * FLOAT32, DTYPES[config.hf_dtype].itemsize  # bytes of a parameter in state/ and hf/
-    size = parameters(config.model) * (state + model)
+    folder = run.folder
+    size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # of state/ and of hf/
     steps = [] if run.restart else sorted(saved_steps(folder))
     with suppress(ConfigError):  # `mistakes` names it
-        if (begun := begun_as(config)) is not None and (start := _return_to(begun, config)) is not None:
-            steps = [step for step in steps if step <= start]
-    new = Retention(config).most_at_once(steps) - len(steps)
+        if (begun := begun_as(run)) is not None:
+            old = begun.training, begun.optimizer, begun.sparsity
+            if (start := _return_to(*old, optimizer.schedule, training.steps)) is not None:
+                steps = [step for step in steps if step <= start]
+    retention = Retention(run, training.steps, last_common_step(training, optimizer, sparsity))
+    new = retention.most_at_once(steps) - len(steps)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free + sum(map(size_of, leftovers(folder / CHECKPOINTS)))
     if size * new <= free:
         return []
-    for_good = "those kept for good, " if run.keep_every or config.optimizer.schedule == Schedule.wsd else ""
+    for_good = "those kept for good, " if run.keep_every or optimizer.schedule == Schedule.wsd else ""
     return [
         f"run {run.name} needs room for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
         f" (run.keep_checkpoints={run.keep_checkpoints}, {for_good}and one that is being written),"
@@ -202,6 +217,11 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     """
     begins = False  # on the main rank: whether there is no config.yaml yet
     made: list[Path] = []
+
+    def as_of(name: str, warmup: int) -> Config:
+        run, optimizer = replace(config.run, name=name), replace(config.optimizer, warmup_steps=warmup)
+        return replace(config, run=run, optimizer=optimizer)
+
     with ExitStack() as held:
 
         def claim_folder() -> tuple[str, int, str]:
@@ -218,23 +238,25 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     " cannot be checked"
                 )
             warmup = config.optimizer.warmup_steps
-            if config.optimizer.schedule == Schedule.wsd and (begun := begun_as(config)) is not None:
+            schedule, steps = config.optimizer.schedule, config.training.steps
+            if schedule == Schedule.wsd and (begun := begun_as(config.run)) is not None:
                 warmup = begun.optimizer.warmup_steps
-                if (start := _return_to(begun, config)) is not None:
-                    _set_decay_aside(folder, begun, start)
+                start = _return_to(begun.training, begun.optimizer, begun.sparsity, schedule, steps)
+                if start is not None:
+                    _set_decay_aside(folder, begun.training.steps, start)
                     warn(
-                        f"{folder.name} is made longer, from {begun.training.steps:,} to {config.training.steps:,}"
-                        f" steps, with its warm-up of {warmup:,}: it goes on from its last checkpoint up to step"
+                        f"{folder.name} is made longer, from {begun.training.steps:,} to {steps:,} steps, with its"
+                        f" warm-up of {warmup:,}: it goes on from its last checkpoint up to step"
                         f" {start:,}, the last that both have in common"
                     )
             try:
-                save(_as_of(config, folder.name, warmup), folder / CONFIG)
+                save(as_of(folder.name, warmup), folder / CONFIG)
             except OSError as error:
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
             return folder.name, warmup, _sign(lock)
 
         name, warmup, signature = on_main(ranks, claim_folder)
-        config = _as_of(config, name, warmup)
+        config = as_of(name, warmup)
         require_shared(f"run.root={config.run.root}", _has_signature(config.run.folder / LOCK, signature))
         try:
             yield config, config.run.folder
@@ -274,11 +296,6 @@ def _has_signature(lock: Path, signature: str) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _as_of(config: Config, name: str, warmup: int) -> Config:
-    """`config` of the run that is called `name` and was begun with this warm-up."""
-    return replace(config, run=replace(config.run, name=name), optimizer=replace(config.optimizer, warmup_steps=warmup))
 
 
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:

@@ -17,6 +17,7 @@ from sparsellm.hf import pretrained
 from sparsellm.hf.hub import is_missing
 from sparsellm.runs.layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
 from sparsellm.system import regular
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
 DIGEST_THREADS = 8
@@ -28,7 +29,7 @@ OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
 ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses", BENCHMARK: "benchmarks"}
 
 
-class CheckpointNotFound(ValueError):
+class CheckpointNotFound(SparsellmError, ValueError):
     """A name that means no model, with what is missing."""
 
 

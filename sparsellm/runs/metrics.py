@@ -20,10 +20,18 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from sparsellm.config import Config, ModelConfig, embedding_weights, parameters
+from sparsellm.config import (
+    DistillConfig,
+    ModelConfig,
+    SparsityConfig,
+    TrainingConfig,
+    embedding_weights,
+    parameters,
+)
 from sparsellm.model import DecoderOutput
 from sparsellm.system import regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import unused, write_whole
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
@@ -208,23 +216,33 @@ class HeldOut(NamedTuple):
 class Rows:
     """Turns step values into rows: one shape for all runs, null for what does not exist, never NaN."""
 
-    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
-        self.config, self.world_size = config, world_size
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        sparsity: SparsityConfig,
+        distill: DistillConfig,
+        sources: list[str],
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        """`sources`: the names of data.mix."""
+        self.model, self.training, self.sparsity, self.distill = model, training, sparsity, distill
+        self.sources, self.world_size = sources, world_size
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
     def row(self, values: StepValues, l1_denominator: int) -> dict[str, Any]:
         """The row of a step that is not scored, or not yet."""
-        config, model = self.config, self.config.model
-        step_tokens = config.training.tokens_per_step
+        step_tokens = self.training.tokens_per_step
         ce = values.ce / step_tokens
         l1 = None if values.l1 is None else sum(values.l1) / step_tokens / l1_denominator
-        distill, kl = config.distill, values.kl / step_tokens
+        distill, kl = self.distill, values.kl / step_tokens
         loss = ce if distill.teacher is None else ce + distill.weight * distill.temperature**2 * kl
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
         tokens_per_s = step_tokens / values.seconds
         utilisation = self.peak_flops and mfu(
-            tokens_per_s, model, config.training.sequence_length, self.peak_flops * self.world_size
+            tokens_per_s, self.model, self.training.sequence_length, self.peak_flops * self.world_size
         )
         row = {
             "step": values.known["step"],
@@ -240,7 +258,7 @@ class Rows:
             "reinitialized_per_layer": values.reinitialized and [int(count) for count in values.reinitialized],
             "lr": values.known["lr"],
             "l1_coefficient": values.known["l1_coefficient"],
-            **({"relu_share": values.known["relu_share"]} if config.sparsity.relu_tokens else {}),
+            **({"relu_share": values.known["relu_share"]} if self.sparsity.relu_tokens else {}),
             "grad_norm": values.grad_norm,
             "skipped_steps": values.skipped,
             "tokens_per_s": tokens_per_s,
@@ -265,7 +283,7 @@ class Rows:
         return {
             "val_ce": held_out and held_out.ce,
             "val_tokens": held_out and held_out.tokens,
-            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in self.config.data.mix_names},
+            **{f"{NAMED}{name}": held_out and held_out.named[name] for name in self.sources},
             "evaluation": scores,
         }
 
@@ -276,7 +294,7 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class MetricsError(RuntimeError):
+class MetricsError(SparsellmError, RuntimeError):
     """The rows of a run are damaged, or cannot be written."""
 
 

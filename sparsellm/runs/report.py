@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.config import Activation, Config, L1Normalization, l1_coefficient_as
+from sparsellm.config import Activation, Config, L1Normalization, ModelConfig, SparsityConfig, l1_coefficient_as
 from sparsellm.distributed.groups import Ranks
 from sparsellm.hf import pretrained
 from sparsellm.runs import folder as run_folder
@@ -73,8 +73,10 @@ def to_upload(folder: Path) -> list[str]:
     return [] if command is None else [aligned("Weights & Biases", f"to upload: {command}")]
 
 
-def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
-    """A few lines: losses, nonzeros, throughput, coefficient, and where everything is."""
+def summary(
+    model: ModelConfig, sparsity: SparsityConfig, sources: list[str], rows: list[dict[str, Any]], folder: Path
+) -> str:
+    """A few lines: losses, nonzeros, throughput, coefficient, and where everything is. `sources`: names of data.mix."""
     first, last = rows[0], rows[-1]
     speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
 
@@ -87,7 +89,7 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
     if validated:
         ce, tokens = validated[-1]
         lines["held-out"] = f"{ce:,.3f}" + ("" if tokens is None else f"  (cross entropy of {tokens:,} tokens)")
-        for name in config.data.mix_names:
+        for name in sources:
             each = [row[f"{NAMED}{name}"] for row in rows if row.get(f"{NAMED}{name}") is not None]
             lines[f"held-out {name}"] = f"{each[-1]:,.3f}"
     scores = last.get("evaluation")
@@ -95,14 +97,14 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
         of = len(scores) - 1
         lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {of} task{'s' * (of > 1)})"
     if last["nnz_mean"] is not None:
-        width = config.model.intermediate_size
+        width = model.intermediate_size
         zeros = f"{100 * (1 - last['nnz_mean'] / width):.2f}% zeros"
         lines["nonzeros per token"] = f"{change('nnz_mean')}  of {width:,} per layer ({zeros})"
-        same = [f"{l1_coefficient_as(config, n):.3g} under `{n.name}`" for n in L1Normalization]
+        same = [f"{l1_coefficient_as(sparsity, model, n):.3g} under `{n.name}`" for n in L1Normalization]
         lines["L1 coefficient"] = ", the same as ".join([same[0], " and ".join(same[1:])])
-    if last["dead_per_layer"] is not None and last["tokens"] >= config.sparsity.dead_after_tokens:
-        dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * config.model.intermediate_size
-        silence = f"silent for the last {config.sparsity.dead_after_tokens:,} tokens"
+    if last["dead_per_layer"] is not None and last["tokens"] >= sparsity.dead_after_tokens:
+        dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * model.intermediate_size
+        silence = f"silent for the last {sparsity.dead_after_tokens:,} tokens"
         lines["dead neurons"] = f"{dead:,} of {neurons:,} ({dead / neurons:.1%}), {silence}"
     if last["reinitialized_per_layer"] is not None:
         lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of silent neurons"
@@ -111,7 +113,7 @@ def summary(config: Config, rows: list[dict[str, Any]], folder: Path) -> str:
         lines["skipped"] = f"{last['skipped_steps']} non-finite steps"
     lines["checkpoint"] = f"{run_folder.checkpoint(folder, last['step']) / 'hf'}  (for transformers)"
     lines["plots"] = str(folder / PLOTS)
-    title = f"{config.run.name}: {last['step']:,} steps, {last['tokens']:,} tokens"
+    title = f"{folder.name}: {last['step']:,} steps, {last['tokens']:,} tokens"
     return "\n".join([title, *(aligned(*line) for line in lines.items()), *to_upload(folder)])
 
 
@@ -129,11 +131,16 @@ def finish(config: Config, folder: Path) -> str:
         from sparsellm.runs import curves
 
         (folder / PLOTS).mkdir(exist_ok=True)
-        for name, content in curves.draw(config, found.rows).items():
+        drawn = curves.Curves(
+            folder.name, config.training.tokens_per_step, config.model.intermediate_size,
+            config.sparsity.dead_after_tokens, config.optimizer.warmup_steps, config.data.mix_names,
+            taught=config.distill.teacher is not None,
+        ).draw(found.rows)  # fmt: skip
+        for name, content in drawn.items():
             write_whole(folder / PLOTS / name, content)
     except (ImportError, OSError) as error:
         damage.append(f"  {folder / PLOTS} is not complete: {error}")
-    return "\n".join([summary(config, found.rows, folder), *damage])
+    return "\n".join([summary(config.model, config.sparsity, config.data.mix_names, found.rows, folder), *damage])
 
 
 def is_drawn(folder: Path, checkpoint: Path) -> bool:

@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from sparsellm.config import Config, Schedule, decay_start
+from sparsellm.config import OptimizerConfig, RunConfig, Schedule, SparsityConfig, TrainingConfig, decay_start
 
 
-def last_common_step(config: Config) -> int:
-    """The last step that a run of optimizer.schedule=wsd has in common with a longer one; 0: no step is.
+def last_common_step(training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig) -> int:
+    """The last step that a run has in common with a longer one; 0: no step is, as without optimizer.schedule=wsd.
 
-    After it the learning rate decays, or silent neurons are no longer drawn anew, because the run is about to end.
+    After it the learning rate decays, or dead neurons are no longer reinitialized, because the run is about to end.
     """
-    training, silence = config.training, config.sparsity.reinit_dead_after_tokens or 0
-    last_draw = training.steps - -(-silence // training.tokens_per_step)
-    return max(0, min(decay_start(config.optimizer, training.steps), last_draw))
+    if optimizer.schedule != Schedule.wsd:
+        return 0
+    last_draw = training.steps - -(-(sparsity.reinit_dead_after_tokens or 0) // training.tokens_per_step)
+    return max(0, min(decay_start(optimizer, training.steps), last_draw))
 
 
 class Retention:
@@ -24,9 +25,9 @@ class Retention:
     which the run can be made longer.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.run, self.steps = config.run, config.training.steps
-        self.last_common = last_common_step(config) if config.optimizer.schedule == Schedule.wsd else 0
+    def __init__(self, run: RunConfig, steps: int, last_common: int) -> None:
+        """`last_common`: of `last_common_step`."""
+        self.run, self.steps, self.last_common = run, steps, last_common
         self._intervals = [every for every in (self.run.checkpoint_every, self.run.keep_every) if every]
 
     def is_due(self, step: int) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from sparsellm.system.errors import SparsellmError
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 NAMES = {
     *((_METADATA, name) for name in (
@@ -25,7 +27,7 @@ NAMES = {
 }  # fmt: skip
 
 
-class StateRefused(ValueError):
+class StateRefused(SparsellmError, ValueError):
     """A state/ whose `.metadata` holds what no checkpoint of ours does."""
 
 

@@ -29,12 +29,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from sparsellm.config import Config, WandbMode, to_dict
+from sparsellm.config import Config, LoggingConfig, WandbMode, to_dict
 from sparsellm.hf.card import without_folders
 from sparsellm.runs.checkpoint import spelled
 from sparsellm.runs.metrics import METRICS
@@ -80,11 +81,11 @@ class WandbRun:
         mode, why = chosen_mode(config.logging.wandb)
         where = mode.name
         if mode != WandbMode.disabled:
-            where = self._start(config, mode)
+            where = self._start(mode, partial(_init, config.logging, config.run.name, to_dict(config), folder))
         self.place = where + why
 
-    def _start(self, config: Config, mode: WandbMode) -> str:
-        """Begin the record: where it is, or why there is none.
+    def _start(self, mode: WandbMode, begin: Callable[[str], Any]) -> str:
+        """Begin the record, by `begin(mode)`: where it is, or why there is none.
 
         One of wandb's own variables may be what fails, as WANDB_BASE_URL: the last attempt is without them.
         """
@@ -102,7 +103,7 @@ class WandbRun:
                     if attempt == "online" and not _has_key():
                         why = ", for there is no key (set WANDB_API_KEY, or run `wandb login`)"
                         continue
-                    self._run = _init(config, self.folder, attempt)
+                    self._run = begin(attempt)
                 return self._run.url or attempt + why
             except Exception as error:
                 failed = (
@@ -256,8 +257,8 @@ def _has_key() -> bool:
     return bool(wandb.api.api_key)
 
 
-def _init(config: Config, folder: Path, mode: Any) -> Any:
-    """A run of wandb's, in the run's `folder`. What a start that fails leaves is removed."""
+def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], folder: Path, mode: Any) -> Any:
+    """A run of wandb's with these `values`, in the run's `folder`. What a start that fails leaves is removed."""
     import wandb
 
     for part in offline_parts(folder):
@@ -268,8 +269,8 @@ def _init(config: Config, folder: Path, mode: Any) -> Any:
     given = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
     try:
         return wandb.init(
-            project=config.logging.wandb_project, group=config.logging.wandb_group, name=config.run.name, id=record,
-            resume="allow", config=without_folders(to_dict(config)), mode=mode, settings=wandb.Settings(**given),
+            project=logging.wandb_project, group=logging.wandb_group, name=name, id=record,
+            resume="allow", config=without_folders(values), mode=mode, settings=wandb.Settings(**given),
             # The process of wandb that writes may be of a parent that works in another folder (WANDB_SERVICE).
             dir=folder.absolute(),
         )  # fmt: skip

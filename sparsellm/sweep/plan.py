@@ -79,7 +79,7 @@ class Point:
         return " ".join([*values, *(["dense baseline"] if self.baseline else [])])
 
     def is_finished(self) -> bool:
-        return run_folder.is_finished(self.config)
+        return run_folder.is_finished(self.config.run, self.config.training.steps)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,10 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
         hint = " (in the dense baseline: sweep.baseline=false does without)" if point.baseline else ""
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
         if not point.is_finished():
-            wrong += data.mistakes(point.config, point.overrides) + live.mistakes(point.config)
-            wrong += distillation.mistakes(point.config) + warm_start.weight_mistakes(point.config)
+            config = point.config
+            models = warm_start.read_at_start(config.run, config.init_from, config.distill.teacher)
+            wrong += data.mistakes(data.Request.of(config), config.run, point.overrides)
+            wrong += live.mistakes(config.evaluation) + warm_start.weight_mistakes(models)
+            wrong += distillation.mistakes(config.distill, config.model, config.training.sequence_length)
         found += [mistake + hint for mistake in wrong]
     return found

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sparsellm.config import Activation, Config, ConfigError, ModelConfig
+from sparsellm.config import Activation, ConfigError, DistillConfig, ModelConfig, RuntimeConfig
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.hf import conversion
 from sparsellm.model import Decoder
@@ -22,9 +22,10 @@ from sparsellm.training.warm_start import send, source
 KEY = "distill.teacher"
 
 
-def mistakes(config: Config) -> list[str]:
-    """Why the teacher of `config`, if it has one, cannot teach it, as far as its config.json says."""
-    name, length = config.distill.teacher, config.training.sequence_length
+def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[str]:
+    """Why the teacher, if there is one, cannot teach `model` on sequences of `length` tokens, as far as its config.json
+    says."""
+    name = distill.teacher
     if name is None:
         return []
     try:
@@ -33,9 +34,9 @@ def mistakes(config: Config) -> list[str]:
     except ConfigError as error:
         return error.mistakes
     found = []
-    if teacher.vocab_size != config.model.vocab_size:
+    if teacher.vocab_size != model.vocab_size:
         found.append(
-            f"{KEY}={name} has a vocabulary of {teacher.vocab_size:,}, and the model of {config.model.vocab_size:,}:"
+            f"{KEY}={name} has a vocabulary of {teacher.vocab_size:,}, and the model of {model.vocab_size:,}:"
             " they must agree, so give a teacher of the same vocabulary"
         )
     if teacher.context_length < length:
@@ -49,23 +50,31 @@ def mistakes(config: Config) -> list[str]:
 class Teacher:
     """The teacher of a run, on this rank's device, which never changes."""
 
-    def __init__(self, config: Config, ranks: Ranks, autocast: torch.autocast, before: str | None = None) -> None:
+    def __init__(
+        self,
+        config: DistillConfig,
+        runtime: RuntimeConfig,
+        run_name: str | None,
+        ranks: Ranks,
+        autocast: torch.autocast,
+        before: str | None = None,
+    ) -> None:
         """Reads it on the main rank. `before`: the digest of what has taught this run up to its checkpoint, if known.
 
         Collective. Raises ConfigError there, and MainRankFailed on the others, if its files cannot be read, or are
         another model than before.
         """
-        self.config, self.autocast = config.distill, autocast
-        dtype, weights = DTYPES[config.runtime.precision], dict[str, Tensor]()
+        self.config, self.autocast = config, autocast
+        dtype, weights = DTYPES[runtime.precision], dict[str, Tensor]()
 
         def read() -> tuple[ModelConfig, Activation, str]:
-            name = str(config.distill.teacher)
+            name = str(config.teacher)
             with source(KEY, name) as checkpoint:
                 checkpoint.identity()  # a checkpoint of ours is held to its checksums
                 model, activation, found = load_float32(checkpoint)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
-                    f"{KEY}={name} is not the model any more that has taught run {config.run.name} so far: bring that"
+                    f"{KEY}={name} is not the model any more that has taught run {run_name} so far: bring that"
                     " back, choose another run.name, or add run.restart=true"
                 ])  # fmt: skip
             weights.update(found)
@@ -82,7 +91,7 @@ class Teacher:
         self.head = self.decoder.head.to(dtype)
         held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.decoder.parameters(), self.head)}
         self.bytes = sum(held.values())
-        if config.runtime.compile:
+        if runtime.compile:
             # The layers of student and teacher share their code, and dynamo counts both models' graphs together.
             torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)
             self.decoder.compile_parts()

@@ -20,6 +20,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,13 @@ from sparsellm.runs.metrics import (
     reduce_step,
     telling,
 )
-from sparsellm.runs.retention import Retention
+from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import say, warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.training import sharding, warm_start
 from sparsellm.training.distillation import Teacher
-from sparsellm.training.memory import ffn_saved_bytes
+from sparsellm.training.memory import Gpu, StepMemory
 from sparsellm.training.micro_batch import MicroBatch
 from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
@@ -72,7 +74,7 @@ from sparsellm.training.stop import StopRequest
 SAMPLE_PROMPT = "The"
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(SparsellmError, RuntimeError):
     """Too many optimizer steps in a row had a non-finite gradient."""
 
 
@@ -87,6 +89,20 @@ def not_finite(values: StepValues) -> tuple[str, str]:
     return "the gradient of a finite loss", "lower optimizer.learning_rate or sparsity.l1_coefficient"
 
 
+def _agree_on_kernels(rank: int) -> None:
+    """Raise KernelsUnavailable, alike on all ranks, if some have the kernels and others have not.
+
+    Plans have collectives of their own, and ranks without them would answer them with others.
+    """
+    lacking = None if backend.loaded() else f"rank {rank}: {backend.available()[1]}"
+    having = f"rank {rank}" if backend.loaded() else None
+    lacking, having = first_error(lacking), first_error(having)
+    if lacking and having:
+        raise backend.KernelsUnavailable(
+            f"{lacking}; {having} has the kernels: mend the former, or take runtime.kernels=torch on all ranks"
+        )
+
+
 class Trainer:
     """A run in `folder` on the ranks of one process group: model, optimizer, data position, metrics, checkpoints."""
 
@@ -95,34 +111,43 @@ class Trainer:
     ) -> None:
         """`evaluation`: what is scored every `evaluation.every` steps; None: nothing."""
         self.config, self.ranks, self.data, self.folder, self.evaluation = config, ranks, data, folder, evaluation
-        runtime, device = config.runtime, ranks.device
+        model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
+        device, activation = ranks.device, config.sparsity.activation
         self.plans: Plans | None = None  # None: the traced reference trains
         self.step = 0
-        # Before there are tensors, for it holds the process to its memory.
-        self.micro_batch = MicroBatch(self, sharding.sharing(config, ranks))
-        torch.manual_seed(config.training.seed)
-        self.decoder = sharding.decoder(config, ranks)
-        if takes_kernels(config, runtime.kernels, device.type):
+        memory = StepMemory(
+            model, activation, runtime, training.batch_size // ranks.world_size, training.sequence_length,
+            ranks.world_size, sharding.sharing(model, runtime.shard, ranks), taught=config.distill.teacher is not None,
+        )  # fmt: skip
+        # Before there are tensors: it holds the process to its memory.
+        gpu = Gpu(device, runtime.memory_limit_gib) if device.type == "cuda" else None
+        torch.manual_seed(training.seed)
+        self.decoder = sharding.decoder(model, activation, runtime, ranks)
+        if takes_kernels(runtime, activation, device.type):
             accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` does, on rank 0
-            self._agree_on_kernels()
+            _agree_on_kernels(ranks.rank)
             if backend.loaded():
-                self.plans = Plans(config, self.decoder, ranks)
+                self.plans = Plans(model, training, runtime, self.decoder, ranks)
         if runtime.compile:
             self.decoder.compile_parts()
-        self.model = sharding.distributed(self.decoder, config, ranks)
+        self.model = sharding.distributed(self.decoder, runtime, model.init_std, ranks)
         self.gradual = None
-        if config.sparsity.relu_tokens:
-            self.gradual = GradualRelu(config.sparsity, self.decoder, self.plans, device)
+        if sparsity.relu_tokens:
+            self.gradual = GradualRelu(sparsity, self.decoder, self.plans, device)
         self.teacher: Teacher | None = None  # read in `fit`
         self.taught_by: str | None = None  # the digest of the teacher up to the checkpoint that the run goes on from
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
-        self.silent = SilentNeurons(config.model, device)
+        self.micro_batch = MicroBatch(
+            memory, ranks, folder, gpu, self.plans, partial(self.accumulate, reduce=False),
+            self.optimizer.drop_gradients,
+        )  # fmt: skip
+        self.silent = SilentNeurons(model, device)
         self.reinitialization = None
-        if config.sparsity.reinit_dead_after_tokens is not None:
-            self.reinitialization = Reinitialization(config, self.decoder, self.optimizer)
-        self.l1_denominator = l1_denominator(config.sparsity.l1_normalization, config.model)
-        self.tokens_per_step = config.training.tokens_per_step
+        if sparsity.reinit_dead_after_tokens is not None:
+            self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
+        self.l1_denominator = l1_denominator(sparsity.l1_normalization, model)
+        self.tokens_per_step = training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
         self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
         self.card_rows: list[dict[str, Any]] = []  # what the card of the checkpoint that is being written looks at
@@ -131,7 +156,7 @@ class Trainer:
         # The row of a step that is still to be scored: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
         self.warned_of: str | None = None
-        self.retention = Retention(config)
+        self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
             folder / run_folder.CHECKPOINTS,
             ranks,
@@ -139,19 +164,6 @@ class Trainer:
             self._export_with_card,
             self.retention.for_good,
         )
-
-    def _agree_on_kernels(self) -> None:
-        """Raise KernelsUnavailable, alike on all ranks, if some have the kernels and others have not.
-
-        Plans have collectives of their own, and ranks without them would answer them with others.
-        """
-        lacking = None if backend.loaded() else f"rank {self.ranks.rank}: {backend.available()[1]}"
-        having = f"rank {self.ranks.rank}" if backend.loaded() else None
-        lacking, having = first_error(lacking), first_error(having)
-        if lacking and having:
-            raise backend.KernelsUnavailable(
-                f"{lacking}; {having} has the kernels: mend the former, or take runtime.kernels=torch on all ranks"
-            )
 
     @property
     def tokens(self) -> int:
@@ -169,7 +181,10 @@ class Trainer:
             self.ranks.say(f"sparsellm: {self.folder.name} has a checkpoint of step {self.step:,}: {steps:,} are done")
             return 0
         if self.config.distill.teacher is not None:
-            self.teacher = Teacher(self.config, self.ranks, self.autocast, self.taught_by)
+            config = self.config
+            self.teacher = Teacher(
+                config.distill, config.runtime, config.run.name, self.ranks, self.autocast, self.taught_by
+            )
             self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_logs)
@@ -239,8 +254,8 @@ class Trainer:
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
         """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
         if self.plans is not None and self.plans.before(self.step):
-            self.micro_batch.decided(tokens)
-        sums = self.micro_batch.run(lambda size: self.accumulate(tokens, size))
+            self.micro_batch.decided(self.step, tokens)
+        sums = self.micro_batch.run(self.step, lambda size: self.accumulate(tokens, size))
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
         # Known on the device alone. What a skipped step counted is void, for NaN "fires" everywhere.
         counts = norm.isfinite()
@@ -276,10 +291,6 @@ class Trainer:
             sums.add(out, micro_batch[:, 1:].numel())
         return sums
 
-    def drop_gradients(self) -> None:
-        """As if nothing had been accumulated."""
-        self.optimizer.adamw.zero_grad(set_to_none=True)
-
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.training.steps)
 
@@ -292,8 +303,7 @@ class Trainer:
             "relu_share": None if self.gradual is None else self.gradual.share,
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
             "micro_batch_size": self.micro_batch.size,
-            "ffn_saved_bytes": ffn_saved_bytes(
-                self.config,
+            "ffn_saved_bytes": self.micro_batch.memory.ffn_saved_bytes(
                 self.micro_batch.size,
                 [None] * len(self.decoder.layers) if self.plans is None else self.plans.plans,
             ),
@@ -441,7 +451,9 @@ class Trainer:
         step = self.checkpoints.find(self.config.run.skip_damaged)
         if step is None:
             if self.config.init_from is not None:
-                self.other_ends = warm_start.write_weights(self.decoder, self.config, self.data, self.ranks)
+                self.other_ends = warm_start.write_weights(
+                    self.decoder, self.config.init_from, self.config.model, self.config.run.name, self.data, self.ranks
+                )
             if self.plans is not None:
                 self.plans.begin()
             return
@@ -487,7 +499,10 @@ class Trainer:
     def _open_logs(self) -> None:
         """Of the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
-        self.rows = Rows(config, self.ranks.world_size, self.ranks.device)
+        self.rows = Rows(
+            config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
+            self.ranks.world_size, self.ranks.device,
+        )  # fmt: skip
         written = self.step if self.row is None else self.step - 1
         self.metrics = MetricsFile(self.folder / METRICS, written, self.saved_rows, config.run.skip_damaged)
         self.wandb = WandbRun(config, self.folder)

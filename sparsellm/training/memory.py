@@ -8,7 +8,7 @@ a width of their own). Between a micro-batch's forward and its backward pass a c
     E K        one normalised input
     2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also queries and keys before it, E (Q + R)
     saved      what the feedforward engine keeps for its backward (sparsellm.ops.saved_bytes), or, where PyTorch
-               traces the block, its planes [M, N] (`traced_planes`)
+               traces the block, its planes [M, N] (`_traced_planes`)
 
 and beside them, whatever the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps
 more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
@@ -20,6 +20,7 @@ On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.m
 import gc
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pynvml
@@ -29,8 +30,8 @@ from sparsellm.config import (
     FLOAT32,
     MOMENTS,
     Activation,
-    Config,
     ModelConfig,
+    RuntimeConfig,
     attention_weights,
     parameters,
 )
@@ -52,6 +53,9 @@ class Sharing(NamedTuple):
     gathered: int = 0  # how many numbers of weights and gradients are whole for a time, beside the shards
 
 
+UNSHARED = Sharing()
+
+
 class Usage(NamedTuple):
     """Bytes on each rank's GPU at the peak of a step."""
 
@@ -69,81 +73,90 @@ class Usage(NamedTuple):
         return self.weights + self.optimizer + self.buckets + both
 
 
-def usage(
-    config: Config, world_size: int, sequences: int, plans: Sequence[Plan | None], sharing: Sharing | None = None
-) -> Usage:
-    """The memory of a step with micro-batches of `sequences`. plans: each layer's; None: PyTorch traces the layer."""
-    sharing, count = sharing or Sharing(), FLOAT32 * parameters(config.model)
-    accumulates = sequences < config.training.batch_size // world_size
-    buckets = count if world_size > 1 and sharing.gradients == 1 else 0
-    return Usage(
-        weights=count // sharing.weights + FLOAT32 * sharing.gathered,
-        optimizer=MOMENTS * count // sharing.optimizer,
-        # autograd hands each gradient of the last micro-batch to its bucket; those of the others it keeps itself
-        gradients=count // sharing.gradients if accumulates or not buckets else 0,
-        buckets=buckets,
-        activations=_activations(config, sequences, plans),
-        accumulates=accumulates,
-    )
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of a training step on one rank."""
 
+    model: ModelConfig
+    activation: Activation
+    runtime: RuntimeConfig
+    share: int  # sequences of the rank in a step
+    sequence_length: int
+    world_size: int = 1
+    sharing: Sharing = UNSHARED
+    taught: bool = False  # whether a teacher gives logits
 
-def ffn_saved_bytes(config: Config, sequences: int, plans: Sequence[Plan | None]) -> int | None:
-    """What the feedforward layers keep beside their inputs for the backward of a micro-batch of `sequences`; None for
-    SiLU, where autograd and the compiler decide."""
-    if config.sparsity.activation != Activation.relu:
-        return None
-    if config.runtime.recompute:
-        return 0  # but for the layer whose backward is under way
-    tokens, model = sequences * config.training.sequence_length, config.model
-    dtype = DTYPES[config.runtime.precision]
-    return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, dtype) for plan in plans)
+    def usage(self, sequences: int, plans: Sequence[Plan | None]) -> Usage:
+        """With micro-batches of `sequences`. plans: each layer's; None: PyTorch traces the layer."""
+        sharing, count = self.sharing, FLOAT32 * parameters(self.model)
+        accumulates = sequences < self.share
+        buckets = count if self.world_size > 1 and sharing.gradients == 1 else 0
+        return Usage(
+            weights=count // sharing.weights + FLOAT32 * sharing.gathered,
+            optimizer=MOMENTS * count // sharing.optimizer,
+            # autograd hands each gradient of the last micro-batch to its bucket; it keeps those of the others itself
+            gradients=count // sharing.gradients if accumulates or not buckets else 0,
+            buckets=buckets,
+            activations=self._activations(sequences, plans),
+            accumulates=accumulates,
+        )
 
+    def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None]) -> int | None:
+        """What the feedforward layers keep, in addition to their inputs, for the backward of a micro-batch of
+        `sequences`; None for SiLU, where autograd and the compiler decide."""
+        if self.activation != Activation.relu:
+            return None
+        if self.runtime.recompute:
+            return 0  # except for the layer whose backward is under way
+        tokens, model = sequences * self.sequence_length, self.model
+        return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, self._dtype) for plan in plans)
 
-def _activations(config: Config, sequences: int, plans: Sequence[Plan | None]) -> int:
-    model, tokens = config.model, sequences * config.training.sequence_length
-    layers = [_layer(config, tokens, plan) for plan in plans]
-    kept, at_work = sum(layers), 0
-    if config.runtime.recompute:
-        each_input = FLOAT32 * tokens * model.hidden_size
-        kept, at_work = len(layers) * each_input, max(layers) - each_input
-    element = DTYPES[config.runtime.precision].itemsize
-    # The compiler's backward has one plane beside those that forward saved; the kernels' have dh, dz and du.
-    planes = 1 if plans[-1] is None else 3
-    head = _head(model, tokens, element)
-    if config.distill.teacher is not None:  # its last hidden state, and a chunk of its logits
-        head += element * (tokens * model.hidden_size + min(tokens, CHUNK) * model.vocab_size)
-    return kept + max(head, at_work + _last_layer(model, tokens, planes * element))
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.runtime.precision]
 
+    def _activations(self, sequences: int, plans: Sequence[Plan | None]) -> int:
+        model, tokens, element = self.model, sequences * self.sequence_length, self._dtype.itemsize
+        layers = [self._layer(tokens, plan) for plan in plans]
+        kept, at_work = sum(layers), 0
+        if self.runtime.recompute:
+            each_input = FLOAT32 * tokens * model.hidden_size
+            kept, at_work = len(layers) * each_input, max(layers) - each_input
+        # The compiler's backward has one plane in addition to those that forward saved; the kernels' have dh, dz, du.
+        planes = 1 if plans[-1] is None else 3
+        head = _head(model, tokens, element)
+        if self.taught:  # the teacher's last hidden state, and a chunk of its logits
+            head += element * (tokens * model.hidden_size + min(tokens, CHUNK) * model.vocab_size)
+        return kept + max(head, at_work + _last_layer(model, tokens, planes * element))
 
-def _layer(config: Config, tokens: int, plan: Plan | None) -> int:
-    """What a layer keeps between forward and backward."""
-    model, dtype = config.model, DTYPES[config.runtime.precision]
-    width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
-    rotated = (model.num_heads + model.kv_heads) * model.head_width  # numbers of queries and keys
-    if config.runtime.compile:
-        per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
-        per_token += element * rotated if model.qk_norm else 0
-    else:  # both norms' float32 results, and the rotation's steps, are kept too
-        per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
-        per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
-    matrices = attention_weights(model)
-    if plan is None:
-        matrices += (3 if model.gated else 2) * neurons * width
-        saved = traced_planes(config, element) * tokens * neurons
-    else:
-        saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)
-    casts = 0 if dtype == torch.float32 else matrices * element
-    return tokens * (per_token + FLOAT32 * model.num_heads) + saved + casts
+    def _layer(self, tokens: int, plan: Plan | None) -> int:
+        """What a layer keeps between forward and backward."""
+        model, dtype = self.model, self._dtype
+        width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
+        rotated = (model.num_heads + model.kv_heads) * model.head_width  # numbers of queries and keys
+        if self.runtime.compile:
+            per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
+            per_token += element * rotated if model.qk_norm else 0
+        else:  # both norms' float32 results, and the rotation's steps, are kept too
+            per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
+            per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
+        matrices = attention_weights(model)
+        if plan is None:
+            matrices += (3 if model.gated else 2) * neurons * width
+            saved = self._traced_planes(element) * tokens * neurons
+        else:
+            saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)
+        casts = 0 if dtype == torch.float32 else matrices * element
+        return tokens * (per_token + FLOAT32 * model.num_heads) + saved + casts
 
-
-def traced_planes(config: Config, element: int) -> int:
-    """Bytes per token and neuron of the planes that a traced block keeps."""
-    if not config.model.gated:
-        return element  # h
-    if config.sparsity.activation == Activation.silu:
-        return (3 if config.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
-    # Compiled: the operator's g and u, and h and where g is not zero, which the compiler takes from forward.
-    return 3 * element + 1 if config.runtime.compile else 2 * element
+    def _traced_planes(self, element: int) -> int:
+        """Bytes per token and neuron of the planes that a traced block keeps."""
+        if not self.model.gated:
+            return element  # h
+        if self.activation == Activation.silu:
+            return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
+        # Compiled: the operator's g and u, and h and where g is not zero, which the compiler takes from forward.
+        return 3 * element + 1 if self.runtime.compile else 2 * element
 
 
 def _head(model: ModelConfig, tokens: int, element: int) -> int:

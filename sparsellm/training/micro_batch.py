@@ -28,20 +28,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import FLOAT32, Config
+from sparsellm.config import FLOAT32
 from sparsellm.distributed.groups import Ranks, gather, on_main
 from sparsellm.ops import Engine, Plan
 from sparsellm.runs.metrics import StepSums
 from sparsellm.system import regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import write_whole
-from sparsellm.training.memory import GIB, UNMEASURED, Gpu, Sharing, Usage, give_back, usage
+from sparsellm.training.memory import GIB, UNMEASURED, UNSHARED, Gpu, StepMemory, Usage, give_back
 from sparsellm.training.plans import Plans
 
 AUTO = "auto"
@@ -55,27 +56,12 @@ FEW_TOKENS = 8_192
 LESS = "runtime.recompute=true or a shorter training.sequence_length needs less"
 
 
-class MicroBatchError(RuntimeError):
+class MicroBatchError(SparsellmError, RuntimeError):
     """No size fits, or the size of an earlier start cannot be read. The same on all ranks."""
 
 
 class OutOfMemory(MicroBatchError):
     """This rank, perhaps alone, ran out of memory inside a step. Others may wait for it inside a collective."""
-
-
-class Trained(Protocol):
-    """The trainer, as far as the choice of a size needs it."""
-
-    config: Config
-    ranks: Ranks
-    folder: Path
-    plans: Plans | None
-    step: int
-
-    def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
-        """Forward and backward of tokens [B, T + 1], `size` sequences at a time."""
-
-    def drop_gradients(self) -> None: ...
 
 
 class Growing(NamedTuple):
@@ -88,16 +74,25 @@ class Growing(NamedTuple):
 class MicroBatch:
     """The sequences that each rank computes at a time, `size`, in every step of a run."""
 
-    def __init__(self, trainer: Trained, sharing: Sharing | None = None) -> None:
-        """`sharing`: over how many ranks states are divided; None: every rank holds all."""
-        config, self.sharing = trainer.config, sharing or Sharing()
-        self.trainer, self.config, self.ranks = trainer, config, trainer.ranks
-        self.share = config.training.batch_size // trainer.ranks.world_size
-        given = config.runtime.micro_batch_size
+    def __init__(
+        self,
+        memory: StepMemory,
+        ranks: Ranks,
+        folder: Path,
+        gpu: Gpu | None,
+        plans: Plans | None,
+        passes: Callable[[Tensor, int], object],
+        drop_gradients: Callable[[], None],
+    ) -> None:
+        """`folder`: the run's. `gpu`: None on a CPU. `plans`: None where PyTorch traces the layers.
+
+        `passes(tokens, size)`: forward and backward of tokens [B, T + 1], `size` sequences at a time, without any
+        collective.
+        """
+        self.memory, self.ranks, self.folder, self.gpu, self.plans = memory, ranks, folder, gpu, plans
+        self.passes, self.drop_gradients, self.share = passes, drop_gradients, memory.share
+        given = memory.runtime.micro_batch_size
         self.auto = given == AUTO
-        self.gpu: Gpu | None = None
-        if trainer.ranks.device.type == "cuda":
-            self.gpu = Gpu(trainer.ranks.device, config.runtime.memory_limit_gib)
         self.size = self.share if isinstance(given, str) else min(given, self.share)
         self.first = self.size  # that of the start, which fits even when all layers are dense
         self.grown: int | None = None
@@ -125,7 +120,7 @@ class MicroBatch:
         limit = min(gather(self.gpu.limit))
         if limit != self.limit:  # another GPU than the checkpoint's, or more or less of it
             self.limit, self.capacity, self.restored = limit, None, False
-        if self.config.runtime.deterministic:
+        if self.memory.runtime.deterministic:
             if not self.restored:
                 self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
             return
@@ -134,7 +129,7 @@ class MicroBatch:
         size = self.size if self.restored else self._largest(available, self._sizes())
         # Bytes at the measured peak that the arithmetic does not count; assumed to be as many at any size.
         left_out = 0
-        if self.sharing == Sharing():
+        if self.memory.sharing == UNSHARED:
             size = self._check(size)
             assert self.peak is not None
             left_out = self.peak - self._needed(size)
@@ -148,7 +143,7 @@ class MicroBatch:
     def _use_all_libraries(self) -> None:
         """Let NCCL take, before memory is measured, the buffers that it takes when it is first used."""
         if self.ranks.world_size > 1:
-            count = self.config.runtime.ddp_bucket_mb * 2**20 // FLOAT32
+            count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
             dist.all_reduce(torch.zeros(count, device=self.ranks.device))
 
     def _check(self, size: int) -> int:
@@ -161,7 +156,7 @@ class MicroBatch:
             smaller = [other for other in sizes if other < size]
             if not smaller:
                 raise MicroBatchError(self._nothing_fits())
-            self.ranks.say(f"sparsellm: {size} sequences at a time do not fit: {smaller[-1]} are tried")
+            self.ranks.say(f"sparsellm: micro-batch {size} ran out of memory; trying {smaller[-1]}")
             torch._dynamo.reset()  # a graph for each size would add up to more than it keeps
             size, self.restored, self.capacity = smaller[-1], False, None
 
@@ -170,14 +165,14 @@ class MicroBatch:
 
         With each micro-batch shards send gradients, and with `full` weights too, however few its tokens are.
         """
-        runtime, tokens = self.config.runtime, self.size * self.config.training.sequence_length
-        if self.sharing == Sharing() or runtime.recompute or tokens >= FEW_TOKENS:
+        runtime, tokens = self.memory.runtime, self.size * self.memory.sequence_length
+        if self.memory.sharing == UNSHARED or runtime.recompute or tokens >= FEW_TOKENS:
             return
-        recomputing = replace(self.config, runtime=replace(runtime, recompute=True))
+        recomputing = replace(self.memory, runtime=replace(runtime, recompute=True))
         more = self._largest(available, self._sizes(), recomputing)
         if more > self.size:
             self.ranks.say(
-                f"sparsellm: {tokens:,} tokens at a time are few for what shards send with each micro-batch;"
+                f"sparsellm: micro-batches of {tokens:,} tokens are small for what shards send with each of them;"
                 f" runtime.recompute=true has room for {more} sequences instead of {self.size}, and may be faster"
             )
 
@@ -187,28 +182,27 @@ class MicroBatch:
 
     def _take(self, size: int) -> None:
         self.size = size
-        if self.trainer.plans is not None:
-            self.trainer.plans.resize(size)
+        if self.plans is not None:
+            self.plans.resize(size)
 
     def _sizes(self) -> list[int]:
         """What divides the share, ascending."""
-        most = min(self.most or self.share, max(1, MOST_TOKENS // self.config.training.sequence_length))
+        most = min(self.most or self.share, max(1, MOST_TOKENS // self.memory.sequence_length))
         return [size for size in range(1, most + 1) if self.share % size == 0]
 
     def _plans(self) -> Sequence[Plan | None]:
-        plans = self.trainer.plans
-        return [None] * self.config.model.num_layers if plans is None else plans.plans
+        return [None] * self.memory.model.num_layers if self.plans is None else self.plans.plans
 
-    def usage(self, size: int, config: Config | None = None) -> Usage:
-        """The memory of a step with micro-batches of `size`, with the plans in effect. config: None: the run's."""
-        return usage(config or self.config, self.ranks.world_size, size, self._plans(), self.sharing)
+    def usage(self, size: int, memory: StepMemory | None = None) -> Usage:
+        """The memory of a step with micro-batches of `size`, with the plans in effect. memory: None: the run's."""
+        return (memory or self.memory).usage(size, self._plans())
 
-    def _needed(self, size: int, config: Config | None = None) -> int:
-        return self.usage(size, config).total + self.beside
+    def _needed(self, size: int, memory: StepMemory | None = None) -> int:
+        return self.usage(size, memory).total + self.beside
 
-    def _largest(self, available: int, sizes: list[int], config: Config | None = None) -> int:
-        """The largest of `sizes` that fits by arithmetic; the smallest if none does. config: None: the run's."""
-        fitting = [size for size in sizes if self._needed(size, config) * (1 + MARGIN) <= available]
+    def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
+        """The largest of `sizes` that fits by arithmetic; the smallest if none does. memory: None: the run's."""
+        fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 
     def _peak(self, size: int, tokens: Tensor) -> int | None:
@@ -216,23 +210,23 @@ class MicroBatch:
         assert self.gpu is not None
 
         def passes() -> None:
-            self.trainer.accumulate(tokens, size, reduce=False)
-            self.trainer.drop_gradients()
+            self.passes(tokens, size)
+            self.drop_gradients()
 
         self.tried.add(size)
         device = self.ranks.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             peak = self.gpu.peak_of(passes)
-        self.trainer.drop_gradients()
+        self.drop_gradients()
         give_back()
         return peak
 
     def _random_tokens(self, size: int) -> Tensor:
         """Two micro-batches, for memory is at its peak when the second adds to the gradients of the first; one, if a
         step has no more."""
-        training, generator = self.config.training, torch.Generator().manual_seed(0)
-        shape = min(2 * size, self.share), training.sequence_length + 1
-        return torch.randint(self.config.model.vocab_size, shape, generator=generator)
+        generator = torch.Generator().manual_seed(0)
+        shape = min(2 * size, self.share), self.memory.sequence_length + 1
+        return torch.randint(self.memory.model.vocab_size, shape, generator=generator)
 
     def _nothing_fits(self) -> str:
         assert self.gpu is not None
@@ -244,17 +238,17 @@ class MicroBatch:
 
     # Growth.
 
-    def decided(self, tokens: Tensor) -> None:
+    def decided(self, step: int, tokens: Tensor) -> None:
         """Grow or go back, if the plans that were just decided ask for it; the same on all ranks, at the same steps.
 
-        `tokens`: this rank's of the step that is about to be taken, [B, T + 1].
+        `tokens`: this rank's of `step`, which is about to be taken, [B, T + 1].
         """
         if self.capacity is None:
             return
         if self.grown is not None:
             size = self._largest(self.capacity, [self.first, self.grown])
             if size != self.size:
-                self.ranks.say(f"sparsellm: step {self.trainer.step:,}: {size} sequences at a time, as memory allows")
+                self.ranks.say(f"sparsellm: step {step:,}: memory allows a micro-batch of {size} sequences again")
                 self._take(size)
             return
         sizes = [size for size in self._sizes() if len(self.tried) < 2 or size in self.tried]
@@ -264,32 +258,32 @@ class MicroBatch:
         plans = [plan for plan in self._plans() if plan is not None]
         sparse = sum(plan.engine == Engine.tile for plan in plans)
         if size > self.size and decisions >= SETTLED and 2 * sparse > len(plans):
-            self._grow(size, tokens)
+            self._grow(step, size, tokens)
 
-    def _grow(self, size: int, tokens: Tensor) -> None:
+    def _grow(self, step: int, size: int, tokens: Tensor) -> None:
         give_back()  # blocks of the present size would be in the way of larger ones
-        said = f"sparsellm: step {self.trainer.step:,}: "
-        if self.sharing == Sharing() and None in gather(self._peak(size, tokens[: 2 * size])):
+        said = f"sparsellm: step {step:,}: "
+        if self.memory.sharing == UNSHARED and None in gather(self._peak(size, tokens[: 2 * size])):
             self.most = self.size
-            self.ranks.say(f"{said}{size} sequences at a time would fit by arithmetic and do not: {self.size} stay")
+            self.ranks.say(f"{said}micro-batch {size} was estimated to fit but ran out of memory; keeping {self.size}")
             return
-        self.ranks.say(f"{said}{size} sequences at a time instead of {self.size}, for the layers are sparse")
+        self.ranks.say(f"{said}layers are sparse: micro-batch {self.size} -> {size}")
         self.grown = size
         self._take(size)
 
     # Out of memory.
 
-    def run(self, accumulate: Callable[[int], StepSums]) -> StepSums:
-        """`accumulate(size)` for one step; on one process again with half the size if memory runs out. Raises
+    def run(self, step: int, accumulate: Callable[[int], StepSums]) -> StepSums:
+        """`accumulate(size)` for `step`; on one process again with half the size if memory runs out. Raises
         OutOfMemory."""
         while True:
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
                 pass  # memory is freed after this block, for while the exception lives its frames hold tensors
-            self.trainer.drop_gradients()
+            self.drop_gradients()
             give_back()
-            self._halve(f"step {self.trainer.step:,}: out of memory with {self.size} sequences at a time")
+            self._halve(f"step {step:,}: out of memory with {self.size} sequences at a time")
 
     def _halve(self, what: str) -> None:
         if not self.auto:
@@ -302,7 +296,7 @@ class MicroBatch:
             raise OutOfMemory(f"{what}: {LESS}")
         if self.ranks.world_size > 1:
             record = {"most": smaller[-1], "because": f"rank {self.ranks.rank}, {what}"}
-            path = self.trainer.folder / RECORD
+            path = self.folder / RECORD
             try:
                 write_whole(path, json.dumps(record).encode())
             except OSError as error:
@@ -321,7 +315,7 @@ class MicroBatch:
 
     def _read_record(self) -> None:
         """Keep to what an earlier start of several ranks found out."""
-        path = self.trainer.folder / RECORD
+        path = self.folder / RECORD
 
         def read() -> int | None:
             if not path.exists():

@@ -76,10 +76,14 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self.skipped += not_finite
         self.skipped_in_row.add_(1).mul_(not_finite)
         return norm
+
+    def drop_gradients(self) -> None:
+        """As if nothing had been accumulated."""
+        self.adamw.zero_grad(set_to_none=True)
 
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
         """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]; its step count stays."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config
+from sparsellm.config import ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan, backend
@@ -57,12 +57,13 @@ class Counts:
 class Plans:
     """The training plans of an accelerated decoder's layers: dense until something has been counted."""
 
-    def __init__(self, config: Config, decoder: Decoder, ranks: Ranks) -> None:
-        training, model = config.training, config.model
-        self.ranks, self.calibrate, self.resumed = ranks, config.runtime.calibrate, False
+    def __init__(
+        self, model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, decoder: Decoder, ranks: Ranks
+    ) -> None:
+        self.ranks, self.calibrate, self.resumed = ranks, runtime.calibrate, False
         self.layer = model.hidden_size, model.intermediate_size  # K, N
         self.sequences, self.sequence_length = training.batch_size // ranks.world_size, training.sequence_length
-        given = config.runtime.micro_batch_size
+        given = runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
         self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call

@@ -31,33 +31,44 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import Config, ConfigError, RuntimeConfig, Shard, embedding_weights, parameters, ranks_that_share
+from sparsellm.config import (
+    Activation,
+    ConfigError,
+    ModelConfig,
+    RuntimeConfig,
+    Shard,
+    embedding_weights,
+    parameters,
+    ranks_that_share,
+)
 from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.model import Decoder
 from sparsellm.model.decoder import initialize
 from sparsellm.training import communication
-from sparsellm.training.memory import Sharing
+from sparsellm.training.memory import UNSHARED, Sharing
 
 
-def decoder(config: Config, ranks: Ranks) -> Decoder:
+def decoder(model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks) -> Decoder:
     """The decoder of a run before its first step, on this rank's device; without memory (on "meta") if it is to be in
     shards, which `distributed` then makes."""
-    shard = config.runtime.shard
+    shard = runtime.shard
     in_shards = shard != Shard.none and ranks.world_size > 1
     if shard != Shard.none and not in_shards:
         ranks.say(f"runtime.shard={shard.name}: one rank has nobody to share with, and holds all")
     with torch.device("meta") if in_shards else ranks.device:
-        return Decoder(config.model, config.sparsity.activation, config.runtime.recompute)
+        return Decoder(model, activation, runtime.recompute)
 
 
-def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | DistributedDataParallel:
+def distributed(
+    model: Decoder, runtime: RuntimeConfig, init_std: float, ranks: Ranks
+) -> Decoder | DistributedDataParallel:
     """What a step calls: `model` under DDP, or in shards, or itself where there is one rank. Collective.
 
     `model` is that of `decoder`, its blocks accelerated and its layers compiled already if they are to be.
     Weights in shards are drawn here, one whole matrix at a time, and are the same bits as those of a whole model.
     Raises ConfigError, alike on all ranks, if there are to be shards and nodes have different numbers of ranks.
     """
-    runtime, device = config.runtime, ranks.device
+    device = ranks.device
     if ranks.world_size == 1:
         return model
     if runtime.shard == Shard.none:
@@ -80,19 +91,17 @@ def distributed(model: Decoder, config: Config, ranks: Ranks) -> Decoder | Distr
     _draw_what_constructors_draw(model, device)
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=device)
-        initialize(name, whole, config.model.init_std)
+        initialize(name, whole, init_std)
         dist.broadcast(whole, src=0)  # GPUs of another kind would draw other bits from the same seed
         write(parameter, whole)
     return model
 
 
-def sharing(config: Config, ranks: Ranks) -> Sharing:
+def sharing(model: ModelConfig, shard: Shard, ranks: Ranks) -> Sharing:
     """Over how many ranks each kind of state is divided, and what is whole for a time. Collective."""
-    shard = config.runtime.shard
     if shard == Shard.none or ranks.world_size == 1:
-        return Sharing()
+        return UNSHARED
     over = ranks_that_share(ranks.world_size, _ranks_of_a_node(ranks))
-    model = config.model
     # Of two layers, one at work and one on its way, of embedding and head: weights, and gradients before they are cut.
     at_work = 2 * (parameters(model) - parameters(replace(model, num_layers=0))) // model.num_layers
     at_work += embedding_weights(model)

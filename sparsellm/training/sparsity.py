@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config, L1Schedule, ModelConfig, SparsityConfig
+from sparsellm.config import L1Schedule, ModelConfig, SparsityConfig, TrainingConfig
 from sparsellm.model import Decoder
 from sparsellm.training.optimizer import Optimizer
 from sparsellm.training.sharding import shard_of
@@ -93,8 +93,14 @@ class Reinitialization:
     seeded by (training.seed, step, layer): the global ones stay untouched, and a resume draws the same.
     """
 
-    def __init__(self, config: Config, decoder: Decoder, optimizer: Optimizer) -> None:
-        sparsity, training, model = config.sparsity, config.training, config.model
+    def __init__(
+        self,
+        sparsity: SparsityConfig,
+        training: TrainingConfig,
+        model: ModelConfig,
+        decoder: Decoder,
+        optimizer: Optimizer,
+    ) -> None:
         assert sparsity.reinit_dead_after_tokens is not None
         self.silence, self.every = sparsity.reinit_dead_after_tokens, sparsity.reinit_every
         self.blend, self.relu_tokens = sparsity.reinit_blend, sparsity.relu_tokens

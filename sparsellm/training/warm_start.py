@@ -13,7 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Activation, Config, ConfigError, DataConfig, ModelConfig, Source, to_dict, typed_values
+from sparsellm.config import (
+    Activation,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    Source,
+    to_dict,
+    typed_values,
+)
 from sparsellm.config.values import flat
 from sparsellm.data import Data, DataError, manifest, tokenizer
 from sparsellm.distributed.groups import Ranks, on_main
@@ -35,15 +45,15 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     if config.init_from is None:
         return []
     try:
-        begun = run_folder.begun_as(config)
+        begun = run_folder.begun_as(config.run)
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
-            if _names_the_tokenizer(config, typed):
+            if _names_the_tokenizer(config.data, config.init_from, typed):
                 _call_the_tokenizer(config.data, begun.data.tokenizer, begun.data.tokenizer_vocab_size)
         else:
             with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = conversion.architecture(checkpoint.model)
-                if _names_the_tokenizer(config, typed):
+                if _names_the_tokenizer(config.data, config.init_from, typed):
                     _find_its_tokens(config.data, checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
@@ -55,9 +65,9 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return _disagreements(config.init_from, config.model, list(typed))
 
 
-def _names_the_tokenizer(config: Config, typed: Sequence[str]) -> bool:
+def _names_the_tokenizer(data: DataConfig, init_from: str, typed: Sequence[str]) -> bool:
     """Whether init_from says what data.tokenizer is, which is not typed."""
-    return config.data.tokenizer == config.init_from and tokenizer.KEY not in typed_values(list(typed))
+    return data.tokenizer == init_from and tokenizer.KEY not in typed_values(list(typed))
 
 
 def _find_its_tokens(data: DataConfig, model: str) -> None:
@@ -84,15 +94,15 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
     ]
 
 
-def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
-    """Raise DataError, on the main rank, if texts have other tokens in `data` than for `init_from` or the teacher; the
-    other ranks get MainRankFailed. If documents only begin or end with another token, a line says so. `init_from` is
-    not looked at where the run has a checkpoint. Collective."""
+def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data, ranks: Ranks) -> None:
+    """Raise DataError, on the main rank, if texts have other tokens in `data` than for one of `models`, those of
+    `read_at_start`; the other ranks get MainRankFailed. If documents only begin or end with another token, a line says
+    so. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:
             own = tokenizer.load(checkpoint.model, key)
-        prepared, corpus = tokenizer.load(str(data.tokenizer_folder), "data.path"), config.data
+        prepared = tokenizer.load(str(data.tokenizer_folder), "data.path")
         used = corpus.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
         if tokenizer.serialized(own) == tokenizer.serialized(prepared):
@@ -109,20 +119,20 @@ def require_one_tokenizer(config: Config, data: Data, ranks: Ranks) -> None:
         )
 
     def compare_all() -> None:
-        for key, name in read_at_start(config).items():
+        for key, name in models.items():
             compare(key, name)
 
     on_main(ranks, compare_all)
 
 
-def tokenizer_mistakes(config: Config) -> list[str]:
-    """Whether data.tokenizer, before it makes tokens, is another one than that of init_from or of the teacher."""
-    given, found = config.data.tokenizer, []
-    for key, name in (("init_from", config.init_from), ("distill.teacher", config.distill.teacher)):
-        if given is None or name in (None, given):
+def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | None) -> list[str]:
+    """Whether the tokenizer `given`, before it makes tokens, differs from that of init_from or of the teacher."""
+    found = []
+    for key, name in (("init_from", init_from), ("distill.teacher", teacher)):
+        if given is None or name is None or name == given:
             continue
         try:
-            with source(key, str(name)) as checkpoint:
+            with source(key, name) as checkpoint:
                 own = tokenizer.load(checkpoint.model, key)
             if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
                 found.append(
@@ -134,18 +144,19 @@ def tokenizer_mistakes(config: Config) -> list[str]:
     return found
 
 
-def read_at_start(config: Config) -> dict[str, str]:
+def read_at_start(run: RunConfig, init_from: str | None, teacher: str | None) -> dict[str, str]:
     """The models whose files this start of the run reads, {key: name}: init_from while there is no checkpoint, and the
     teacher."""
-    begins = config.run.restart or not run_folder.saved_steps(config.run.folder)
-    named = {"init_from": config.init_from if begins else None, "distill.teacher": config.distill.teacher}
+    begins = run.restart or not run_folder.saved_steps(run.folder)
+    named = {"init_from": init_from if begins else None, "distill.teacher": teacher}
     return {key: name for key, name in named.items() if name is not None}
 
 
-def weight_mistakes(config: Config) -> list[str]:
-    """What is wrong with the weights in the folders that this start reads, as far as the headers of their files say."""
+def weight_mistakes(models: dict[str, str]) -> list[str]:
+    """What is wrong with the weights of those of `models` that are folders, as far as the headers of their files say.
+    `models`: of `read_at_start`."""
     found = []
-    for key, name in read_at_start(config).items():
+    for key, name in models.items():
         if Path(name).expanduser().exists():
             try:
                 with source(key, name) as checkpoint:
@@ -155,8 +166,10 @@ def weight_mistakes(config: Config) -> list[str]:
     return found
 
 
-def write_weights(model: Decoder, config: Config, data: Data, ranks: Ranks) -> list[int]:
-    """Give `model`, whole or in shards, the weights of `init_from`; the main rank reads them. Collective.
+def write_weights(
+    model: Decoder, name: str, architecture: ModelConfig, run_name: str | None, data: Data, ranks: Ranks
+) -> list[int]:
+    """Give `model`, whole or in shards, the weights of `name`, the init_from; the main rank reads them. Collective.
 
     Returns, on the main rank, at which tokens a text of `init_from` ends beside the one that ends a document of `data`,
     as at that of a turn. Only special ones: no document holds them, so whoever stops there cuts no text.
@@ -168,18 +181,17 @@ def write_weights(model: Decoder, config: Config, data: Data, ranks: Ranks) -> l
     ends: set[int] = set()
 
     def read() -> None:
-        name = str(config.init_from)
         with source("init_from", name) as checkpoint:
             checkpoint.identity()  # a checkpoint of ours is held to its checksums
             found, _, read = load_float32(checkpoint)
             named = pretrained.stop_tokens(checkpoint.model)
-        if found != config.model:
-            theirs, ours = (flat({"model": to_dict(each)}) for each in (found, config.model))
+        if found != architecture:
+            theirs, ours = (flat({"model": to_dict(each)}) for each in (found, architecture))
             differs = "; ".join(
                 f"{key} is {theirs[key]!r} instead of {ours[key]!r}" for key in ours if theirs[key] != ours[key]
             )
             raise ConfigError([
-                f"init_from={name} is not the model any more that run {config.run.name} was begun with ({differs}):"
+                f"init_from={name} is not the model any more that run {run_name} was begun with ({differs}):"
                 " bring that back, or choose another run.name"
             ])  # fmt: skip
         weights.update(read)
@@ -188,7 +200,7 @@ def write_weights(model: Decoder, config: Config, data: Data, ranks: Ranks) -> l
 
     on_main(ranks, read)
     send(weights, model, ranks)
-    ranks.say(f"{config.run.name}: starting from the weights of {config.init_from}")
+    ranks.say(f"{run_name}: starting from the weights of {name}")
     return sorted(ends)
 
 

@@ -15,13 +15,14 @@ from datasets import Dataset
 from evaluation.conftest import LAST
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from whole_config import open_validation
 
 from sparsellm import benchmark
 from sparsellm.analysis import AnalysisError, analyze_checkpoint, figures, report, study
 from sparsellm.analysis.text import documents, of_file
 from sparsellm.commands import analyze
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, ConfigError, Dtype, load
-from sparsellm.data import open_validation, tokenizer
+from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.runs.checkpoint import Checkpoints
 

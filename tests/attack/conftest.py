@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
+import whole_config
 from attack import kills
 from evaluation.small_rows import sentence, write_rows
 
-from sparsellm import data
 from sparsellm.config import from_overrides
 
 
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def prepared(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The overrides of `tiny` with its data.path, which is prepared."""
     overrides = [*tiny, f"data.path={tmp_path_factory.mktemp('prepared')}/tokens"]
-    data.prepare(from_overrides(overrides))
+    whole_config.prepare(from_overrides(overrides))
     return overrides
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from attack.seed import SEED
+from whole_config import mistakes, prepare
 
 from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
-from sparsellm.data import DataError, corpus, mistakes, preparation, prepare, tokenizer
+from sparsellm.data import DataError, corpus, preparation, tokenizer
 from sparsellm.data.manifest import read, verify, write
 
 

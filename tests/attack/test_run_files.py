@@ -105,7 +105,7 @@ def test_every_byte_of_the_rows(run):
         if not found.problems or str(path) not in found.report(path):
             return False
         if found.rows:
-            report.summary(config, found.rows, folder)
+            report.summary(config.model, config.sparsity, config.data.mix_names, found.rows, folder)
         if position % 997 == 0:  # draws pictures, which takes long
             with redirect_stderr(StringIO()):
                 assert "is damaged" in report.finish(config, folder)
@@ -126,7 +126,7 @@ def test_every_byte_of_the_commit(run):
     with small_trainer(folder) as trainer:
 
         def holds(_position):
-            run_folder.is_finished(config)
+            run_folder.is_finished(config.run, config.training.steps)
             try:
                 trainer.checkpoints.find(skip_damaged=False)
             except CheckpointError as error:
@@ -166,7 +166,7 @@ def test_a_commit_that_is_none(run, content):
     whole = committed.read_text()
     committed.write_text(content)
     try:
-        assert not run_folder.is_finished(config)
+        assert not run_folder.is_finished(config.run, config.training.steps)
         with small_trainer(folder) as trainer, pytest.raises(CheckpointError, match=f"{committed.parent} is damaged"):
             trainer.checkpoints.find(skip_damaged=False)
     finally:

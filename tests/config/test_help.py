@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from sparsellm.cli import COMMANDS
 from sparsellm.config import AnalyzeConfig, BenchmarkConfig, Config, EvaluateConfig, SweepConfig, help
+from sparsellm.config.commands import COMMANDS
 from sparsellm.config.compose import composition
 from sparsellm.config.groups import default_choices
 from sparsellm.config.values import flat_types

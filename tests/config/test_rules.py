@@ -19,13 +19,18 @@ from sparsellm.config import (
 )
 from sparsellm.ops import build
 
+
+def of_memory(config, ranks_here, world_size):
+    return memory_mistakes(config.model, config.training, config.runtime, ranks_here, world_size)
+
+
 ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it must be zero or a positive number"),
+        (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it must be at least 0"),
         (["sparsity.l1_coefficient=nan"], "sparsity.l1_coefficient is nan"),
         (["data.name=../corpus"], "data.name is '../corpus': it names a folder in data/; give another"),
         (["data.name=/corpus"], "data.name is '/corpus': it names"),
@@ -33,7 +38,10 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         (["training.batch_size=7"], "training.batch_size 7 does not divide over 2 ranks"),
         (["training.sequence_length=512"], "training.sequence_length 512 is longer than model.context_length 256"),
         (["model.intermediate_size=500"], "model.intermediate_size is 500: it must be a multiple of 8"),
-        (["model.intermediate_size=65544"], "model.intermediate_size is 65544: it must be at most 65536"),
+        (
+            ["model.intermediate_size=65544"],
+            "intermediate_size is 65544: it must be at least 8 and at most 65536",
+        ),
         (["model.num_heads=3"], "model.hidden_size 128 does not divide into 3 heads"),
         (["model.num_heads=0"], "model.num_heads is 0: it must be at least 1"),
         (["sparsity.activation=silu"], "sparsity.l1_coefficient is 0.001 with sparsity.activation=silu"),
@@ -73,7 +81,7 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         (["optimizer.warmup_steps=401"], "optimizer.warmup_steps 401 exceeds training.steps 400"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it must be a positive number"),
         (["optimizer.beta2=1"], "optimizer.beta2 is 1.0"),
-        (["logging.every=11"], "logging.every is 11: it must be 1 to 10"),
+        (["logging.every=11"], "logging.every is 11: it must be at least 1 and at most 10"),
         (["run.name=A/B"], "run.name is 'A/B': use only"),
         (["run.name=.."], r"run.name is '\.\.'"),
         ([f"run.name={'a' * 201}"], "run.name is 'a+': use only .*, at most 200"),
@@ -152,7 +160,7 @@ def test_schedules_and_reinitialization_that_just_fit_are_accepted():
     [
         ([f"training.steps={10**30}"], "training.steps is 1000000000000000000000000000000: it must be below 2.63"),
         (["training.steps=1e18"], "are 2048000000000000000000 tokens: they must be below 2.63"),
-        (["runtime.data_workers=100000"], "runtime.data_workers is 100000: it must be at most 256"),
+        (["runtime.data_workers=100000"], "runtime.data_workers is 100000: it must be at least 0 and at most 256"),
         ([f"sparsity.l1_start_tokens={2**63}"], "sparsity.l1_start_tokens is 9223372036854775808: .* below 2"),
     ],
 )
@@ -176,14 +184,14 @@ def test_impossible_sizes_are_refused_by_arithmetic(overrides, message):
     ],
 )
 def test_what_exceeds_the_memory_is_refused_before_it_is_built(overrides, message):
-    (found,) = memory_mistakes(from_overrides([*overrides, "runtime.device=cpu"]), 1, 1)
+    (found,) = of_memory(from_overrides([*overrides, "runtime.device=cpu"]), 1, 1)
     assert re.search(message, found), found
 
 
 def test_ranks_on_a_cpu_share_its_memory():
     config = from_overrides(["runtime.device=cpu", "model.vocab_size=100000"])
-    assert memory_mistakes(config, 1, 1) == []
-    (found,) = memory_mistakes(config, 10**6, 10**6)
+    assert of_memory(config, 1, 1) == []
+    (found,) = of_memory(config, 10**6, 10**6)
     assert "on each of 1000000 ranks" in found
 
 
@@ -198,12 +206,12 @@ def test_ranks_on_a_cpu_share_its_memory():
 def test_a_part_of_a_gpu_is_all_that_a_run_has(limit, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * 2**30))
-    found = memory_mistakes(from_overrides(["model=0p5b", f"runtime.memory_limit_gib={limit}"]), 1, 1)
+    found = of_memory(from_overrides(["model=0p5b", f"runtime.memory_limit_gib={limit}"]), 1, 1)
     assert (found == []) if message is None else re.search(message, found[0]), found
 
 
 def test_a_part_of_a_gpu_is_refused_where_there_is_none():
-    (found,) = memory_mistakes(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1, 1)
+    (found,) = of_memory(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1, 1)
     assert found == "runtime.memory_limit_gib is 77, of a GPU, and this run takes none: set it to null"
 
 
@@ -217,12 +225,12 @@ def test_a_part_of_a_gpu_is_refused_where_there_is_none():
 def test_ranks_of_a_node_divide_the_state(shard, world_size, ranks_here, bytes_):
     config = from_overrides(["experiment=1p5b", f"runtime.shard={shard}"])
     sharing = ranks_that_share(world_size, ranks_here)
-    assert state_bytes(config, sharing) == bytes_ * parameters(config.model)
+    assert state_bytes(config.model, config.runtime.shard, sharing) == bytes_ * parameters(config.model)
 
 
 def test_what_is_divided_between_too_few_is_refused():
     overrides = ["runtime.device=cpu", "model.num_layers=1000000", "runtime.shard=full"]
-    (found,) = memory_mistakes(from_overrides(overrides), 4, 4)
+    (found,) = of_memory(from_overrides(overrides), 4, 4)
     assert "on each of 4 ranks with runtime.shard=full between 4" in found
     assert "divide it between more GPUs (runtime.shard=full)" in found
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from whole_config import mistakes, prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, prepare
+from sparsellm.data import DataError, corpus
 from sparsellm.data.request import Request
 from sparsellm.data.stream import TokenStream
 
@@ -51,7 +52,7 @@ def test_a_preparation_that_a_bad_record_ended_goes_on_without_it(
 
 def test_what_was_passed_over_belongs_to_the_tokens(make_config: MakeConfig, files: list[str]) -> None:
     config = make_config(files, skip_bad_records=True)
-    assert "data.skip_bad_records=true" in Request(config).command()
+    assert "data.skip_bad_records=true" in Request.of(config).command()
     prepare(config)
     config.data.skip_bad_records, config.data.max_tokens = False, 1_000
     (found,) = mistakes(config)

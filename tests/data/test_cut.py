@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_config import mistakes, open_data, open_validation, prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, open_data, open_validation, preparation, prepare, tokenizer
+from sparsellm.data import DataError, corpus, preparation, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed.groups import process_group
 

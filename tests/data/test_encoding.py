@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from whole_config import prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, encoding, prepare
+from sparsellm.data import DataError, corpus, encoding
 from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import read
 

@@ -14,11 +14,11 @@ import torch
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
+from whole_config import mistakes, open_data, open_validation, prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, mix, open_data, prepare, tokenizer
+from sparsellm.data import DataError, Request, corpus, mix, tokenizer
 from sparsellm.data.manifest import read
-from sparsellm.data.open import open_validation
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import hub
 from sparsellm.system.files import read_sealed, write_sealed
@@ -161,7 +161,7 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, other)]
     assert (
         "different tokenizers"
-        in mix.mistakes(replace(config, data=replace(config.data, mix=mixed, max_tokens=None)))[0]
+        in mix.mistakes(Request.of(replace(config, data=replace(config.data, mix=mixed, max_tokens=None))))[0]
     )
     named = Path(base, "tokenizer_config.json")
     content = named.read_text()
@@ -223,7 +223,7 @@ def test_what_an_earlier_version_prepared_has_no_beginnings_is_told_apart_and_st
     new = replace(config, data=replace(config.data, path=str(tmp_path / "new")))
     assert prepare(new).begin_of_text_id == 0
     mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, new)]
-    found = mix.mistakes(replace(config, data=replace(config.data, mix=mixed, max_tokens=None)))
+    found = mix.mistakes(Request.of(replace(config, data=replace(config.data, mix=mixed, max_tokens=None))))
     assert "different tokenizers" in found[0]
 
 

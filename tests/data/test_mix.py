@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from whole_config import mistakes as data_mistakes
+from whole_config import open_data, open_validation, prepare
 
 from sparsellm.config import MIX_PERIOD, Config, ConfigError, LoggingConfig, from_overrides, mistakes
 from sparsellm.config.values import definition
-from sparsellm.data import DataError, mix, open_data, open_validation, prepare, tokenizer
-from sparsellm.data import mistakes as data_mistakes
+from sparsellm.data import DataError, Request, mix, tokenizer
 from sparsellm.data.mix import MixedTokens
 from sparsellm.data.packed import PackedTokens
 from sparsellm.distributed.groups import process_group
@@ -31,8 +32,8 @@ def mixed(make_config: Callable[..., Config], parquet: list[str], tmp_path: Path
 
 def opened(config: Config, rank: int = 0, world_size: int = 1) -> MixedTokens:
     return mix.mixed(
-        config, mix.read(config), batch_size=8, rank=rank, world_size=world_size, sequence_length=32, seed=3,
-        workers=0, pin_memory=False,
+        config.data, mix.read(Request.of(config)), batch_size=8, rank=rank, world_size=world_size,
+        sequence_length=32, seed=3, workers=0, pin_memory=False,
     )  # fmt: skip
 
 
@@ -55,8 +56,8 @@ def test_every_period_has_the_shares_and_every_source_all_its_samples_in_turn(mi
 
 def test_counts_are_the_largest_remainders() -> None:
     config = from_overrides(["data.mix=[{data: a, weight: 2}, {data: b, weight: 1}, {data: c, weight: 1}]"])
-    assert mix.counts(config) == (5_000, 2_500, 2_500)
-    assert mix.counts(config, 3) == (1, 1, 1)
+    assert mix.counts(config.data) == (5_000, 2_500, 2_500)
+    assert mix.counts(config.data, 3) == (1, 1, 1)
 
 
 def test_a_batch_has_the_blocks_of_its_sources_and_ranks_share_it(mixed: Config) -> None:
@@ -156,8 +157,8 @@ def test_a_mix_is_a_list_of_sources_whose_folders_may_move() -> None:
     with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list of mappings, as \[\{a: b\}\]"):
         from_overrides(["data.mix=a"])
     here, there = (from_overrides([f"data.mix=[{{data: {path}, weight: 0.5}}]"]) for path in ("a", "/mnt/a"))
-    assert mix.folders(here) == {"a": Path("data/a")}
-    assert mix.folders(there) == {"a": Path("/mnt/a")}
+    assert mix.folders(here.data) == {"a": Path("data/a")}
+    assert mix.folders(there.data) == {"a": Path("/mnt/a")}
     assert definition(here) == definition(there) != definition(from_overrides([]))
     assert here.run.name == there.run.name != from_overrides([]).run.name
 

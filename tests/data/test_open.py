@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from processes import torchrun
+from whole_config import mistakes, open_data, open_validation, prepare
 
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, LoggingConfig, ModelConfig, RuntimeConfig, TrainingConfig
-from sparsellm.data import DataError, mistakes, open_data, open_validation, prepare, tokenizer
+from sparsellm.data import DataError, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed.groups import process_group
 
@@ -86,11 +87,12 @@ import sys
 from pathlib import Path
 import torch
 from sparsellm import config as configuration
-from sparsellm.data import open_data
+from sparsellm.data import Request, open_data
 from sparsellm.data.manifest import read
 from sparsellm.distributed.groups import process_group
 with process_group("cpu") as ranks:
-    data = open_data(configuration.load(Path(sys.argv[1])), ranks)
+    config = configuration.load(Path(sys.argv[1]))
+    data = open_data(Request.of(config), config.run, config.logging.validation_samples, 0, ranks)
     batch, state = next(data.batches(None))
     torch.save({"validation": data.validation, "batch": batch}, f"{sys.argv[2]}/{ranks.rank}.pt")
 """

@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from whole_config import prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, prepare
+from sparsellm.data import DataError
 from sparsellm.data import packed as packed_tokens
 from sparsellm.data.packed import PackedTokens, permutation, shuffle, started
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from whole_config import mistakes, prepare
 
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, Source, TrainingConfig
-from sparsellm.data import DataError, corpus, mistakes, preparation, prepare, tokenizer
+from sparsellm.data import DataError, corpus, preparation, tokenizer
 from sparsellm.data.manifest import read, verify, write
 
 MakeConfig = Callable[..., Config]
@@ -114,7 +115,7 @@ PREPARE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 from sparsellm import config as configuration
-from sparsellm.data import corpus
+from sparsellm.data import Request, corpus
 import sparsellm.data.preparation as module
 corpus.CHUNK_CHARACTERS = 2_000
 config = configuration.load(Path(sys.argv[1]))
@@ -133,7 +134,7 @@ def dying_flush(writer):
         os.kill(os.getpid(), signal.SIGKILL)
     flush(writer)
 module._Writer.flush, module.write = dying_flush, dying_write
-module.prepare(config)
+module.prepare(Request.of(config))
 """
 
 
@@ -200,10 +201,11 @@ def test_two_processes_do_not_prepare_the_same_folder_at_once(
     config = make_config(parquet)
     configuration.save(config, tmp_path / "config.yaml")
     slow = (
-        "import sys, time; from pathlib import Path; from sparsellm import config; from sparsellm.data import prepare;"
+        "import sys, time; from pathlib import Path; from sparsellm import config;"
+        "from sparsellm.data import Request, prepare;"
         "import sparsellm.data.preparation as module; write = module.write;"
         "module.write = lambda *a: (write(*a), time.sleep(1));"
-        "prepare(config.load(Path(sys.argv[1])))"
+        "prepare(Request.of(config.load(Path(sys.argv[1]))))"
     )
     other = subprocess.Popen([sys.executable, "-c", slow, str(tmp_path / "config.yaml")])
     progress = Path(config.data.path) / "progress.json"

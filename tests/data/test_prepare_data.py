@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from whole_config import mistakes
 
 from sparsellm.commands import prepare_data, train
 from sparsellm.config import Config, from_overrides
-from sparsellm.data import corpus, mistakes, tokenizer
+from sparsellm.data import corpus, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.data.request import Request
 
@@ -66,10 +67,10 @@ def test_the_command_in_a_refusal_prepares_what_was_missing(
 def test_the_command_says_all_that_decides_the_tokens(choice: str) -> None:
     extra = ["data.files=[x.parquet]", "data.tokenizer=gpt2"] if choice == "files" else ["experiment=1b"]
     config = from_overrides([f"data={choice}", "data.text_column=content", "data.validation_fraction=0.01", *extra])
-    again = from_overrides(shlex.split(Request(config).command())[3:])
-    assert Request(again).recipe == Request(config).recipe
+    again = from_overrides(shlex.split(Request.of(config).command())[3:])
+    assert Request.of(again).recipe == Request.of(config).recipe
     assert (again.data.path, again.data.name) == (config.data.path, config.data.name)
-    assert Request(again).token_limit == Request(config).token_limit > 500_000
+    assert Request.of(again).token_limit == Request.of(config).token_limit > 500_000
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_the_command_says_all_that_decides_the_tokens(choice: str) -> None:
     ],
 )
 def test_the_remedy_is_what_was_typed_as_far_as_it_decides_the_tokens(typed: list[str], needed: list[str]) -> None:
-    assert shlex.split(Request(from_overrides(typed)).command(typed))[3:] == needed
+    assert shlex.split(Request.of(from_overrides(typed)).command(typed))[3:] == needed
 
 
 def test_training_without_data_says_the_shortest_command(
@@ -144,7 +145,7 @@ def test_one_text_file_alone_is_prepared_with_no_tokenizer_and_no_network(
     assert "the source has no more: training on 819,201 tokens will repeat it" in said
     config = from_overrides(arguments)
     assert mistakes(config) == []
-    assert Request(config).command().count("data.tokenizer_vocab_size=500") == 1
+    assert Request.of(config).command().count("data.tokenizer_vocab_size=500") == 1
 
 
 def test_nothing_is_said_to_be_ready_before_all_that_training_checks_is(

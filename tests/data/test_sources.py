@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from whole_config import mistakes, open_data, prepare
 
 from sparsellm import config as configuration
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, mistakes, open_data, preparation, prepare
+from sparsellm.data import DataError, corpus, preparation
 from sparsellm.data.checksums import VERIFIED
 from sparsellm.data.manifest import read, verify
 from sparsellm.distributed.groups import process_group

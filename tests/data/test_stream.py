@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from whole_config import prepare
 
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, prepare, tokenizer
+from sparsellm.data import DataError, corpus, tokenizer
 from sparsellm.data.stream import TokenStream
 
 LENGTH, SHARE, GROUP = 32, 8, 50

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import whole_config
 from evaluation.small_rows import sentence, write_rows
 
-from sparsellm import data
 from sparsellm.config import from_overrides
 from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
@@ -47,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "logging.validation_samples=6", "run.checkpoint_every=2", "run.name=tiny",
         "runtime.device=cpu", "runtime.micro_batch_size=auto", "runtime.precision=bfloat16",
     ]  # fmt: skip
-    data.prepare(from_overrides(overrides))
+    whole_config.prepare(from_overrides(overrides))
     return overrides
 
 
@@ -56,7 +56,7 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of `tiny`. Tests that change it make a copy."""
     config = from_overrides([*tiny, f"run.root={tmp_path_factory.mktemp('runs')}"])
     with process_group("cpu") as ranks:
-        opened = data.open_data(config, ranks)
+        opened = whole_config.open_data(config, ranks)
         with open_folder(config, ranks) as (config, run):
             assert Trainer(config, ranks, opened, run).fit() == 0
     return run

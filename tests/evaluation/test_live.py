@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import whole_config
 from processes import PATIENCE, SERVER, family, kill, started, torchrun
 from small_run import signal_after
 from tqdm import tqdm
 
-from sparsellm import data
 from sparsellm.commands import train
 from sparsellm.config import EvaluateConfig, from_overrides
 from sparsellm.distributed.groups import process_group
@@ -47,7 +47,7 @@ def run(overrides, stop_at=None):
     config = from_overrides(overrides)
     assert train.check(config) == []
     with process_group("cpu") as ranks:
-        evaluation, opened = live.load(config, ranks), data.open_data(config, ranks)
+        evaluation, opened = whole_config.live_evaluation(config, ranks), whole_config.open_data(config, ranks)
         with open_folder(config, ranks) as (config, folder):
             trainer = Trainer(config, ranks, opened, folder, evaluation)
             signal_after(trainer, stop_at)
@@ -113,10 +113,10 @@ def test_mixed_precision_is_the_runs(asked):
     """Logits no further from float32's than twice as far as the decoder's own are, under the same autocast."""
     config = from_overrides([*asked, "runtime.precision=bfloat16"])
     with process_group("cpu") as ranks:
-        opened = data.open_data(config, ranks)
+        opened = whole_config.open_data(config, ranks)
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
-        evaluation = live.LiveEvaluation(config, ranks, [])
+        evaluation = whole_config.live_evaluation(config, ranks, [])
         lm = evaluation._lm(decoder.state_dict(), opened, decoder)
         tokens = opened.validation[:2, :-1]
         with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
 
 def test_a_split_that_stands_in_for_another_is_said(asked, capsys):
     with process_group("cpu") as ranks:
-        live.load(from_overrides([*asked, "evaluation.tasks=[piqa,arc_easy]"]), ranks)
+        whole_config.live_evaluation(from_overrides([*asked, "evaluation.tasks=[piqa,arc_easy]"]), ranks)
     said = capsys.readouterr().err
     assert "evaluation of arc_easy: no test rows in data_dir: scored validation instead" in said
     assert "evaluation of piqa" not in said
@@ -324,7 +324,7 @@ def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):
     written = []
     monkeypatch.setattr(tqdm, "write", lambda text, file: written.append(text))
     with process_group("cpu") as ranks:
-        live.LiveEvaluation(from_overrides([]), ranks, [])._attempt(3, "piqa", lambda: 1 / 0)
+        whole_config.live_evaluation(from_overrides([]), ranks, [])._attempt(3, "piqa", lambda: 1 / 0)
     assert written == [
         "sparsellm: step 3: evaluating piqa failed, training goes on: ZeroDivisionError: division by zero"
     ]

@@ -22,7 +22,8 @@ def trained(folder, teacher, *overrides):
     torch._dynamo.reset()
     losses, graphs = [], []
     with small_trainer(folder, *CUDA, f"distill.teacher={teacher}", *overrides) as trainer:
-        trainer.teacher = Teacher(trainer.config, trainer.ranks, trainer.autocast)
+        config = trainer.config
+        trainer.teacher = Teacher(config.distill, config.runtime, config.run.name, trainer.ranks, trainer.autocast)
         batches, reports = trainer.data.batches(None), []
         for step in range(1, 9):
             with no_waiting(step not in (1, CHANGED)):  # those compile, which waits

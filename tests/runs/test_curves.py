@@ -3,6 +3,7 @@
 import matplotlib
 import pytest
 from small_run import small_config
+from whole_config import curves_of
 
 from sparsellm.figures import STYLE
 from sparsellm.runs import curves
@@ -40,8 +41,9 @@ def colour_bar(figure):
 
 @pytest.mark.parametrize("layers", [4, 38])
 def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, layers):
-    for draw in (curves.nonzeros, curves.dead_neurons):
-        figure = draw(config, rows(layers, 200))
+    pictures = curves_of(config)
+    for draw in (pictures.nonzeros, pictures.dead_neurons):
+        figure = draw(rows(layers, 200))
         axes, (bar,) = figure.axes[0], colour_bar(figure)
         legend = axes.get_legend()
         assert legend is None or [text.get_text() for text in legend.get_texts()] == ["mean of layers"]
@@ -52,17 +54,17 @@ def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, la
 
 
 def test_dead_neurons_are_a_share_with_its_window_from_zero(config):
-    axes = curves.dead_neurons(config, rows(4, 200)).axes[0]
+    axes = curves_of(config).dead_neurons(rows(4, 200)).axes[0]
     assert " ".join(axes.get_ylabel().split()) == "share of 48 neurons silent for the last 100,000 tokens"
     assert axes.get_ylim()[0] == 0
     assert axes.get_lines()[3].get_ydata()[-1] == pytest.approx(3 / 48)
     assert axes.yaxis.get_major_formatter()(0.05, 0) == "5%"
-    none_dead = curves.dead_neurons(config, rows(4, 50)).axes[0]
+    none_dead = curves_of(config).dead_neurons(rows(4, 50)).axes[0]
     assert none_dead.get_ylim() == (0, pytest.approx(0.055, abs=0.05))
 
 
 def test_nonzeros_say_of_how_many_in_plain_numbers(config):
-    axes = curves.nonzeros(config, rows(4, 200)).axes[0]
+    axes = curves_of(config).nonzeros(rows(4, 200)).axes[0]
     assert axes.get_ylabel() == "nonzeros per token, of 48"
     assert axes.get_yscale() == "log"
     assert axes.yaxis.get_major_formatter()(2_000, 0) == "2,000"
@@ -70,7 +72,7 @@ def test_nonzeros_say_of_how_many_in_plain_numbers(config):
 
 def test_losses_begin_at_zero_and_are_told_apart_after_the_warm_up(config):
     run = rows(4, 400)
-    whole, settled = curves.losses(config, run).axes
+    whole, settled = curves_of(config).losses(run).axes
     assert whole.get_ylim()[0] == 0
     assert settled.get_title(loc="left") == "after the warm-up"
     low, high = settled.get_ylim()
@@ -85,29 +87,29 @@ def test_losses_begin_at_zero_and_are_told_apart_after_the_warm_up(config):
 
 
 def test_one_row_is_a_point(config):
-    (axes,) = curves.losses(config, rows(4, 1)).axes
+    (axes,) = curves_of(config).losses(rows(4, 1)).axes
     assert {line.get_marker() for line in axes.get_lines()} == {"o"}
-    assert curves.draw(config, rows(4, 1)).keys() == {"loss.png", "nonzeros.png", "dead_neurons.png"}
+    assert curves_of(config).draw(rows(4, 1)).keys() == {"loss.png", "nonzeros.png", "dead_neurons.png"}
 
 
 def test_a_dense_run_has_its_losses_alone_and_a_step_without_a_loss_is_a_gap(config):
     run = rows(4, 60, relu=False)
     run[2]["ce"] = run[2]["loss"] = None
-    assert curves.draw(config, run).keys() == {"loss.png"}
+    assert curves_of(config).draw(run).keys() == {"loss.png"}
     diverged = [row | {"ce": None, "loss": None, "val_ce": None} for row in run]
-    assert curves.draw(config, run[:1] + diverged[1:]).keys() == {"loss.png"}
-    assert [line.get_label() for line in curves.losses(config, run).axes[0].get_lines()] == ["training", "held-out"]
+    assert curves_of(config).draw(run[:1] + diverged[1:]).keys() == {"loss.png"}
+    assert [line.get_label() for line in curves_of(config).losses(run).axes[0].get_lines()] == ["training", "held-out"]
 
 
 @pytest.mark.parametrize(("relu", "terms"), [(True, "the L1 term and the teacher's"), (False, "the teacher's")])
 def test_the_loss_of_a_run_with_a_teacher_is_drawn_by_the_name_of_its_terms(relu, terms):
     taught = small_config("run.name=a", "distill.teacher=x")
-    labels = [line.get_label() for line in curves.losses(taught, rows(4, 60, relu)).axes[0].get_lines()]
+    labels = [line.get_label() for line in curves_of(taught).losses(rows(4, 60, relu)).axes[0].get_lines()]
     assert labels == [f"training, with {terms}", "training", "held-out"]
 
 
 def test_the_same_rows_give_the_same_bytes(config):
-    assert curves.draw(config, rows(2, 50)) == curves.draw(config, rows(2, 50))
+    assert curves_of(config).draw(rows(2, 50)) == curves_of(config).draw(rows(2, 50))
 
 
 @pytest.mark.parametrize("steps", [1, 200])
@@ -118,7 +120,7 @@ def test_the_names_of_a_mix_lie_within_the_picture_and_one_validation_is_a_point
     for row in run:
         row["val_ce"] = 3.3 if row["step"] == run[-1]["step"] else None
         row |= {f"validation_ce/{name}": row["val_ce"] for name in mixed.data.mix_names}
-    figure = curves.losses(mixed, run)
+    figure = curves_of(mixed).losses(run)
     (legend,) = figure.legends
     assert len(legend.get_texts()) == 5
     figure.canvas.draw()
@@ -134,9 +136,11 @@ def test_the_names_of_a_mix_lie_within_the_picture_and_one_validation_is_a_point
 def test_runs_in_which_nothing_fires_or_little_is_known_are_drawn(config, capsys):
     known = rows(2, 60)
     silent = [{**row, "nnz_per_layer": [0.0, 0.0], "nnz_mean": 0.0, "dead_per_layer": [48, 48]} for row in known]
-    assert set(curves.draw(config, silent)) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
-    assert set(curves.draw(config, silent[:1])) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
+    assert set(curves_of(config).draw(silent)) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
+    assert set(curves_of(config).draw(silent[:1])) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
     unknown = [{**row, "dead_per_layer": None} for row in known]
-    assert set(curves.draw(config, unknown)) == {LOSS_PLOT, curves.NONZEROS}
-    assert set(curves.draw(config, [{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {LOSS_PLOT}
+    assert set(curves_of(config).draw(unknown)) == {LOSS_PLOT, curves.NONZEROS}
+    assert set(curves_of(config).draw([{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {
+        LOSS_PLOT
+    }
     assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from collections import namedtuple
 from dataclasses import replace
 
 import pytest
+import whole_config
 from small_run import small_config
 
 from sparsellm.config import save
@@ -111,9 +112,9 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_refused_before_the_run(co
     usage = namedtuple("usage", "total used free")
     for free in (needed, needed - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(free, 0, free))
-        found = run_folder.room_mistakes(config)
+        found = whole_config.room_mistakes(config)
         assert (found == []) == (free == needed)
     assert "run r needs room for 1 more checkpoint of" in found[0]
     assert "are free" in found[0]
     more = small_config(f"run.root={config.run.root}", "run.checkpoint_every=2", "run.keep_checkpoints=4")
-    assert "room for 5 more checkpoints" in run_folder.room_mistakes(more)[0]
+    assert "room for 5 more checkpoints" in whole_config.room_mistakes(more)[0]

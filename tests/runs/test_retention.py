@@ -5,13 +5,14 @@ import itertools
 import pytest
 from small_run import small_config, small_trainer
 
-from sparsellm.runs.retention import Retention
+from sparsellm.runs.retention import Retention, last_common_step
 
 
 def retention(steps, every, keep, keep_every, wsd):
     overrides = [f"training.steps={steps}", f"run.checkpoint_every={every}", f"run.keep_checkpoints={keep}"]
     schedule = ["optimizer.schedule=wsd", "optimizer.decay_fraction=0.3"] if wsd else []
-    return Retention(small_config(*overrides, f"run.keep_every={keep_every}", *schedule))
+    config = small_config(*overrides, f"run.keep_every={keep_every}", *schedule)
+    return Retention(config.run, steps, last_common_step(config.training, config.optimizer, config.sparsity))
 
 
 def test_the_newest_the_milestones_and_the_one_before_the_decay_stay(tmp_path):

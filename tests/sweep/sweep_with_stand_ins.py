@@ -55,7 +55,7 @@ folder.mkdir(parents=True, exist_ok=True)
 
 def train(sweep, point):
     sparsity = point.config.sparsity
-    coefficient = l1_coefficient_as(point.config, L1Normalization.sum)
+    coefficient = l1_coefficient_as(point.config.sparsity, point.config.model, L1Normalization.sum)
     arguments = [point.folder, point.config.training.steps, coefficient, sparsity.activation.name]
     return [sys.executable, "-c", TRAIN, *map(str, arguments)]
 

@@ -137,7 +137,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["run.name=a,b"], "run.name in a sweep"),
         (["runtime.data_workers=0,1"], "are the same run"),
         (["sparsity.l1_coefficient=1e-3,0.001"], "are the same run"),
-        (["model.gated=false", "sweep.baseline=true"], "non-gated models are relu only (in the dense baseline"),
+        (["model.gated=false", "sweep.baseline=true"], "the only one of models without a gate (in the dense baseline"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_by_name(arguments, words):

@@ -89,7 +89,8 @@ def assert_close(ours, expected):
 
 
 def with_teacher(trainer):
-    trainer.teacher = Teacher(trainer.config, trainer.ranks, trainer.autocast)
+    config = trainer.config
+    trainer.teacher = Teacher(config.distill, config.runtime, config.run.name, trainer.ranks, trainer.autocast)
     return trainer
 
 
@@ -99,7 +100,7 @@ def test_the_gradient_is_that_of_one_big_batch(teacher, size, tmp_path):
         kl, expected = expected_step(trainer)
         sums = with_teacher(trainer).accumulate(next(trainer.data.batches(None))[0], size)
         torch.testing.assert_close(sums.kl.float(), kl)
-        trainer.drop_gradients()
+        trainer.optimizer.drop_gradients()
         assert_close(first_gradients(trainer), expected)
 
 
@@ -159,11 +160,14 @@ def test_a_resume_takes_no_other_teacher_of_the_same_name(teacher, tmp_path):
 
 
 def test_a_teacher_that_does_not_fit_is_refused_by_name(teacher, tmp_path):
+    def mistakes(config):
+        return distillation.mistakes(config.distill, config.model, config.training.sequence_length)
+
     def said(*more):
-        (mistake,) = distillation.mistakes(small_config(*overrides(teacher, *more)))
+        (mistake,) = mistakes(small_config(*overrides(teacher, *more)))
         return mistake
 
-    assert distillation.mistakes(Config()) == distillation.mistakes(small_config(*overrides(teacher))) == []
+    assert mistakes(Config()) == mistakes(small_config(*overrides(teacher))) == []
     assert "has a vocabulary of 96, and the model of 97: they must agree" in said("model.vocab_size=97")
     longer = ["model.context_length=128", "training.sequence_length=65"]
     assert "has a context of 64 tokens, and training.sequence_length is 65" in said(*longer)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import whole_config
 from small_run import OVERRIDES, RandomTokens, small_config
 
 from sparsellm.config import from_overrides, load
@@ -129,5 +130,5 @@ def test_room_is_asked_for_as_if_the_decay_were_not_there(tmp_path, monkeypatch)
         for step in (9, 12):
             (folder / f"checkpoints/step_{step:08}").mkdir(parents=True)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: type("usage", (), {"free": 0}))
-    (found,) = run_folder.room_mistakes(small_config(*where, "training.steps=20"))
+    (found,) = whole_config.room_mistakes(small_config(*where, "training.steps=20"))
     assert "needs room for 2 more checkpoints" in found  # 15, 18 and 20 at once; 9 is gone by then

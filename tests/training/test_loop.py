@@ -470,11 +470,11 @@ def test_a_validation_that_ends_the_run_costs_no_checkpoint_and_the_resume_does_
         ends_at(trainer, step)
     assert max((tmp_path / "ended/checkpoints").iterdir()).name == f"step_{step:08d}"
     assert read(tmp_path / "ended" / METRICS)[-1]["step"] == {8: 6, 12: 9}[step]
-    assert not is_finished(named)
+    assert not is_finished(named.run, named.training.steps)
     with small_trainer(tmp_path / "ended", *SAVED_AND_SCORED) as trainer:
         assert trainer.fit() == 0
         assert all(torch.equal(straight[name], each) for name, each in tensors(trainer).items())
-    assert is_finished(named)
+    assert is_finished(named.run, named.training.steps)
     assert without_timing(tmp_path / "ended" / METRICS) == without_timing(tmp_path / "straight" / METRICS)
     for saved in (4, 8, 12):
         values, card = said_of(tmp_path / "ended", saved)

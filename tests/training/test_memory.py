@@ -2,11 +2,12 @@
 
 import pytest
 from small_run import small_config
+from whole_config import step_memory
 
 from sparsellm.config import from_overrides, state_bytes
 from sparsellm.ops import Engine, Plan
 from sparsellm.training import memory
-from sparsellm.training.memory import GIB, Sharing, usage
+from sparsellm.training.memory import GIB, Sharing
 
 # GiB at the peak of a step of 64 sequences: scripts/benchmarks/bench_memory.py with a limit of 77.
 MEASURED = {
@@ -48,15 +49,15 @@ def layouts(monkeypatch):
 def test_the_arithmetic_gives_what_was_measured(way, experiment, micro_batch, measured):
     config = from_overrides([f"experiment={experiment}", "training.batch_size=64"])
     plan = None if way == "torch" else Plan.of(way)
-    found = usage(config, 1, micro_batch, [plan] * config.model.num_layers).total / GIB
+    found = step_memory(config).usage(micro_batch, [plan] * config.model.num_layers).total / GIB
     assert found == pytest.approx(measured, rel=0.006)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks):
     config = from_overrides(["experiment=1p5b", "runtime.shard=full"])
-    found = usage(config, ranks, 1, [None] * config.model.num_layers, Sharing(ranks, ranks, ranks))
-    assert found.weights + found.gradients + found.optimizer == state_bytes(config, ranks)
+    found = step_memory(config, ranks, Sharing(ranks, ranks, ranks)).usage(1, [None] * config.model.num_layers)
+    assert found.weights + found.gradients + found.optimizer == state_bytes(config.model, config.runtime.shard, ranks)
 
 
 @pytest.mark.parametrize(("overrides", "engine", "measured"), RECOMPUTED)
@@ -64,15 +65,15 @@ def test_the_arithmetic_gives_what_was_measured_with_recomputation(overrides, en
     config = from_overrides(
         ["experiment=1p5b", "model.num_layers=4", "training.batch_size=16", "runtime.recompute=true", *overrides]
     )
-    found = usage(config, 1, 16, [None if engine is None else Plan.of(engine)] * 4).total / 1e9
+    found = step_memory(config).usage(16, [None if engine is None else Plan.of(engine)] * 4).total / 1e9
     assert found == pytest.approx(measured, rel=0.025)
 
 
 def test_states_that_ranks_share_take_their_part(monkeypatch):
     config = from_overrides(["experiment=1p5b", "training.batch_size=64"])
-    whole = usage(config, 4, 4, [None] * 28)
+    whole = step_memory(config, 4).usage(4, [None] * 28)
     assert whole.optimizer == 2 * whole.weights == 2 * whole.gradients == 2 * whole.buckets
-    shared = usage(config, 4, 4, [None] * 28, Sharing(weights=4, gradients=4, optimizer=4))
+    shared = step_memory(config, 4, Sharing(weights=4, gradients=4, optimizer=4)).usage(4, [None] * 28)
     assert (shared.weights, shared.gradients, shared.optimizer) == (
         whole.weights // 4, whole.gradients // 4, whole.optimizer // 4
     )  # fmt: skip
@@ -82,9 +83,9 @@ def test_states_that_ranks_share_take_their_part(monkeypatch):
 
 
 def test_ddp_has_no_gradients_beside_its_buckets_unless_a_step_accumulates():
-    one = usage(small_config(), 2, 4, [None] * 2)
+    one = step_memory(small_config(), 2).usage(4, [None] * 2)
     assert (one.gradients, one.buckets) == (0, one.weights)
-    two = usage(small_config(), 2, 2, [None] * 2)
+    two = step_memory(small_config(), 2).usage(2, [None] * 2)
     assert (two.gradients, two.buckets) == (two.weights, two.weights)
 
 
@@ -93,7 +94,7 @@ def test_grouped_heads_keep_less_and_an_output_matrix_of_its_own_is_one_more_sta
     plain = from_overrides(["experiment=0p5b", "training.batch_size=16"])
     grouped = from_overrides(["experiment=0p5b", "training.batch_size=16", "model.num_key_value_heads=8"])
     untied = from_overrides(["experiment=0p5b", "training.batch_size=16", "model.tie_embeddings=false"])
-    before, fewer, more = (usage(config, 1, 16, [None] * 8) for config in (plain, grouped, untied))
+    before, fewer, more = (step_memory(config).usage(16, [None] * 8) for config in (plain, grouped, untied))
     narrower = 2 * 2 * (32 - 8) * 64  # bytes of a token
     assert before.activations - fewer.activations == 8 * narrower * (16 * 2048 + 2048)
     assert more.weights - before.weights == 4 * 49_152 * 2_048

@@ -89,7 +89,7 @@ def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsy
         gpu = FakeGpu(trainer, sequences=6, most=lambda: 3)
         trainer.micro_batch.choose()
         assert (trainer.micro_batch.size, gpu.tried) == (3, [6, 4, 3])
-        assert "4 sequences at a time do not fit: 3 are tried" in capsys.readouterr().err
+        assert "micro-batch 4 ran out of memory; trying 3" in capsys.readouterr().err
 
 
 def test_a_run_of_which_not_one_sequence_fits_is_refused(tmp_path):
@@ -102,7 +102,8 @@ def test_a_run_of_which_not_one_sequence_fits_is_refused(tmp_path):
 def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
     """Real passes would contain collectives, which a rank without memory would leave the others waiting in."""
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
-        gpu, trainer.micro_batch.sharing = FakeGpu(trainer, sequences=1), Sharing(100, 100, 100)
+        gpu, chosen = FakeGpu(trainer, sequences=1), trainer.micro_batch
+        chosen.memory = replace(chosen.memory, sharing=Sharing(100, 100, 100))
         trainer.micro_batch.choose()
         assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # what states take on one rank is room for more
         assert trainer.micro_batch.capacity == gpu.bytes
@@ -113,7 +114,7 @@ def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recomput
     larger = ["model.num_layers=8", "training.sequence_length=512", "model.context_length=512"]
     with small_trainer(tmp_path / "run", *AUTO, *larger, f"runtime.recompute={recompute}") as trainer:
         chosen, gpu = trainer.micro_batch, FakeGpu(trainer, sequences=1)
-        chosen.sharing = Sharing(1, 1, 1, gathered=1)
+        chosen.memory = replace(chosen.memory, sharing=Sharing(1, 1, 1, gathered=1))
         gpu.bytes = int(1.1 * chosen.usage(2).total)
         chosen.choose()
         said = capsys.readouterr().err
@@ -121,7 +122,7 @@ def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recomput
             assert said == ""
         else:
             assert chosen.size == 2
-            assert "1,024 tokens at a time are few for what shards send with each micro-batch;" in said
+            assert "micro-batches of 1,024 tokens are small for what shards send with each of them;" in said
             assert "runtime.recompute=true has room for 6 sequences instead of 2, and may be faster" in said
 
 
@@ -325,7 +326,7 @@ def test_a_run_that_has_gone_back_does_not_return_to_more_than_its_record_says(t
         trainer.micro_batch.restore(gone_back)
         (tmp_path / "run" / RECORD).write_text('{"most": 6, "because": "rank 1"}')
         trainer.micro_batch.choose()
-        trainer.micro_batch.decided(torch.zeros(12, 17, dtype=torch.int64))
+        trainer.micro_batch.decided(trainer.step, torch.zeros(12, 17, dtype=torch.int64))
         assert trainer.micro_batch.size <= 6
 
 

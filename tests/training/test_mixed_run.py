@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from small_run import OVERRIDES, small_trainer
+from whole_config import open_data, open_validation, prepare
 
 from sparsellm.config import from_overrides
-from sparsellm.data import open_data, open_validation, prepare, tokenizer
+from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.runs import folder as run_folder

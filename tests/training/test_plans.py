@@ -37,8 +37,11 @@ def fake(*overrides, layers=2):
 
 def plans_of(*overrides, layers=2):
     decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace()) for _ in range(layers)])
+    config = small_config(*LARGE, *overrides)
     made = Plans(
-        small_config(*LARGE, *overrides),
+        config.model,
+        config.training,
+        config.runtime,
         decoder,
         SimpleNamespace(world_size=1, is_main=True, device=torch.device("cpu")),
     )
@@ -332,7 +335,7 @@ def test_a_counted_step_that_is_skipped_decides_nothing(tmp_path):
             normalized.register_forward_hook(
                 lambda _module, _inputs, out, trainer=trainer: out * math.nan if trainer.step == 9 else out
             )
-            trainer.micro_batch.decided = lambda _tokens, trainer=trainer: decided.append(trainer.step)
+            trainer.micro_batch.decided = lambda step, _tokens: decided.append(step)
             trainer._resume()
             trainer._open_logs()
             batches = trainer.data.batches(trainer.data_state)

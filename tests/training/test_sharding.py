@@ -110,7 +110,7 @@ def train_every_way(rank, world_size, folder):
     with (
         joined(folder / "store", rank, world_size) as ranks,
         # The dense engine of the operator, on the terms of the kernels: accelerated blocks, whose plans decide.
-        patch.object(loop, "takes_kernels", lambda config, *_: config.runtime.compile),
+        patch.object(loop, "takes_kernels", lambda runtime, *_: runtime.compile),
         patch.multiple(build, load=lambda: None, loaded=lambda: True, available=lambda: (True, "")),
         # There is no GPU to ask for its name.
         patch.object(first_use, "policy_for", lambda *_: Policy()),
@@ -214,7 +214,8 @@ def test_what_any_ranks_saved_any_ranks_resume_bit_for_bit(tmp_path):
 
 def test_one_rank_shares_with_nobody_and_says_so(tmp_path, capsys):
     with joined(tmp_path / "store") as ranks:
-        model = sharding.decoder(small_config("runtime.shard=full"), ranks)
+        config = small_config("runtime.shard=full")
+        model = sharding.decoder(config.model, config.sparsity.activation, config.runtime, ranks)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     assert "runtime.shard=full: one rank has nobody to share with, and holds all" in capsys.readouterr().err
 
@@ -222,6 +223,7 @@ def test_one_rank_shares_with_nobody_and_says_so(tmp_path, capsys):
 def test_copies_begin_without_a_warning_of_torch(tmp_path, recwarn):
     with joined(tmp_path / "store") as ranks:
         config = small_config()
-        copies = sharding.distributed(sharding.decoder(config, ranks), config, replace(ranks, world_size=2))
+        model = sharding.decoder(config.model, config.sparsity.activation, config.runtime, ranks)
+        copies = sharding.distributed(model, config.runtime, config.model.init_std, replace(ranks, world_size=2))
     assert isinstance(copies, DistributedDataParallel)
     assert not [each for each in recwarn if each.category is FutureWarning]

@@ -197,8 +197,9 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert refusal("init_from=saved", other[1], code=1).endswith("with data.tokenizer=saved/hf")
     with process_group("cpu") as ranks:
         own = from_overrides(["experiment=smoke", "init_from=saved"])  # whose source takes no data.tokenizer
+        prepared = SimpleNamespace(tokenizer_folder=folder / "other")
         with pytest.raises(DataError, match=r"with data=files data.files=\[PATTERN,...\] data.tokenizer=saved/hf"):
-            warm_start.require_one_tokenizer(own, SimpleNamespace(tokenizer_folder=folder / "other"), ranks)
+            warm_start.require_one_tokenizer({"init_from": "saved"}, own.data, prepared, ranks)
 
     relu = json.loads((tmp_path / "source/config.json").read_text()) | {"hidden_act": "relu"}
     (tmp_path / "source/config.json").write_text(json.dumps(relu))
