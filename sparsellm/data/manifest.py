@@ -33,10 +33,9 @@ from tqdm import tqdm
 from sparsellm.data import tokenizer
 from sparsellm.data.checksums import Verified, digest_of
 from sparsellm.data.errors import DataError
-from sparsellm.system.files import read_json, read_sealed, write_sealed
+from sparsellm.system.files import read_sealed, write_sealed
 
 VERSION = 2  # of the layout above
-UNSEALED = 1  # the version whose JSON files had no checksum of their own
 SPLITS = ("train", "validation")
 DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
 
@@ -70,7 +69,7 @@ class Manifest:
     empty_files: int = 0  # passed over for having no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
-    # After the last document read. None where a manifest without a checksum of its own was the only one to tell.
+    # After the last document read. None in a folder that was prepared before manifests had checksums.
     position: dict[str, int] | None = field(default_factory=lambda: {"file": 0, "document": 0})
     # In progress.json: the counts and position before the first document of the file at `position`, whose documents can
     # be cut off again. None where the file has no document yet, or has some in a finished folder.
@@ -125,14 +124,6 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
     path = folder / name
     if not path.is_file():
         return None
-    if _is_unsealed(path):
-        remedy = _again(folder)
-        if name == "manifest.json":
-            remedy = (
-                "run the preparation of this folder once more (python -m sparsellm.prepare_data with the same"
-                " arguments), which compares the file with all that it counts and adds the checksum"
-            )
-        raise DataError(f"{path} comes from an earlier version, which gave the file no checksum of its own: {remedy}")
     values = read_sealed(path, DataError, _again(folder))
     if values.get("version") != VERSION:
         raise DataError(
@@ -144,38 +135,6 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
 def write(manifest: Manifest, folder: Path, name: str) -> None:
     """Write `manifest` to `folder`, whole or not at all, and on disk when this returns."""
     write_sealed(folder / name, asdict(manifest))
-
-
-def is_unsealed(folder: Path) -> bool:
-    """Whether an earlier version finished `folder`, and gave its manifest no checksum. Raises DataError if damaged."""
-    path = folder / "manifest.json"
-    return path.is_file() and _is_unsealed(path)
-
-
-def read_unsealed(folder: Path) -> Manifest:
-    """The manifest of an earlier version, without what no file can tell: which document comes next."""
-    path = folder / "manifest.json"
-    return _manifest({**read_json(path, DataError, _again(folder)), "position": None, "version": VERSION}, path)
-
-
-def seal(manifest: Manifest, folder: Path) -> None:
-    """Give what `read_unsealed` has found its checksum, once all that training relies on is found to be right.
-
-    Raises DataError for what is wrong.
-    """
-    verify(manifest, folder)
-    for split in SPLITS:
-        ids = np.memmap(folder / f"{split}.tokens", manifest.token_dtype, mode="r")
-        if ids.max() >= manifest.vocab_size:
-            raise DataError(
-                f"{folder}/{split}.tokens holds the id {ids.max()} and the tokenizer has {manifest.vocab_size:,}:"
-                f" {_again(folder)}"
-            )
-    write(manifest, folder, "manifest.json")
-
-
-def _is_unsealed(path: Path) -> bool:
-    return read_json(path, DataError, _again(path.parent)).get("version") == UNSEALED
 
 
 def _manifest(values: dict[str, Any], path: Path) -> Manifest:

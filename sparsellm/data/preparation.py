@@ -47,11 +47,8 @@ from sparsellm.data.manifest import (
     compare,
     corrupt,
     is_enough,
-    is_unsealed,
     longest_sequence,
     read,
-    read_unsealed,
-    seal,
     size_mistakes,
     tokenizer_names,
     tokens_to_cut,
@@ -81,8 +78,8 @@ def preparation_mistakes(request: Request) -> list[str]:
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
         ]
     try:
-        if is_unsealed(folder) or _is_made_again(folder):
-            return []  # `prepare` holds all that an earlier version left against its files
+        if _is_made_again(folder):
+            return []  # `prepare` takes what was made
         ready = read(folder)
         started = ready or read(folder, "progress.json")
     except DataError as error:
@@ -114,14 +111,6 @@ def prepare(request: Request) -> Manifest:
     too, what was prepared before stays, and the next call goes on from there.
     """
     folder, limit = request.data.folder, request.token_limit
-    if not request.data.streaming and is_unsealed(folder):
-        with _exclusive(folder), _writing(folder, limit, []):
-            if is_unsealed(folder):
-                unsealed = read_unsealed(folder)
-                if found := request.recipe_mistakes(unsealed):
-                    raise DataError("; ".join(found))
-                seal(unsealed, folder)
-        print(f"sparsellm: {folder}, of an earlier version, was verified; its manifest has a checksum now", flush=True)
     if not request.data.streaming and _is_made_again(folder):
         with _exclusive(folder), _writing(folder, limit, []):
             if _is_made_again(folder):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from whole_config import mistakes, prepare
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, Source, TrainingConfig
 from sparsellm.data import DataError, corpus, preparation, tokenizer
-from sparsellm.data.manifest import read, verify, write
+from sparsellm.data.manifest import read, verify
 
 MakeConfig = Callable[..., Config]
 
@@ -436,33 +435,3 @@ def test_a_full_disk_is_one_sentence_and_the_same_call_goes_on(
     assert not list(tmp_path.rglob("*.partial"))
     assert prepare(config) == expected
     assert contents(Path(config.data.path)) == contents(tmp_path / "straight")
-
-
-def as_an_earlier_version_left_it(folder: Path, **changes: object) -> None:
-    values = json.loads((folder / "manifest.json").read_text())
-    for key in ("xxh3", "source_checksums", "empty_files"):
-        del values[key]
-    (folder / "manifest.json").write_text(json.dumps({**values, "version": 1, **changes}, indent=1))
-
-
-def test_the_manifest_of_an_earlier_version_is_sealed_once_everything_agrees(
-    make_config: MakeConfig, parquet: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config(parquet, max_tokens=1_000)
-    before = prepare(config)
-    folder = Path(config.data.path)
-    for wrong in ({"train": {"documents": 1, "tokens": 1, "blocks": 1, "dropped_tail": 1}}, {"end_of_text_id": 2},
-                  {"vocab_size": 402}, {"sequence_length": 30}, {"recipe": {}}, {"unknown": 1}):  # fmt: skip
-        as_an_earlier_version_left_it(folder, **wrong)
-        with pytest.raises(DataError, match=r"manifest\.json|prepared from something else"):
-            prepare(config)
-        write(before, folder, "manifest.json")
-    as_an_earlier_version_left_it(folder)
-    (found,) = mistakes(config)
-    assert "comes from an earlier version, which gave the file no checksum of its own: run the preparation" in found
-    assert replace(prepare(config), position=before.position, source_checksums=before.source_checksums) == before
-    assert "was verified; its manifest has a checksum now" in capsys.readouterr().out
-    assert mistakes(config) == []
-    config.data.max_tokens = 2_000
-    with pytest.raises(DataError, match="cannot prove which document comes next"):
-        prepare(config)
