@@ -82,7 +82,7 @@ def measure(
         shutil.rmtree(folder, ignore_errors=True)
     energy = torch.tensor(energy, dtype=torch.float64)
     dist.all_reduce(energy)
-    seconds, tokens = [clock.seconds() for clock in clocks], trainer.tokens_per_step
+    seconds, tokens = [clock.seconds() for clock in clocks], config.training.tokens_per_step
     result = {
         "seconds": seconds,
         "peak": max((clock.peak_memory or 0) for clock in clocks),

@@ -7,6 +7,7 @@ main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from sparsellm.config.commands import COMMANDS
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
@@ -36,14 +37,16 @@ def entry_point(
     """
     record = COMMANDS[name]
     assert record.mistakes is not None
-    values, look = record.mistakes, check or (lambda config, _typed: values(config))
+    values: Callable[[Any], list[str]] = record.mistakes
+    schema: Any = record.schema
+    look = check or (lambda config, _typed: values(config))
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
         def command(arguments: list[str], program: str) -> int:
             try:
                 show = CFG in arguments
                 typed = _without_cfg(arguments) if show else arguments
-                composed = composition(typed, record.schema)
+                composed = composition(typed, schema)
                 if show or composed.mistakes:
                     found = composed.mistakes + looked_at(
                         lambda: adopt(composed.config, typed) or values(composed.config)

@@ -26,6 +26,7 @@ from sparsellm.config import (
     SparsityConfig,
     TrainingConfig,
     embedding_weights,
+    l1_denominator,
     parameters,
 )
 from sparsellm.model import DecoderOutput
@@ -232,11 +233,12 @@ class Rows:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
-    def row(self, values: StepValues, l1_denominator: int) -> dict[str, Any]:
+    def row(self, values: StepValues) -> dict[str, Any]:
         """The row of a step that is not scored, or not yet."""
         step_tokens = self.training.tokens_per_step
         ce = values.ce / step_tokens
-        l1 = None if values.l1 is None else sum(values.l1) / step_tokens / l1_denominator
+        denominator = l1_denominator(self.sparsity.l1_normalization, self.model)
+        l1 = None if values.l1 is None else sum(values.l1) / step_tokens / denominator
         distill, kl = self.distill, values.kl / step_tokens
         loss = ce if distill.teacher is None else ce + distill.weight * distill.temperature**2 * kl
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]

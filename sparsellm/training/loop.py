@@ -16,7 +16,6 @@ the host, and once, early on, to say how long the run will take (`Progress.step`
 
 import json
 import math
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,7 +38,7 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report
-from sparsellm.runs.checkpoint import CheckpointError, Checkpoints, spelled
+from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
 from sparsellm.runs.layout import PLOTS, STATE, VALUES, WAITING_ROW
 from sparsellm.runs.metrics import (
     METRICS,
@@ -57,7 +56,7 @@ from sparsellm.runs.metrics import (
 )
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.runs.wandb_record import WandbRun
-from sparsellm.system.console import say, warn
+from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.training import sharding, warm_start
 from sparsellm.training.distillation import Teacher
@@ -68,6 +67,7 @@ from sparsellm.training.plans import Plans
 from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
 from sparsellm.training.relu_annealing import GradualRelu
+from sparsellm.training.run_log import RunLog
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient
 from sparsellm.training.stop import StopRequest
 
@@ -135,7 +135,6 @@ class Trainer:
         if sparsity.relu_tokens:
             self.gradual = GradualRelu(sparsity, self.decoder, self.plans, device)
         self.teacher: Teacher | None = None  # read in `fit`
-        self.taught_by: str | None = None  # the digest of the teacher up to the checkpoint that the run goes on from
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.micro_batch = MicroBatch(
@@ -146,16 +145,14 @@ class Trainer:
         self.reinitialization = None
         if sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
-        self.l1_denominator = l1_denominator(sparsity.l1_normalization, model)
-        self.tokens_per_step = training.tokens_per_step
         self.data_state: dict[str, Any] | None = None
         self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
         self.card_rows: list[dict[str, Any]] = []  # what the card of the checkpoint that is being written looks at
-        self.saved_rows: Saved | None = None  # of the checkpoint that the run goes on from
+        self.resumed: dict[str, Any] = {}  # the values of the checkpoint that the run goes on from
+        self.log: RunLog | None = None  # on the main rank, once the run's start is decided
         self.reported: StepReport | None = None
         # The row of a step that is still to be scored: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
-        self.warned_of: str | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
             folder / run_folder.CHECKPOINTS,
@@ -168,7 +165,7 @@ class Trainer:
     @property
     def tokens(self) -> int:
         """Those of the global batches so far."""
-        return self.step * self.tokens_per_step
+        return self.step * self.config.training.tokens_per_step
 
     def fit(self) -> int:
         """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
@@ -183,11 +180,11 @@ class Trainer:
         if self.config.distill.teacher is not None:
             config = self.config
             self.teacher = Teacher(
-                config.distill, config.runtime, config.run.name, self.ranks, self.autocast, self.taught_by
+                config.distill, config.runtime, config.run.name, self.ranks, self.autocast, self.resumed.get("teacher")
             )
             self.micro_batch.beside = self.teacher.bytes
         self.micro_batch.choose()
-        on_main(self.ranks, self._open_logs)
+        on_main(self.ranks, self._open_log)
         first = self.step
         with StopRequest() as stop:
             try:
@@ -199,13 +196,13 @@ class Trainer:
                     self._save()
                 raise
             finally:
-                if self.ranks.is_main:
-                    self.progress.close()
+                if self.log is not None:
+                    self.log.progress.close()
                 self.checkpoints.wait()  # whatever ends the run, what is being saved is saved
             finished = self.step >= self.config.training.steps
             exit_code = 0 if finished else 128 + (stop.signal or signal.SIGTERM)  # or the signal of another rank
-            if self.ranks.is_main:
-                self._finish(exit_code)
+            if self.log is not None:
+                self._finish(self.log, exit_code)
             dist.barrier()  # a rank that left early would have torchrun end the main one in the middle of a picture
         return exit_code
 
@@ -237,8 +234,8 @@ class Trainer:
                     save_due = False
                 if scoring:
                     self._score()
-                if self.ranks.is_main:
-                    self.progress.step(self.step, clock)
+                if self.log is not None:
+                    self.log.progress.step(self.step, clock)
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
         """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""
@@ -262,7 +259,7 @@ class Trainer:
         if self.plans is not None:
             self.plans.after(self.step, sums, counts)
         if sums.fired is not None:
-            self.silent.update(sums.fired, self.tokens_per_step, counts)
+            self.silent.update(sums.fired, self.config.training.tokens_per_step, counts)
         if self.reinitialization is not None and self.reinitialization.due(self.step):
             self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm
@@ -275,8 +272,9 @@ class Trainer:
         if self.gradual is not None:
             self.gradual.at(self.tokens)
         sums = StepSums()
-        l1_weight = l1_coefficient(self.tokens, self.config.sparsity) / self.l1_denominator
-        scale = self.ranks.world_size / self.tokens_per_step
+        sparsity, model = self.config.sparsity, self.config.model
+        l1_weight = l1_coefficient(self.tokens, sparsity) / l1_denominator(sparsity.l1_normalization, model)
+        scale = self.ranks.world_size / self.config.training.tokens_per_step
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(size)
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
@@ -327,10 +325,10 @@ class Trainer:
             return False
         values, self.reported = self.reported.read(), None
         diverged = values.skipped_in_row >= self.config.runtime.max_skipped_steps
-        if self.ranks.is_main:
-            self.row = self.rows.row(values, self.l1_denominator)
+        if self.log is not None:
+            self.row = self.log.rows.row(values)
             if whole or diverged:
-                self._put_row()
+                self._put_row(self.log)
         if diverged:
             what, remedy = not_finite(values)
             raise TrainingDiverged(
@@ -348,52 +346,19 @@ class Trainer:
         held_out = self._validate() if self._due(self.config.logging.validation_every) else None
         evaluation = self._evaluation()
         scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
-        if self.ranks.is_main and self.row is not None:
-            self.row = self.rows.scored(self.row, held_out, scores)
-            self._put_row()
+        if self.log is not None and self.row is not None:
+            self.row = self.log.rows.scored(self.row, held_out, scores)
+            self._put_row(self.log)
         self.row = None
         if self.step == self.config.training.steps:
             self._save()
 
-    def _put_row(self) -> None:
-        """Of the main rank: write the row that has waited wherever rows go."""
+    def _put_row(self, log: RunLog) -> None:
+        """Write the row that has waited wherever rows go."""
         row, self.row = self.row, None
         assert row is not None
-        self._warn_of_failed_save(self.checkpoints.failure())
-        self._write_row(row)
-        self.wandb.write(row)
-        self.progress.row(row)
-
-    def _write_row(self, row: dict[str, Any]) -> None:
-        """On a full disk the row waits in memory. Before the next save all rows must be on disk (`_sync_rows`)."""
-        try:
-            try:
-                self.metrics.write(row)
-            except OSError:
-                self.checkpoints.settle()  # a save that fails for the same reason gives back what it has taken
-                self.metrics.sync()
-        except OSError as error:
-            if self.metrics.waiting == 1:
-                say(
-                    f"sparsellm: the row of step {row['step']:,} cannot be written to {self.folder / METRICS}"
-                    f" ({error}): rows wait in memory until the next checkpoint, where the run ends if there is no room"
-                )
-
-    def _sync_rows(self) -> None:
-        """Bring the rows to disk before a checkpoint that counts on them. Raises MetricsError on all ranks."""
-        error = None
-        if self.ranks.is_main:
-            try:
-                self.metrics.sync()
-            except OSError as problem:
-                free = shutil.disk_usage(self.folder).free
-                error = (
-                    f"{self.config.run.name} ends at step {self.step:,}, for its rows cannot be written to"
-                    f" {self.folder / METRICS} ({problem}; {spelled(free)} free there). Free some space: the same"
-                    " command resumes from the newest checkpoint"
-                )
-        if (error := first_error(error)) is not None:
-            raise MetricsError(error)
+        log.failed_save(self.checkpoints.failure())
+        log.write(row, self.checkpoints.settle)
 
     def _validate(self) -> HeldOut:
         blocks, each = self.data.validation, self.data.named_validation
@@ -416,9 +381,13 @@ class Trainer:
         try:
             self.checkpoints.wait()
         except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
-            self._warn_of_failed_save(str(error))
-        self._sync_rows()
-        gone = first_error(self._rows_are_gone() if self.ranks.is_main else None)
+            if self.log is not None:
+                self.log.failed_save(str(error))
+        # A checkpoint counts on its rows: they are on disk before it.
+        unwritten = first_error(None if self.log is None else self.log.unwritten(self.step))
+        if unwritten is not None:
+            raise MetricsError(unwritten)
+        gone = first_error(None if self.log is None else self.log.gone(self.step))
         rng = {"cpu": torch.get_rng_state()}
         if self.ranks.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -428,24 +397,14 @@ class Trainer:
             "micro_batch": self.micro_batch.state(),
             "teacher": None if self.teacher is None else self.teacher.digest,
             "other_ends": self.other_ends,
-            "metrics": self.metrics.saved()._asdict() if self.ranks.is_main else None,
+            "metrics": None if self.log is None else self.log.metrics.saved()._asdict(),
             WAITING_ROW: self.row,
         }
-        if self.ranks.is_main:
-            self.card_rows = telling([*self.metrics.telling, *([] if self.row is None else [self.row])])
+        if self.log is not None:
+            self.card_rows = telling([*self.log.metrics.telling, *([] if self.row is None else [self.row])])
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
         if gone is not None:
             raise MetricsError(gone)  # `fit` waits for the save
-
-    def _rows_are_gone(self) -> str | None:
-        """What ends a run whose folder was removed: its rows go nowhere."""
-        if not self.metrics.is_gone():
-            return None
-        return (
-            f"{self.config.run.name} ends at step {self.step:,}, for {self.folder / METRICS} was removed or replaced"
-            " while it trained, and its rows with it. The checkpoint of this step is saved: the same command goes on"
-            " from there with run.skip_damaged=true, without the rows"
-        )
 
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
@@ -457,16 +416,15 @@ class Trainer:
             if self.plans is not None:
                 self.plans.begin()
             return
-        values, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
+        self.resumed, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
+        values = self.resumed
         self.step, self.data_state = values["step"], rank_values["data"]
-        self.saved_rows = None if values.get("metrics") is None else Saved(**values["metrics"])  # older ones have none
         self.row = values.get(WAITING_ROW)  # older ones have none, as theirs was written before them
         if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
             self.plans.restore(values["plans"])
         if self.gradual is not None:
             self.gradual.at(self.tokens)  # the micro-batch is decided by the blocks that the last step had
         self.micro_batch.restore(values.get("micro_batch"))
-        self.taught_by = values.get("teacher")
         self.other_ends = values.get("other_ends", [])
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
@@ -490,22 +448,17 @@ class Trainer:
 
     # What people see.
 
-    def _warn_of_failed_save(self, failure: str | None) -> None:
-        """Once for each failure, as soon as it is known."""
-        if self.ranks.is_main and failure not in (None, self.warned_of):
-            self.warned_of = failure
-            warn(f"{failure}\nTraining goes on, and saves again at the next checkpoint")
-
-    def _open_logs(self) -> None:
-        """Of the main rank. Raises MetricsError if rows are damaged."""
+    def _open_log(self) -> None:
+        """On the main rank: say what is about to be trained. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
-        self.rows = Rows(
+        rows = Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
             self.ranks.world_size, self.ranks.device,
         )  # fmt: skip
+        saved = None if self.resumed.get("metrics") is None else Saved(**self.resumed["metrics"])
         written = self.step if self.row is None else self.step - 1
-        self.metrics = MetricsFile(self.folder / METRICS, written, self.saved_rows, config.run.skip_damaged)
-        self.wandb = WandbRun(config, self.folder)
+        metrics = MetricsFile(self.folder / METRICS, written, saved, config.run.skip_damaged)
+        wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
         if self.plans is not None and config.sparsity.relu_tokens:
             engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
@@ -513,21 +466,22 @@ class Trainer:
         print(report.aligned("micro-batch", str(self.micro_batch)))
         if self.plans is not None and (chosen_by := self.plans.chosen_by()) is not None:
             print(report.aligned("engines", chosen_by))
-        print(report.aligned("Weights & Biases", self.wandb.place), flush=True)
-        self.progress = Progress(self.folder.name, self.step, config.training.steps, self.tokens_per_step)
+        print(report.aligned("Weights & Biases", wandb.place), flush=True)
+        progress = Progress(self.folder.name, self.step, config.training.steps, config.training.tokens_per_step)
+        self.log = RunLog(rows, metrics, wandb, progress)
 
-    def _finish(self, exit_code: int) -> None:
-        self.metrics.close()
+    def _finish(self, log: RunLog, exit_code: int) -> None:
+        log.metrics.close()
         name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
-            self.wandb.close(exit_code)
+            log.wandb.close(exit_code)
             change = f", with run.name={name} and without run.restart," if self.config.run.restart else ""
             stopped = f"{name}: stopped after step {self.step:,}; the same command{change} resumes it"
             print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
         print(f"\n{summary}", flush=True)
-        self.wandb.figures(self.step, sorted((self.folder / PLOTS).glob("*.png")))
-        self.wandb.close(exit_code)
+        log.wandb.figures(self.step, sorted((self.folder / PLOTS).glob("*.png")))
+        log.wandb.close(exit_code)
         checkpoint = run_folder.checkpoint(self.folder, self.step) / "hf"
         try:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))

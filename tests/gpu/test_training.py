@@ -114,7 +114,7 @@ def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
             assert trainer.fit() == 0
             straight = tensors(trainer)
         with small_trainer(tmp_path / "stopped", *overrides) as trainer:
-            trainer._open_logs()
+            trainer._open_log()
             batches = trainer.data.batches(None)
             for _ in range(6):
                 trainer.advance(batches)
@@ -148,7 +148,7 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
     def run(folder, steps):
         with small_trainer(folder, *overrides) as trainer:
             trainer._resume()
-            trainer._open_logs()
+            trainer._open_log()
             batches = trainer.data.batches(trainer.data_state)
             for _ in range(trainer.step, steps):
                 trainer.reported = trainer._reduce(*trainer.advance(batches), stop=False)

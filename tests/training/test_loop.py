@@ -298,13 +298,13 @@ def test_a_failed_save_gives_back_what_it_took_and_says_how_much_it_wanted(tmp_p
     with small_trainer(tmp_path / "run", "run.checkpoint_every=4", "logging.every=1") as trainer:
         monkeypatch.setattr(checkpoint, "_seal", lambda folder, step: (_ for _ in ()).throw(OSError(28, "No space")))
         trainer._resume()
-        trainer._open_logs()
+        trainer._open_log()
         trainer.step = 4
         trainer.data_state = {"samples": 32}
         trainer._save()
         trainer.checkpoints.settle()
         assert list((tmp_path / "run/checkpoints").iterdir()) == []
-        trainer._warn_of_failed_save(trainer.checkpoints.failure())
+        trainer.log.failed_save(trainer.checkpoints.failure())
         assert "its tensors take 0.2 MB" in capsys.readouterr().err
         with pytest.raises(CheckpointError):
             trainer.checkpoints.wait()
@@ -314,7 +314,7 @@ def test_rows_wait_for_room_and_a_run_whose_rows_find_none_ends_at_its_checkpoin
     options = ["run.checkpoint_every=4", "logging.every=1"]
     with small_trainer(tmp_path / "run", *options) as trainer:
         no_room_for_rows(monkeypatch, trainer, {2, 3, 6, 7, 8, 9})
-        with pytest.raises(MetricsError, match=r"ends at step 8, for its rows cannot be written .* GB free there"):
+        with pytest.raises(MetricsError, match=r"ends at step 8: its rows cannot be written .* GB free there"):
             trainer.fit()
     said = capsys.readouterr().err
     assert said.count("cannot be written") == 2  # from step 2 on, and from step 6 on
@@ -617,7 +617,7 @@ def test_a_run_whose_folder_was_removed_saves_its_weights_and_ends_with_an_error
             return advance(batches)
 
         trainer.advance = removing
-        with pytest.raises(MetricsError, match=r"ends at step 8, for .*metrics\.jsonl was removed or replaced while"):
+        with pytest.raises(MetricsError, match=r"ends at step 8: .*metrics\.jsonl was removed or replaced while"):
             trainer.fit()
     with small_trainer(folder, "run.checkpoint_every=4", "run.skip_damaged=true") as trainer:
         assert trainer.fit() == 0

@@ -292,7 +292,7 @@ def fit(folder, forced=True, stop_after=None, **changes):
             assert trainer.fit() == 0
         else:
             trainer._resume()
-            trainer._open_logs()
+            trainer._open_log()
             batches = trainer.data.batches(trainer.data_state)
             while trainer.step < stop_after:
                 trainer.advance(batches)
@@ -337,7 +337,7 @@ def test_a_counted_step_that_is_skipped_decides_nothing(tmp_path):
             )
             trainer.micro_batch.decided = lambda step, _tokens: decided.append(step)
             trainer._resume()
-            trainer._open_logs()
+            trainer._open_log()
             batches = trainer.data.batches(trainer.data_state)
             while trainer.step < last:
                 trainer.advance(batches)

@@ -170,7 +170,9 @@ def save_and_resume(rank, world_size, folder):
             trainer = trainer_in(folder / f"{shard}-{world_size}", ranks, f"runtime.shard={shard}", "training.steps=2")
             trainer._resume()
             saved = lambda: SimpleNamespace(_asdict=lambda: None)  # noqa: E731
-            trainer.metrics = SimpleNamespace(saved=saved, sync=lambda: None, telling=[], is_gone=lambda: False)
+            metrics = SimpleNamespace(saved=saved, telling=[])
+            log = SimpleNamespace(metrics=metrics, unwritten=lambda _step: None, gone=lambda _step: None)
+            trainer.log = log if ranks.is_main else None
             batches = trainer.data.batches(None)
             for _ in range(2):
                 trainer.advance(batches)
