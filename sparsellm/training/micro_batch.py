@@ -104,7 +104,7 @@ class MicroBatch:
         self.peak: int | None = None  # bytes, measured at the start
         self.tried: set[int] = set()  # sizes that were compiled
         self.restored = False
-        self.beside = 0  # bytes that the process holds beside the model that it trains: a teacher's
+        self.beside = 0  # bytes that the process holds in addition to the model that it trains: a teacher's
 
     # The start.
 
@@ -133,7 +133,7 @@ class MicroBatch:
             size = self._check(size)
             assert self.peak is not None
             left_out = self.peak - self._needed(size)
-            self.gpu.hold()  # anew, for the kernels' code that the passes have loaded counts towards the limit
+            self.gpu.hold()  # again: the kernels' code that the passes have loaded counts towards the limit
         if not self.restored:
             self._take_first(size)
             self._advise(available)
@@ -232,8 +232,8 @@ class MicroBatch:
         assert self.gpu is not None
         needed = self._needed(1) / GIB
         return (
-            f"not one sequence fits: training needs {needed:,.1f} GiB with one at a time, and of this GPU"
-            f" {self.gpu.available() / GIB:,.1f} GiB are there for it: {LESS}"
+            f"not one sequence fits: training needs {needed:,.1f} GiB with micro-batch 1, and this GPU has"
+            f" {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
         )
 
     # Growth.
@@ -248,7 +248,7 @@ class MicroBatch:
         if self.grown is not None:
             size = self._largest(self.capacity, [self.first, self.grown])
             if size != self.size:
-                self.ranks.say(f"sparsellm: step {step:,}: memory allows a micro-batch of {size} sequences again")
+                self.ranks.say(f"sparsellm: step {step:,}: memory allows a micro-batch of {size} again")
                 self._take(size)
             return
         sizes = [size for size in self._sizes() if len(self.tried) < 2 or size in self.tried]
@@ -283,7 +283,7 @@ class MicroBatch:
                 pass  # memory is freed after this block, for while the exception lives its frames hold tensors
             self.drop_gradients()
             give_back()
-            self._halve(f"step {step:,}: out of memory with {self.size} sequences at a time")
+            self._halve(f"step {step:,}: out of memory with micro-batch {self.size}")
 
     def _halve(self, what: str) -> None:
         if not self.auto:
@@ -306,12 +306,12 @@ class MicroBatch:
                 ) from error
             raise OutOfMemory(
                 f"{what}. Started again, by torchrun --max-restarts or by the same command, the run goes on from the"
-                f" newest checkpoint with {smaller[-1]} at a time"
+                f" newest checkpoint with micro-batch {smaller[-1]}"
             )
         self.most = smaller[-1]
         torch._dynamo.reset()  # as in `_check`, for validation has the new size, too
         self._take_first(smaller[-1])
-        warn(f"{what}: the same step again with {self.size}")
+        warn(f"{what}: repeating the step with {self.size}")
 
     def _read_record(self) -> None:
         """Keep to what an earlier start of several ranks found out."""
@@ -325,10 +325,9 @@ class MicroBatch:
                 most, because = int(record["most"]), record["because"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise MicroBatchError(
-                    f"{path} cannot be read ({error}): it says how many sequences fit. Remove it to have that found"
-                    " out anew"
+                    f"{path} cannot be read ({error}): it says how many sequences fit. Remove it to find that out again"
                 ) from error
-            warn(f"at most {most} sequences at a time: {because} ({path}; without it all sizes are tried)")
+            warn(f"micro-batch at most {most}: {because} ({path}; without it all sizes are tried)")
             return most
 
         most = on_main(self.ranks, read)
@@ -374,5 +373,5 @@ class MicroBatch:
             parts["teacher"] = self.beside
         said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
         left = (available - total) / GIB
-        said += f" GiB; at the peak {total / GIB:,.1f} of {available / GIB:,.1f}" + " by arithmetic" * (peak is None)
-        return f"{said}, {abs(left):,.1f} {'left' if left >= 0 else 'too much'}"
+        said += f" GiB; {'estimated ' * (peak is None)}peak {total / GIB:,.1f} GiB of {available / GIB:,.1f} GiB"
+        return f"{said} ({abs(left):,.1f} GiB {'free' if left >= 0 else 'too much'})"

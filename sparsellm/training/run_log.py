@@ -42,10 +42,10 @@ class RunLog:
         try:
             self.metrics.sync()
         except OSError as problem:
+            free = spelled(shutil.disk_usage(path.parent).free)
             return (
-                f"{path.parent.name} ends at step {step:,}: its rows cannot be written to {path} ({problem};"
-                f" {spelled(shutil.disk_usage(path.parent).free)} free there). Free some space: the same command goes on"
-                " from the newest checkpoint"
+                f"{path.parent.name} ends at step {step:,}: its rows cannot be written to {path} ({problem}; {free}"
+                " free there). Free some space: the same command resumes from the newest checkpoint"
             )
         return None
 

@@ -151,4 +151,4 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_half(tmp_path, capsys
         assert sums.ce.item() > 0
         assert norm.isfinite()
         del hog
-    assert "step 1: out of memory with 8 sequences at a time: the same step again with 4" in capsys.readouterr().err
+    assert "step 1: out of memory with micro-batch 8: repeating the step with 4" in capsys.readouterr().err

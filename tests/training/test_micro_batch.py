@@ -73,15 +73,15 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
         gpu.bytes, chosen.size, found = 5 * GIB, 4, chosen.usage(4)
         by_arithmetic = (
             "4 of 12 sequences at a time: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
-            " at the peak 0.0 of 5.0 by arithmetic, 5.0 left"
+            " estimated peak 0.0 GiB of 5.0 GiB (5.0 GiB free)"
         )
         assert str(chosen) == by_arithmetic
         chosen.peak = found.total + GIB
-        assert "activations 1.0 GiB; at the peak 1.0 of 5.0, 4.0 left" in str(chosen)
+        assert "activations 1.0 GiB; peak 1.0 GiB of 5.0 GiB (4.0 GiB free)" in str(chosen)
         chosen.beside, chosen.peak = 2 * GIB, found.total + 3 * GIB
-        assert "activations 1.0, teacher 2.0 GiB; at the peak 3.0 of 5.0, 2.0 left" in str(chosen)
+        assert "activations 1.0, teacher 2.0 GiB; peak 3.0 GiB of 5.0 GiB (2.0 GiB free)" in str(chosen)
         gpu.bytes = 0
-        assert "at the peak 3.0 of 0.0, 3.0 too much" in str(chosen)
+        assert "peak 3.0 GiB of 0.0 GiB (3.0 GiB too much)" in str(chosen)
 
 
 def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsys):
@@ -180,8 +180,8 @@ def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_
     assert sizes(rows) == [4] * 8 + [8] * 6 + [4] * 6 + [8] * 10
     assert tried == [4, 8]
     said = capsys.readouterr().err
-    assert "step 9: 8 sequences at a time instead of 4, for the layers are sparse" in said
-    assert "step 15: 4 sequences at a time, as memory allows" in said
+    assert "step 9: layers are sparse: micro-batch 4 -> 8" in said
+    assert "step 15: memory allows a micro-batch of 4 again" in said
     dense, _, _ = growing(tmp_path / "dense", lambda step: False)
     assert sizes(dense) == [4] * 30
     for key in ("ce", "l1", "nnz_mean", "grad_norm"):  # the same mathematics, rounded in another order
@@ -217,7 +217,7 @@ def test_a_resumed_run_grows_and_computes_as_one_that_was_not_stopped(tmp_path):
 def test_a_growth_whose_real_passes_run_out_of_memory_is_not_taken_and_not_tried_again(tmp_path, capsys):
     rows, _, tried = growing(tmp_path / "run", lambda step: step >= 4, most=lambda: 4)
     assert (sizes(rows), tried) == ([4] * 30, [4, 8])
-    assert "step 9: 8 sequences at a time would fit by arithmetic and do not: 4 stay" in capsys.readouterr().err
+    assert "step 9: micro-batch 8 was estimated to fit but ran out of memory; keeping 4" in capsys.readouterr().err
 
 
 def out_of_memory_once(trainer, step, call):
@@ -252,7 +252,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_half_as_many_sequence
         out_of_memory_once(trainer, step=3, call=2)
         ours = trained(trainer)
         assert trainer.micro_batch.size == 3
-    assert "step 3: out of memory with 6 sequences at a time: the same step again with 3" in capsys.readouterr().err
+    assert "step 3: out of memory with micro-batch 6: repeating the step with 3" in capsys.readouterr().err
     with small_trainer(tmp_path / "undisturbed", *AUTO) as trainer:
         trainer.micro_batch._take_first(6)
         trained(trainer, 2)
@@ -292,7 +292,7 @@ def test_a_given_number_is_not_halved_nor_is_one(override, size, said, tmp_path)
             trainer.micro_batch._take_first(1)
         before = state(trainer)
         out_of_memory_once(trainer, step=1, call=2)
-        with pytest.raises(OutOfMemory, match=f"step 1: out of memory with {size} sequences at a time.*{said}"):
+        with pytest.raises(OutOfMemory, match=f"step 1: out of memory with micro-batch {size}.*{said}"):
             trained(trainer)
         assert_same(state(trainer), before)
 
@@ -339,11 +339,11 @@ def test_two_ranks_agree_grow_alike_and_go_on_with_half_after_one_ran_out_of_mem
                     "training.steps=20", "logging.every=1", "run.checkpoint_every=5")  # fmt: skip
     folder = tmp_path / "run"
     record = json.loads((folder / RECORD).read_text())
-    said = f"step {OUT_OF_MEMORY}: out of memory with 8 sequences at a time"
+    said = f"step {OUT_OF_MEMORY}: out of memory with micro-batch 8"
     assert record == {"most": 4, "because": f"rank 1, {said}"}
     assert f"rank 1: {said}. Started again" in done.stderr
-    assert "step 9: 8 sequences at a time instead of 4" in done.stderr
-    assert "at most 4 sequences at a time: rank 1, step 11" in done.stderr
+    assert "step 9: layers are sparse: micro-batch 4 -> 8" in done.stderr
+    assert "micro-batch at most 4: rank 1, step 11" in done.stderr
     rows = read(folder / METRICS)
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert sizes(rows) == [4] * 8 + [8] * 2 + [4] * 10
