@@ -2,10 +2,9 @@
 
     python -m scripts.check_install dist/sparsellm-*.whl
 
-It installs the wheel, and nothing else, into a temporary folder, and runs each step in a process of its own: without
-nvcc and with an empty cache, with SPARSELLM_KERNELS, with edited sources. It needs torch, transformers and pip; the
-last steps need nvcc, and if there is none it says that they are left out. It prints a line per step, and exits with 1
-at the first step that fails.
+Installs only the wheel into a temporary folder, and runs each step in a separate process: without nvcc and with an
+empty cache, with SPARSELLM_KERNELS, with edited sources. Needs torch, transformers and pip; the last steps need nvcc
+and are skipped, with a message, without it. Prints a line per step, and exits with 1 at the first step that fails.
 """
 
 import os

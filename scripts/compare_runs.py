@@ -1,20 +1,19 @@
-"""The curves of several runs in one picture, and their last values as a table.
+"""Plots the curves of several runs in one figure, and prints their last values as a table.
 
     python -m scripts.compare_runs runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
-Above, over steps: held-out and training cross entropy; how far each run's training cross entropy is from the mean of
-all runs, at the steps that all have logged; nonzero activations per token, the mean over layers (if every run has a
-colour of its own, thin lines show the layers of the first run of ReLU). Below: held-out cross entropy over the time
-that steps took; over steps, tokens per second and, of runs on a GPU, the largest memory of tensors.
+Top row, over steps: held-out and training cross entropy; each run's training cross entropy minus the mean of all runs,
+at steps that all have logged; nonzero activations per token, mean over layers (if every run has its own colour, thin
+lines show the layers of the first ReLU run). Bottom row: held-out cross entropy over the time of the steps; over steps,
+tokens per second and, for runs on a GPU, the peak memory of tensors.
 
 --json OUT writes a line of JSON for each run: its configuration, and some 80 of its rows.
 
-The table has last values, and how long each run's steps took, in all and until its held-out cross entropy was as low as
-that of the worst run at its end: by the tokens per second of the logged steps, without validations and checkpoints.
+The table has last values, and the time of each run's steps, in total and until its held-out cross entropy was as low as
+that of the worst run at its end, computed from tokens per second of logged steps, without validations and checkpoints.
 
-If some runs of ReLU were computed on the kernels and others in PyTorch, a run's colour shows which: the question is
-then whether the two differ by more than runs of one kind do. Otherwise each run has a colour of its own. (Runs of SiLU
-are always computed in PyTorch.)
+If some ReLU runs used the kernels and others PyTorch, colours show which, to tell whether the two differ by more than
+runs of the same kind. Otherwise each run has its own colour. (SiLU runs always use PyTorch.)
 """
 
 import argparse
@@ -41,7 +40,7 @@ PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
 
 def path(rows: Rows) -> str:
-    """Which path computed a run's feedforward layers, a key of PATHS. Rows without engines are of PyTorch."""
+    """Which path computed a run's feedforward layers, a key of PATHS. Rows without engines are PyTorch's."""
     engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
     return "kernels" if engines - {"torch"} else "PyTorch"
 
@@ -51,7 +50,7 @@ def _is_relu(rows: Rows) -> bool:
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """By their names; by their paths where several have one name, as the same run of two versions of the code has."""
+    """{name: folder}, by folder name, or by path if several have the same name."""
     names = [folder.resolve().name for folder in folders]
     each = zip(names, folders, strict=True)
     return {name if names.count(name) == 1 else str(folder): folder for name, folder in each}
@@ -67,13 +66,14 @@ def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
 
 
 def seconds(rows: Rows) -> list[float]:
-    """That a run's steps took up to each row, each step as long as the next logged one."""
+    """Cumulative seconds of a run's steps at each row, with each step as long as the next logged one."""
     spans = [row["tokens"] - before for row, before in zip(rows, [0, *(row["tokens"] for row in rows)], strict=False)]
     return np.cumsum([span / row["tokens_per_s"] for span, row in zip(spans, rows, strict=True)]).tolist()
 
 
 def seconds_to(rows: Rows, loss: float) -> float | None:
-    """Until the held-out cross entropy first was `loss`, in a line between two validations; None: it never was."""
+    """Seconds until the held-out cross entropy first reached `loss`, interpolated between validations; None if
+    never."""
     points = [(s, row["val_ce"]) for s, row in zip(seconds(rows), rows, strict=True) if row["val_ce"] is not None]
     for (s0, ce0), (s1, ce1) in pairwise([(0.0, math.inf), *points]):
         if ce1 <= loss:
@@ -117,7 +117,7 @@ def _losses(axes: Axes, runs: dict[str, Rows]) -> None:
         settled += [r["ce"] for r in rows if r["ce"] is not None and 10 * r["step"] > rows[-1]["step"]]
     low, high = min(settled), max(settled)
     margin = 0.05 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)  # fits all but a run's first tenth, which may leave the picture
+    axes.set_ylim(low - margin, high + margin)  # fits everything except a run's first tenth, which may be cut off
     axes.set(ylabel="cross entropy, nats per token", title="dots: held-out, light: training")
     plain(axes.yaxis)
 
@@ -159,7 +159,7 @@ def _in_time(axes: Axes, runs: dict[str, Rows]) -> None:
 
 
 def _per_step(axes: Axes, runs: dict[str, Rows], key: str, unit: float, title: str) -> None:
-    """`key` of all rows but the first, whose step compiles."""
+    """Plot `key` of all rows except the first, whose step compiles."""
     for name, (color, _) in styles(runs).items():
         found = [(row["step"], row[key] / unit) for row in runs[name][1:] if row.get(key) is not None]
         axes.plot(*zip(*found, strict=True) if found else ([], []), color=color)

@@ -1,4 +1,4 @@
-"""The two pictures of README.md, drawn from the tables of docs/RESULTS.md and from the rows of a run.
+"""Draws the two pictures of README.md from the tables of docs/RESULTS.md and the rows of a run.
 
     python -m scripts.draw_readme
 
@@ -25,7 +25,7 @@ from scripts.compare_runs import Rows, seconds, seconds_to
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
 DARK, LIGHT = "#08519c", "#6baed6"  # two shades of OURS
-WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels, so text is on the page as large as it is here
+WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels, so text on the page has the size given here
 MODELS = ("0.5B", "1B", "1.5B", "2B")
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
@@ -37,7 +37,7 @@ Row = dict[str, str]
 
 
 def table(heading: str, text: str) -> list[Row]:
-    """The rows of the first table under the line `## heading` of a Markdown text, by the names of its columns."""
+    """The rows of the first table under the line `## heading` of a Markdown text, keyed by column."""
     if f"## {heading}\n" not in text:
         raise ValueError(f"docs/RESULTS.md has no section {heading!r}: the pictures read its table, so name it there")
     section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
@@ -57,7 +57,7 @@ def number(cell: str) -> float:
 
 
 def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """(the nonzeros per token of each row, ascending; the speed-up of the row's fastest engine)."""
+    """(nonzeros per token of each row, ascending; speedup of the row's fastest engine)."""
     points = sorted((number(row["nonzeros per token"]), max(number(row[engine]) for engine in engines)) for row in rows)
     return [nonzeros for nonzeros, _ in points], [speed_up for _, speed_up in points]
 
@@ -124,8 +124,8 @@ def _faster(baseline: Rows, ours: Rows) -> float:
 
 
 def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None:
-    """Nonzeros, speed and loss of a run on the kernels, "kernels", and of the same one in PyTorch, "torch". `longer`:
-    an L1 run and a dense SiLU run, of which only the time to the same loss is named."""
+    """Draw nonzeros, speed and loss of a run on the kernels ("kernels") and of the same run in PyTorch ("torch").
+    `longer`: an L1 run and a dense SiLU run, of which only the time to the same loss is named."""
     grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
     fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
     ours = rows["kernels"]
@@ -207,8 +207,8 @@ def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, floa
 
 
 def draw_how_it_works(text: str) -> Figure:
-    """Draws the layer and its training. Lengths are inches. Coloured cells are a measured share of all only where a
-    number stands below; elsewhere they are a sketch."""
+    """Draws the layer and its training. Lengths are inches. The fraction of coloured cells is measured only where a
+    number is given below; elsewhere it is a sketch."""
     figure = plt.figure(figsize=(WIDTH, 5.6))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, WIDTH)
@@ -300,7 +300,7 @@ def _cells(
 
 
 def _packed(axes: Axes, x: float, y: float, height: float, fires: np.ndarray) -> None:
-    """Draws each token's own short list: one box for each active neuron, with the neuron's number."""
+    """Draws each token's packed list: one box per active neuron, with the neuron's index."""
     step = height / len(fires)
     for row, token in enumerate(fires):
         bottom = y + height - (row + 1) * step

@@ -4,18 +4,18 @@ r"""The training runs behind docs/RESULTS.md, "What sparsity costs": several at 
         --tasks EVAL --root RUNS --at-once 2 --minutes 9
     python -m scripts.evidence_runs docs/0p5b.jsonl experiment=0p5b OVERRIDE... --only silu,relu,l1_2e-5
 
-The runs: ReLU without L1 and with seven coefficients; dense SiLU; of SiLU and of the recommended coefficient a second
-seed; and the recommended coefficient with silent gate rows drawn anew, with silent gate rows blended a little in every
-step, and with a coefficient that grows over the first third of the tokens. Each is `sparsellm train` with the
-overrides given here and its own, and, with --tasks, scored on the downstream tasks at its last step. --run gives other
-runs in their place, each a name and overrides: --run "twice training.batch_size=128" --run "late training.seed=2".
+The runs: ReLU without L1 and with seven coefficients; dense SiLU; a second seed of SiLU and of the recommended
+coefficient; and the recommended coefficient with dead gate rows reinitialized, with dead gate rows blended a little in
+every step, and with a coefficient that rises over the first third of the tokens. Each is `sparsellm train` with the
+given overrides and its own, and, with --tasks, scored on the downstream tasks at its last step. --run replaces these
+runs, each by a name and overrides: --run "twice training.batch_size=128" --run "late training.seed=2".
 
-RESULTS has a line of JSON for each finished run: its overrides, its configuration, about 80 of its rows. A run that has
-a line is not trained again; so the file is all that has to travel between machines. Where --root is kept, a run that
-was stopped goes on from its checkpoint.
+RESULTS has a line of JSON for each finished run: its overrides, its configuration, about 80 of its rows. A run with a
+line is not trained again, so only this file must be moved between machines. If --root is kept, a stopped run resumes
+from its checkpoint.
 
---minutes: when they are over, unfinished runs save a checkpoint and end. --last begins no run that would not end in
-that time, by the longest run in RESULTS: for the last command before --root is lost.
+After --minutes, unfinished runs save a checkpoint and end. --last starts no run that would not finish in that time,
+judged by the longest run in RESULTS: for the last command before --root is lost.
 
 Exit codes: 0 if all runs asked for are in RESULTS, 1 if one failed, 3 if some are left for another call.
 """
@@ -41,10 +41,10 @@ from sparsellm.runs.metrics import METRICS, read
 from sparsellm.system.processes import end_with_parent
 
 RECOMMENDED = 8e-5
-# Under `sum`, in the order in which they narrow the answer down: perhaps not all are trained. The eighth is 0.
+# Under `sum`, most informative first, because perhaps not all are trained. The eighth is 0.
 COEFFICIENTS = (8e-5, 2e-5, 3.2e-4, 4e-5, 1.6e-4, 1e-5, 6.4e-4)
 BLEND = 0.1
-LAST_ROWS, FIRST_ROWS = 48, 32  # kept of a run, evenly and by logarithm
+LAST_ROWS, FIRST_ROWS = 48, 32  # rows kept of a run, evenly and logarithmically spaced
 KEPT = (
     "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
     "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
@@ -55,7 +55,7 @@ COMPLETE, FAILED, LEFT = 0, 1, 3
 
 
 def runs(config: Config, recommended: float) -> dict[str, list[str]]:
-    """Name to overrides, the most telling first; tokens are shares of those of `config`."""
+    """{name: overrides}, most informative first; tokens are fractions of those of `config`."""
     tokens = config.training.steps * config.training.tokens_per_step
     silence = f"sparsity.reinit_dead_after_tokens={max(1, tokens // 30)}"
 
@@ -91,7 +91,7 @@ class Running(NamedTuple):
 
 
 class Runs:
-    """Those that are asked for, on slots of GPUs: started, watched, stopped, and written to the results."""
+    """Starts, watches and stops the requested runs on GPU slots, and writes their results."""
 
     def __init__(self, args: argparse.Namespace, overrides: list[str]) -> None:
         self.args, self.results, self.root = args, args.results, args.root
@@ -115,7 +115,7 @@ class Runs:
         return [*self.common, *self.wanted[name], f"run.name={name}"]
 
     def _done(self) -> dict[str, dict[str, Any]]:
-        """The lines of the results by name. Ends the program if a run of a wanted name is not the wanted run."""
+        """The lines of the results by name. Exits if a run with a wanted name has another configuration."""
         found = load(self.results)
         for name in [name for name in self.wanted if name in found]:
             if found[name]["fingerprint"] != fingerprint(self.config(name)):
@@ -160,7 +160,7 @@ class Runs:
         return self.waiting.pop(0)
 
     def _needed(self, name: str) -> float:
-        """Seconds that a run needs for the steps after its last checkpoint, if it takes as long as the longest."""
+        """Seconds that a run needs after its last checkpoint, if it takes as long as the longest run."""
         steps = self.config(name).training.steps
         saved = [int(path.name.partition("_")[2]) for path in (self.root / name / "checkpoints").glob("step_*")]
         longest = max((line["seconds"] for line in load(self.results).values()), default=0.0)
@@ -181,7 +181,7 @@ class Runs:
     def _ended(self, run: Running, stopped: bool) -> None:
         run.log.close()
         seconds, code = time.monotonic() - run.begun, run.process.returncode
-        taken = self.root / f"{run.name}.seconds"  # of earlier starts
+        taken = self.root / f"{run.name}.seconds"  # time of earlier starts
         seconds += float(taken.read_text()) if taken.exists() else 0
         taken.write_text(str(seconds))
         if code and stopped:
@@ -197,7 +197,7 @@ class Runs:
             print(f"{_now()} {run.name} has ended after {seconds:.0f} s: {_said(line['rows'][-1])}", flush=True)
 
     def _task_rows(self, limit: int | None) -> dict[str, int] | None:
-        """How many rows of each task are scored."""
+        """Rows of each task to score."""
         if self.args.tasks is None:
             return None
         rows = {name: local_rows(name, str(self.args.tasks)).read_text().splitlines() for name in TASKS}
@@ -211,7 +211,7 @@ class Runs:
             "command": ["sparsellm", "train", *self._overrides(name)],
             "fingerprint": fingerprint(config),
             "config": definition(config),
-            "seconds": round(seconds, 1),  # from its start to its end, beside the others
+            "seconds": round(seconds, 1),  # from start to end, with other runs alongside
             "at_once": self.args.at_once,
             "device": device,
             "task_rows": self._task_rows(config.evaluation.limit),
@@ -220,13 +220,13 @@ class Runs:
 
 
 def load(results: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a results file by name; none where there is no file."""
+    """The lines of a results file by name; {} if there is no file."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {line["name"]: line for line in map(json.loads, lines)}
 
 
 def thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """KEPT of some rows: denser at the beginning, all validated ones, the first and the last; six digits of numbers."""
+    """A subset of rows: denser at the start, all validated ones, the first and the last; numbers to six digits."""
     wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
     return [{key: _short(rows[i].get(key)) for key in KEPT} for i in sorted(chosen)]
@@ -241,7 +241,7 @@ def _short(value: Any) -> Any:
 
 
 def _said(row: dict[str, Any]) -> str:
-    """The last row in a few words."""
+    """A short description of the last row."""
     found = {"held-out cross entropy": row["val_ce"], "nonzeros": row["nnz_mean"]}
     found["mean accuracy"] = (row["evaluation"] or {}).get("mean")
     return ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)

@@ -1,4 +1,4 @@
-"""How every figure looks: one style, one way to write numbers, one colour scale for layers, files without dates."""
+"""The style of every figure: number format, colours of layers, and files without dates."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping
@@ -25,17 +25,17 @@ STYLE: Any = {
 }  # fmt: skip
 PANEL = (4.6, 3.1)  # inches, of a figure with one panel
 BLUE, ORANGE, GREY = "#3b6ea8", "#d9822b", "0.45"
-# Without dates and versions: the same numbers give the same bytes.
+# No dates or versions, so that the same numbers give the same bytes.
 METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
 
 
 def drawn(pictures: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Names and contents. A picture that cannot be drawn is named in a line and left out: its numbers are elsewhere."""
+    """{name: content}. A picture that cannot be drawn is reported and left out; its numbers are also in other files."""
     found = {}
     for name, picture in pictures.items():
         try:
             found[name] = picture()
-        except Exception as error:  # of matplotlib, of numbers that it cannot draw
+        except Exception as error:  # matplotlib raises many kinds for values that it cannot draw
             warn(f"{name} cannot be drawn ({type(error).__name__}: {error}); its numbers are in the other files")
     return found
 
@@ -47,12 +47,13 @@ def saved(figure: Figure, kind: str = "png") -> bytes:
 
 
 def written(value: float) -> str:
-    """1,000 and 0.05; never 10^3."""
+    """Format as 1,000 or 0.05, never as 10^3."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
 def plain(axis: Axis) -> None:
-    """Numbers as `written`, on a logarithmic axis too: at 1, 2 and 5 of each decade where there are few decades."""
+    """Label ticks as `written` does, also on a logarithmic axis, at 1, 2 and 5 of each decade if there are few
+    decades."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
     if axis.get_scale() == "log":
         low, high = sorted(axis.get_view_interval())
@@ -61,7 +62,7 @@ def plain(axis: Axis) -> None:
 
 
 def logarithmic_y(axes: Axes) -> None:
-    """A logarithmic y axis of what was drawn, with gaps at zeros; where all is zero, a linear one."""
+    """Make the y axis logarithmic, with gaps at zeros; linear if every value is zero."""
     if np.isfinite(axes.dataLim.minposy):
         axes.set_yscale("log", nonpositive="mask")
     else:
@@ -69,17 +70,17 @@ def logarithmic_y(axes: Axes) -> None:
 
 
 def percent(axis: Axis) -> None:
-    """A share of 0.5 as 50%."""
+    """Format a fraction of 0.5 as 50%."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}%"))
 
 
 def from_zero(axes: Axes, least: float = 0) -> None:
-    """For what cannot be negative: the y axis starts at 0, and its top is at least `least`."""
+    """Start the y axis at 0, with a top of at least `least`."""
     axes.set_ylim(0, max(axes.get_ylim()[1], least))
 
 
 def layer_colors(axes: Axes, layers: int) -> np.ndarray:
-    """A colour for each layer, explained by a bar beside `axes`: a legend of 38 layers would cover the curves."""
+    """One colour per layer, with a colour bar next to `axes`: a legend of 38 layers would cover the curves."""
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.93, layers))
     listed = matplotlib.colors.ListedColormap(colors)
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.BoundaryNorm(np.arange(layers + 1) - 0.5, layers), listed)
@@ -90,14 +91,14 @@ def layer_colors(axes: Axes, layers: int) -> np.ndarray:
 
 
 def legend_above(axes: Axes, handles: Iterable[Artist | Container], labels: Iterable[str], **options: Any) -> None:
-    """In lines above `axes`, where a legend hides nothing."""
+    """Put the legend above `axes`, where it hides nothing."""
     labels = list(labels)
     given = {"ncols": len(labels), "columnspacing": 1, "handlelength": 1.4, "handletextpad": 0.5} | options
     axes.legend(list(handles), labels, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.2, **given)
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str], most: int = 6) -> None:
-    """Below all panels, in lines of at most `most` entries, and of fewer where these would not fit into the figure."""
+    """Put the legend below all panels, with at most `most` entries per line, fewer if they do not fit."""
     handles, labels = list(handles), list(labels)
     for columns in range(min(len(labels), most), 0, -1):
         legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -107,7 +108,7 @@ def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str
 
 
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """The accuracy of guessing, dashed, with its label below the line, for which room is made at the bottom."""
+    """Draw the accuracy of guessing as a dashed line, labelled below; extend the axis downwards to fit the label."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, level - 0.1 * (high - low)), high)
@@ -118,7 +119,7 @@ def chance_line(axes: Axes, level: float, label: str) -> None:
 
 
 def broken(axes: Axes, at: float) -> None:
-    """Two slanted strokes on the x axis at `at`, a share of its length: what is left of them is on no scale."""
+    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. Left of them there is no scale."""
     gap = 0.008
     axes.plot([at - gap, at + gap], [0, 0], transform=axes.transAxes, color="white", linewidth=2.5, clip_on=False,
               zorder=10)  # fmt: skip

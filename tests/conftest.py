@@ -1,4 +1,4 @@
-"""Processes that tests start, in whatever folder, import this checkout: installed or not."""
+"""Makes processes that tests start in any folder import this checkout, installed or not."""
 
 import os
 from pathlib import Path

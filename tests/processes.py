@@ -31,7 +31,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         *(f"sparsellm.commands.{name}" for name in ("train", "prepare_data", "evaluate", "sweep", "analyze")),
-        # What commands import late.
+        # Modules that commands import late.
         "sparsellm.evaluation.downstream", "sparsellm.runs.curves", "transformers.models.llama.modeling_llama",
         "transformers.convert_slow_tokenizer", "matplotlib.backends.backend_agg", "lm_eval.tasks",
         "torch.distributed.run", "safetensors.torch", "pytest",
@@ -54,8 +54,8 @@ def joined(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu")
 
 
 def torchrun(ranks: int, *command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`command` (a script, or "-m" and a module, and what they take) has run in `folder` on so many ranks of one thread
-    each, and has succeeded."""
+    """Run `command` (a script, or "-m" and a module, with arguments) in `folder` on `ranks` ranks of one thread each;
+    it must succeed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run(
         [*launcher, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
@@ -75,7 +75,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """kill -9, and wait until they are gone. Of torchrun's workers, too: each has a session of its own."""
+    """kill -9, and wait until they are gone, including torchrun's workers, which have separate sessions."""
     for process in processes:
         if process.is_running():
             process.kill()
@@ -96,7 +96,7 @@ def started(command: list[str], folder: Path, output: Path, prepare: Callable[[s
 
 
 def _run(command: list[str], name: str, prepare: Callable[[str], object]) -> None:
-    """Do the command and end this process with its exit code."""
+    """Run the command and end this process with its exit code."""
     forks = itertools.count(1)
 
     def fork(popen: subprocess.Popen, *arguments: object) -> None:
@@ -166,7 +166,7 @@ def dying(call: int | None, size: int | None = None, count: Path | None = None) 
     bytes; as much as fits is written. `count`: a file that gets a byte for every call.
     """
     calls = itertools.count(1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
     counted = None if count is None else os.open(count, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, arguments: tuple) -> None:

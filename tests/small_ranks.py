@@ -11,11 +11,11 @@ from small_run import force_plans, small_trainer
 
 from sparsellm.policy import costs
 
-costs.ROOM = costs.ROOM_MULTIPLE = 1  # so that plans tell apart what was counted
+costs.ROOM = costs.ROOM_MULTIPLE = 1  # so that plans show differences in counts
 folder = Path(sys.argv[1])
 with small_trainer(folder / "run", *sys.argv[2:]) as trainer:
     rank = trainer.ranks.rank
-    trainer.reinitialization.seed += rank  # other bits, as a GPU of another kind draws from one seed
+    trainer.reinitialization.seed += rank  # different bits, like another GPU model with the same seed
     force_plans(trainer)
     batches, decided = trainer.data.batches(None), []
     for _ in range(trainer.config.training.steps):

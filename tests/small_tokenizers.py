@@ -1,4 +1,4 @@
-"""Small tokenizers of the forms that Llama 2, Mistral and Llama 3 have, as their folders hold them."""
+"""Small tokenizers in the forms of Llama 2, Mistral and Llama 3."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def llama3(texts: list[str], size: int = 400) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: Path, eos: object, file: str = "tokenizer_config.json") -> Path:
-    """The folder with tokenizer.json, and beside it `file`, which names `eos` as eos_token."""
+    """The folder with tokenizer.json and `file`, which defines `eos` as eos_token."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / file).write_text(json.dumps({"eos_token": eos, "tokenizer_class": "LlamaTokenizer"}))

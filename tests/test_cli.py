@@ -140,7 +140,7 @@ cli.run("push", ["checkpoint=x", "repo=a/b"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
     assert "went on" not in done.stdout
-    assert "ValueError: of a finalizer" in done.stderr  # said as ever
+    assert "ValueError: of a finalizer" in done.stderr  # printed as usual
     assert done.stderr.endswith("\nsparsellm push: interrupted; the same command starts again\n")
 
 

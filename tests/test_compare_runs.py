@@ -1,4 +1,4 @@
-"""The picture and the table of several runs: coloured by path where there are two, by run otherwise."""
+"""The figure and the table of several runs: coloured by path if there are two, otherwise by run."""
 
 import json
 import sys
@@ -98,7 +98,7 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().out.splitlines()[1].split() == [
         "a", "kernels", "8", "3.125", "3.100", "10.0", "3", "12", "8",
     ]  # fmt: skip
-    assert matplotlib.rcParams["axes.grid"] is False  # the style is the picture's alone
+    assert matplotlib.rcParams["axes.grid"] is False  # the style does not leak out of the figure
     first, second = map(json.loads, lines.read_text().splitlines())
     assert (first["name"], second["config"]["run"]["name"]) == ("a", "b")
     assert [row["tokens_per_s"] for row in first["rows"]] == [50.0] * 4 + [100.0] * 4

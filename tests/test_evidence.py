@@ -1,4 +1,4 @@
-"""scripts/evidence_runs.py and scripts/evidence_report.py: many runs, over several calls, and what is made of them."""
+"""scripts/evidence_runs.py and scripts/evidence_report.py: many runs over several calls, and the report."""
 
 import json
 import sys
@@ -235,7 +235,7 @@ def test_runs_of_several_widths_are_compared_with_the_narrowest_dense_one(tmp_pa
 
 @pytest.mark.slow
 def test_a_real_run_becomes_a_line_and_a_report(tmp_path):
-    """What the GPU will do, on a tiny model: prepared text, a real training, the report."""
+    """The whole procedure on a tiny model: prepared text, real training, report."""
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"Sentence {n} says {n * n}, no more. " * 20}) + "\n" for n in range(400))
     )

@@ -1,4 +1,4 @@
-"""What all figures share."""
+"""Code shared by all figures."""
 
 import matplotlib
 import pytest

@@ -1,4 +1,4 @@
-"""The command that writes text: as it comes for one prompt, as JSON for lines of them; and what it refuses."""
+"""The generate command: streams one prompt's text, writes JSON for several prompts; and its refusals."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The command that writes a published sparse checkpoint as a stock model, and what it refuses."""
+"""The command that converts a published sparse checkpoint to a stock model, and its refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the package asks of those who only import it."""
+"""What importing the package requires."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `sparsellm push` sends, to a stand-in for the hub, and what it refuses to send."""
+"""What `sparsellm push` uploads to a stand-in for the hub, and what it refuses."""
 
 import base64
 import hashlib
@@ -243,7 +243,7 @@ def test_what_arrives_is_the_model_with_a_licence_and_the_checkpoint_stays_as_it
     assert repo.private
     assert repo.branches == {"main": {".gitattributes": b""} | sent_of(checkpoint.model)}
     assert capsys.readouterr().out.splitlines()[-1].endswith("/commit/1 sparsellm push tiny, step 12")
-    # Once more, as after an upload that broke off: what has arrived is no obstacle. Another step is one.
+    # Again, as after an interrupted upload: uploaded files are no obstacle, but another step is.
     del repo.branches["main"]["config.json"]
     assert push(f"checkpoint={run}", REPO, LICENCE) == 0
     assert repo.branches == {"main": {".gitattributes": b""} | sent_of(checkpoint.model)}
@@ -332,7 +332,8 @@ def test_the_real_library_sends_the_same_over_http(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(401, "the token may not write to somebody/tiny"), (403, "the token may not"), (412, "has changed meanwhile"),
+    [(401, "the token may not write to somebody/tiny"), (403, "the token may not"),
+     (412, "has changed meanwhile"),
      (500, "HfHubHTTPError of the hub (refused); the same command tries again")],
 )  # fmt: skip
 def test_what_the_hub_refuses_is_said_with_what_to_do(status, words, run, online, capsys):
@@ -406,7 +407,10 @@ def test_a_changed_byte_of_a_checkpoint_is_found(run, online, tmp_path, capsys):
         ([], ["checkpoint has no value", "repo has no value"]),
         (["checkpoint=owner/name", REPO, LICENCE], ["checkpoint=owner/name is no folder here"]),
         (["checkpoint=nope/nope/nope", REPO], ["nope/nope/nope"]),
-        (["checkpoint=RUN", "repo=tiny", "license=Apache 2"], ["repo=tiny is no name", "license=Apache 2 is not how"]),
+        (
+            ["checkpoint=RUN", "repo=tiny", "license=Apache 2"],
+            ["repo=tiny is no name", "license=Apache 2 is not how"],
+        ),
         (["checkpoint=RUN", "repo=a/b--c", "license=other"], ["repo=a/b--c is no name", "license_link"]),
         (["checkpoint=RUN", REPO, "revision=''"], ["revision is empty"]),
         (["checkpoint=RUN", REPO, "revision=a..b"], ["revision=a..b is no name of a branch"]),

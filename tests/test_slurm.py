@@ -1,4 +1,4 @@
-"""The SLURM scripts: what they ask of the cluster, and the commands that they come to on one node and on many."""
+"""The SLURM scripts: what they request, and the commands that they run on one node and on many."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def test_what_is_asked_of_the_cluster(name):
 
 
 def rendered(name: str, nodes: int, folder: Path, *arguments: str) -> list[str]:
-    """The command that the script comes to, where SLURM has given it so many nodes."""
+    """The command that the script runs when SLURM allocates `nodes` nodes."""
     for program, does in {
         "scontrol": f"[ \"$*\" = 'show hostnames gpu[3-{nodes + 2}]' ] && printf 'gpu%d\\n' $(seq 3 {nodes + 2})",
         "srun": 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" srun "$@"',

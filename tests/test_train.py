@@ -90,7 +90,7 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
     assert (tmp_path / "runs/killed/plots/loss.png").exists()
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "runs/killed/checkpoints").rglob("*")) == before
 
-    # Another mathematics under the same name is refused by key; run.restart=true starts beside it.
+    # Different mathematics under the same name is refused by key; run.restart=true starts a new folder.
     other = train("run.name=killed", "optimizer.learning_rate=1e-4", "training.seed=3")
     assert other.returncode == 2
     assert "optimizer.learning_rate is 0.0001, and run killed was begun with 0.003" in other.stderr

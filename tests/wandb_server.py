@@ -1,4 +1,4 @@
-"""A Weights & Biases server on this machine, as far as a record needs one, and the ways in which it fails."""
+"""A local Weights & Biases server with what a record needs, and its failure modes."""
 
 import json
 import socket

@@ -1,12 +1,12 @@
-"""Whether calibrated costs choose well: at numbers of tokens and ways of firing that the calibration did not time.
+"""Tests engine choice by calibrated costs, at token counts and densities that the calibration did not time.
 
     python -m scripts.benchmarks.bench_calibration [--kernels cuda] [--layers 2048x5632 ...] [--m 1 2 ...] [--json FILE]
 
-For each layer, it calibrates (timing that, too), and then times every engine at each number of tokens and density. Of
-two policies, by the calibrated costs and by the package's constants, it prints in how many cells the chosen engine is
-within 5% of the fastest one, and the cells that are furthest behind. Of every cell in which the calibrated choice is
-more than 10% behind, it prints what each engine took, and what the calibration predicted. An engine that takes over
-SKIP times as long as dense, by the calibration, is not timed: it is not the fastest.
+For each layer, it calibrates (and times that), and then times every engine at each number of tokens and density. For
+two policies, calibrated costs and the package's constants, it prints in how many cells the chosen engine is within 5%
+of the fastest one, and the cells that are furthest behind. For every cell in which the calibrated choice is more than
+10% behind, it prints each engine's measured and predicted time. An engine whose predicted time exceeds SKIP times that
+of dense is not timed.
 """
 
 import time
@@ -28,11 +28,11 @@ TOKENS = (1, 2, 7, 10, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 1
 SHARES = (0.001, 0.003, 0.0065, 0.013, 0.03, 0.055, 0.12, 0.3, 0.5)
 SKEW = 1.1
 SKIP = 4.0
-FAR = 0.1  # behind: shown with what was predicted
+FAR = 0.1  # slower than the fastest: shown with predictions
 
 
 def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
-    """Of every density: what fires, seconds by engine, and what each policy chooses."""
+    """For every density: counts, seconds by engine, and each policy's choice."""
     found = []
     size = tokens, layer.width, layer.neurons
     policies = {

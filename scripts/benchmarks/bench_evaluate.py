@@ -1,17 +1,16 @@
-"""Throughput of the downstream evaluation beside lm-eval's own `hf` model, on the same requests in one process.
+"""Throughput of the downstream evaluation compared with lm-eval's own `hf` model, on the same requests in one process.
 
     python -m scripts.benchmarks.bench_evaluate --data-dir DIR --tokenizer FOLDER [--activations DIR] [--mean 36]
     python -m scripts.benchmarks.bench_evaluate --data-dir DIR --checkpoint HF_FOLDER
 
-Without --checkpoint, the model is Hugging Face Llama with ReLU of 1.5B random parameters in bfloat16 (that of
-bench_model.py), whose neurons fire at recorded rates on the tasks' own texts (shaped_models.py).
+Without --checkpoint, the model is a Hugging Face Llama with ReLU and 1.5B random parameters in bfloat16, as in
+bench_model.py, whose neurons fire at recorded rates on the tasks' own texts (shaped_models.py).
 
-The time of a variant is that from the requests of all tasks, task by task, to their answers, tokenization included: in
-seconds of the host's clock, with the GPU idle before and after. Variants take turns in each of --rounds, and each one's
-least time counts. lm-eval's `hf` runs at each of --batch-sizes, and ratios are to the fastest of these. `ours` chooses
-its batches by length; `ours, kernels` is `ours` after `sparsellm.accelerate`. Beside the times is printed how far the
-log-probabilities of continuations are from those of `hf` at its first batch size, and for how many questions another
-option is the likeliest.
+A variant's time is wall time from the requests of all tasks, task by task, to their answers, including tokenization,
+with the GPU idle before and after. Variants alternate in each of --rounds, and each one's minimum counts. lm-eval's
+`hf` runs at each of --batch-sizes, and ratios are to the fastest of these. `ours` chooses its batches by length; `ours,
+kernels` is `ours` after `sparsellm.accelerate`. Also printed: how far the log-probabilities of continuations are from
+those of `hf` at its first batch size, and for how many questions another option is the most likely.
 """
 
 import time
@@ -63,7 +62,7 @@ def shaped_model(
 def options_apart(
     one: dict[str, Answers], other: dict[str, Answers], requests: dict[str, list[Any]]
 ) -> tuple[float, int]:
-    """(the largest difference of log-probabilities, how many questions have another likeliest option)."""
+    """(largest difference of log-probabilities, number of questions with another most likely option)."""
     largest, changed = 0.0, 0
     for name, found in one.items():
         first, second = np.array([a[0] for a in found]), np.array([a[0] for a in other[name]])

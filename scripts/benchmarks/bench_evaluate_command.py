@@ -1,12 +1,12 @@
-"""How long `sparsellm.evaluate` takes from the command line to the table, beside the stock `lm_eval` command.
+"""Wall time of `sparsellm.evaluate` compared with the stock `lm_eval` command.
 
     python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --tokenizer TOKENIZER [--model 0p5b] [--ranks 2]
     python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --checkpoint HF_FOLDER [--limit 20]
 
-Both commands score the same files of rows, as many as the seven tasks have on the hub (whole_tasks.py), which
-lm_eval knows under names of their own, whole_TASK; with the same checkpoint, dtype and device, and lm_eval with
---batch-size. Without --checkpoint the weights are random, of the model --model. Printed are the seconds of each
-command, imports included, of each of --rounds, and the scores of both. With --ranks above 1 torchrun starts both.
+Both commands score the same rows, as many as the seven tasks have on the hub (whole_tasks.py; lm_eval knows them as
+tasks whole_TASK), with the same checkpoint, dtype and device; lm_eval uses --batch-size. Without --checkpoint the
+weights of --model are random. Prints the seconds of each command in each of --rounds, including imports, and the scores
+of both. With --ranks above 1 torchrun starts both.
 """
 
 import json
@@ -39,7 +39,7 @@ def random_checkpoint(model: str, tokenizer: Path, folder: Path) -> Path:
 
 
 def define(rows: Path, folder: Path) -> list[str]:
-    """Definitions for lm_eval of tasks on `rows`, in `folder`; returns their names."""
+    """Write lm_eval definitions of tasks on `rows` to `folder`; returns their names."""
     folder.mkdir()
     for name, task in TASKS.items():
         stock = Path(lm_eval.tasks.__file__).parent / task.path
@@ -49,7 +49,7 @@ def define(rows: Path, folder: Path) -> list[str]:
 
 
 def timed(module: str, arguments: list[str], ranks: int) -> float:
-    """Seconds of `python -m MODULE ARGUMENTS`, on so many ranks. Exits with its output if it fails."""
+    """Seconds of `python -m MODULE ARGUMENTS` on `ranks` ranks. Exits with its output if it fails."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     start = time.perf_counter()
     done = subprocess.run(

@@ -1,11 +1,10 @@
-"""What an evaluation costs the host, by lm-eval alone and by ours, the model left out. No GPU is needed.
+"""CPU time of an evaluation without the model: lm-eval alone, and ours. Needs no GPU.
 
     python -m scripts.benchmarks.bench_evaluate_host --data-dir EVAL --tokenizer TOKENIZER [--limit 200]
 
-Both run lm-eval's `evaluate` on as many rows as the seven tasks have on the hub (whole_tasks.py), and get the
-same made-up answers at once. Printed are seconds of CPU time per 1,000 requests: of the thread that a GPU waits for, of
-the thread that builds requests ahead of it, and of the tokenizer's own threads. Then whether the scores and samples of
-both are the same.
+Both run lm-eval's `evaluate` on as many rows as the seven tasks have on the hub (whole_tasks.py), with the same instant
+fake answers. Prints CPU seconds per 1,000 requests: of the thread that a GPU waits for, of the thread that builds
+requests ahead, and of the tokenizer's threads; and whether scores and samples are the same.
 """
 
 import tempfile
@@ -27,7 +26,7 @@ from sparsellm.hf.hub import offline
 
 
 def made_up(context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """An answer that depends on every token."""
+    """A fake answer that depends on every token."""
     return -float(sum(context) % 89 + sum(continuation) % 97), False
 
 
@@ -43,7 +42,7 @@ class Ours(downstream.SharedLM):
 
 @contextmanager
 def uncached():
-    """Templates are compiled for each text, as lm-eval does it."""
+    """Compile a template for each text, like stock lm-eval."""
     environment = lm_eval.utils.env
     cached = environment.from_string
     environment.from_string = cached.__wrapped__

@@ -12,9 +12,9 @@ output against float64, on at most 2,048 evenly spaced tokens, over the error of
 `dense` are the operator's engines, as an accelerated model calls them; `auto` is the engine that sparsellm.ops chooses
 from the counts of an earlier call.
 
-With --training, the time is that of y and of the gradients of y . dy + dl1 l1 by x and every weight (dense PyTorch has
-no l1). Errors are those of y and of each gradient on all tokens, with dl1 = 0. Each line also has what is saved for
-backward beyond x and the weights, and by how much memory rises. `torch ours` is the operator's traced reference,
+With --training, the time covers y and the gradients of y . dy + dl1 l1 with respect to x and every weight (dense
+PyTorch has no l1). Errors are of y and of each gradient on all tokens, with dl1 = 0. Each line also has the bytes saved
+for backward besides x and the weights, and the rise of memory. `torch ours` is the operator's traced reference,
 compiled; `auto` is the engine that a layer in training reaches from dense in two decisions.
 
 With --decode, the M tokens are evenly spaced among 16,384 of the pattern: the tokens of a decoding batch belong to
@@ -22,8 +22,8 @@ different sequences, and the first tokens of a sequence fire more neurons.
 
 --profile adds the time of each kernel of the tile engine.
 
-Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights take turns, so
-that a call does not find its own in L2. A variant that fails shows its error, the others go on, and the exit code is 1.
+Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights rotate, so that
+a call does not find its own in L2. A variant that fails shows its error, the others continue, and the exit code is 1.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from sparsellm.policy import Policy
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)
 DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
-DECODE_FROM = 16_384  # tokens of a pattern among which those of a decoding batch are spread
+DECODE_FROM = 16_384  # tokens of a pattern from which a decoding batch is drawn
 GATES = ("cuBLAS gate", "gate_pack")
 L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
 MIB = 2**20
-Call = Callable[[int], object]  # call i takes copy i of the inputs, modulo their number
+Call = Callable[[int], object]  # call i uses copy i of the inputs, modulo the number of copies
 
 
 class Step(NamedTuple):
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Bench:
-    """Measures one pattern at a time; what differs between passes is in `Forward` and `Training`."""
+    """Measures one pattern at a time; subclasses `Forward` and `Training` define the passes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -69,7 +69,7 @@ class Bench:
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
 
     def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
-        """The result for one pattern and number of tokens: what was measured, and a row for each variant."""
+        """The measurements for one pattern and number of tokens, with a row per variant."""
         x = spread(block.x, tokens) if self.args.decode else block.x[:tokens]
         weights = [block.w_gate, block.w_up, block.w_down] if self.args.gated else [block.w_gate, block.w_down]
         nnz, union = patterns.counts(x, block.w_gate)
@@ -134,7 +134,7 @@ class Forward(Bench):
             out = calls[name](0)
             return {"errors": {"y": error((out if isinstance(out, Tensor) else out[0])[at], right)}}
 
-        for name in ("tile", "row"):  # if neither runs, the policy is given nnz and union
+        for name in ("tile", "row"):  # if neither runs, the policy gets nnz and union
             if not isinstance(times[name], Exception):
                 nnz, *_, union = calls[name](0)[3].tolist()
                 break
@@ -179,7 +179,7 @@ class Training(Bench):
             }
 
         found, engine = measured(times, details), Engine.dense
-        for _ in range(2):  # the decisions of a layer that starts dense and counts what its engines count
+        for _ in range(2):  # the decisions of a layer that starts dense, from its engines' counts
             if not isinstance(times[engine.name], Exception):
                 out = self.forwards[engine.name](*step.leaves)
                 size = *x.shape, weights[-1].shape[1]
@@ -188,7 +188,7 @@ class Training(Bench):
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
-    """`tokens` evenly spaced rows of x, each a third of the way into its share of the rows."""
+    """`tokens` evenly spaced rows of x, each a third into its interval."""
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
@@ -199,7 +199,8 @@ def gate_pack(x: Tensor, w: Tensor) -> object:
 
 
 def captured(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Exception]]:
-    """(each candidate as the replay of a CUDA graph of DECODE_CALLS calls, the error of each that was not captured)."""
+    """(each candidate as the replay of a CUDA graph of DECODE_CALLS calls, the errors of candidates that cannot be
+    captured)."""
     graphs, failed = {}, {}
     for name, call in calls.items():
         try:
@@ -224,7 +225,7 @@ def per_call(ms: float | Exception) -> float | Exception:
 
 
 def by_kernel(call: Call, calls: int = 5) -> str:
-    """The milliseconds in one call of every kernel of at least 1 us, the longest first."""
+    """Milliseconds per call of every kernel of at least 1 us, longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for i in range(calls):
             call(i)
@@ -235,7 +236,7 @@ def by_kernel(call: Call, calls: int = 5) -> str:
 
 
 def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: Step) -> list[Tensor]:
-    """y, and the gradients by the leaves: of y . dy + dl1 l1, or, where `forward` returns y alone, of y . dy."""
+    """y, and the gradients with respect to the leaves of y . dy + dl1 l1, or of y . dy if `forward` returns only y."""
     with torch.enable_grad():
         out = forward(*step.leaves)
         if isinstance(out, Tensor):
@@ -264,10 +265,10 @@ def exact(step: Step) -> list[Tensor]:
 
 
 def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Tensor]) -> int:
-    """The bytes that forward saves for backward, without the leaves; a storage that is saved twice counts once."""
+    """Bytes that forward saves for backward, without the leaves; a storage saved twice counts once."""
     found = {}
 
-    @torch.compiler.disable  # else torch.compile would trace it with a compiled forward
+    @torch.compiler.disable  # otherwise torch.compile would trace it with a compiled forward
     def keep(tensor: Tensor) -> Tensor:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -275,7 +276,7 @@ def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Te
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = forward(*leaves)
     of_leaves = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-    del out  # not before: while `out` lives, no saved storage is freed, so addresses tell storages apart
+    del out  # not earlier: while `out` lives, no saved storage is freed, so addresses identify storages
     return sum(size for at, size in found.items() if at not in of_leaves)
 
 
@@ -292,7 +293,7 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def measured(times: dict[str, float | Exception], details: Callable[[str], dict]) -> dict[str, dict]:
-    """By variant: its time and `details`, and under `failure` the error that ended the measuring, if one did."""
+    """By variant: its time and `details`, and under `failure` the error that ended the measurement, if any."""
     found: dict[str, dict] = {}
     for name, ms in times.items():
         found[name] = {}
@@ -307,8 +308,8 @@ def measured(times: dict[str, float | Exception], details: Callable[[str], dict]
 
 
 def rows(variants: dict[str, dict], engine: str) -> list[dict]:
-    """A row for each variant, and for `auto`: what was measured, the ratio to its base, and its errors over those of
-    eager dense PyTorch."""
+    """A row per variant, including `auto`: measurements, ratio to the base, and errors divided by those of eager dense
+    PyTorch."""
     dense = min((variants[name]["ms"] for name in BASES if "ms" in variants[name]), default=None)
     gate = variants.get("cuBLAS gate", {}).get("ms")
     eager_errors = variants["torch eager"].get("errors")
@@ -348,8 +349,8 @@ def show(result: dict) -> None:
 
 
 def summary(results: list[dict]) -> None:
-    """Prints a line for each result. `worst error` is the largest error ratio of all results of all variants but dense
-    PyTorch."""
+    """Prints a line for each result. `worst error` is the largest error ratio over all results and variants except
+    dense PyTorch."""
     lines = []
     for result in results:
         by = {row["variant"]: row for row in result["variants"]}
@@ -395,7 +396,7 @@ def main() -> None:
     print(f"{harness.gpu()}, K {patterns.K}, N {patterns.N}, bfloat16")
     try:
         backend.load(args.kernels)
-    except Exception as error:  # each variant that needs the kernels will raise it again
+    except Exception as error:  # variants that need the kernels will raise it again
         print(f"the kernels did not load: {error}")
 
     results, broken, bench = [], [], (Training if args.training else Forward)(args)
@@ -411,7 +412,7 @@ def main() -> None:
                 for tokens in sizes:
                     results.append(bench.measure(name, block, tokens))
                     show(results[-1])
-            except Exception as error:  # a whole table failed: the others are still worth printing
+            except Exception as error:  # print the other tables even if one fails
                 broken.append(name)
                 print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
     if not results and not broken:

@@ -1,30 +1,31 @@
-"""Text by a whole model, dense and accelerated, in every way that transformers offers and by sparsellm.Generator.
+"""Text generation with a whole model, dense and accelerated, in all modes of transformers and with sparsellm.Generator.
 
     python -m scripts.benchmarks.bench_generate --activations DIR [--mean 36] [--layers 28] [--json OUT]
     python -m scripts.benchmarks.bench_generate --checkpoint PATH --text FILE [--modes ours static] [--batches 1 64] ...
 
-The weights are random, and every neuron fires at a rate that was recorded (shaped_models.py), all times one
-factor so that they average to --mean; or they are those of a checkpoint, whose prompts come from a text FILE.
+The weights are random, with every neuron firing at a recorded rate (shaped_models.py), scaled so that rates average to
+--mean; or they come from a checkpoint, with prompts from a text FILE.
 
-Modes, in each of which dense and accelerated take turns on one set of weights:
+Modes, in which dense and accelerated alternate on one set of weights:
   eager    transformers' default
-  static   cache_implementation="static": transformers compiles the decoding step, and replays it as a CUDA graph
+  static   cache_implementation="static": transformers compiles the decoding step and replays it as a CUDA graph
   batched  generate_batch, transformers' continuous batching; the manager is kept from call to call
-  ours     sparsellm.Generator; its dense side has the same kernels but those of the feedforward blocks
+  ours     sparsellm.Generator; its dense side has the same kernels except in the feedforward blocks
 
-Printed for each case: the time to the first token (a call for one token, so the prefill), the time of each further one,
-tokens per second of the whole call, energy per new token of the whole call (NVML's counter), and of each further step
+Printed for each case: the time to the first token (a call for one token, so the prefill), the time of each further
+token, tokens per second of the whole call, energy per new token of the whole call (NVML's counter), and for each
+further step
   of peak  what must be read (the weights, with sparse engines only the rows of neurons that fire; keys and values), by
            the speed of a copy on this GPU, as a share of the measured time
   ffn      all feedforward blocks alone, on inputs of this batch, captured in one CUDA graph
   attn     kernels of attention itself, by name, without its projections
   other    all other kernels: projections, norms, head, choice of the token
-  host     what no kernel takes: the device waits for the host
-and the engines that layers chose for this batch. Medians of --rounds; the first calls, which compile and let engines be
-chosen, are not timed. No case begins after --minutes; which ones are left out is said.
+  host     the rest: the device waits for the host
+and the engines that layers chose for this batch. Medians of --rounds; the first calls, which compile and choose
+engines, are not timed. No case starts after --minutes; skipped cases are listed.
 
-`eager` and `static` follow a given text, for tokens that a random model likes best are few and fire otherwise than
-those that it was shaped with; `batched` and `ours` draw from the whole vocabulary, of a checkpoint at temperature 1.
+`eager` and `static` follow a given text, because the greedy tokens of a random model are few and fire differently from
+those that it was shaped with; `batched` and `ours` sample from the whole vocabulary, for a checkpoint at temperature 1.
 """
 
 import argparse
@@ -64,9 +65,9 @@ MODES = ("eager", "static", "batched", "ours")
 WARMUP = 2  # whole calls that are not timed
 PROFILED = 9  # tokens of the calls whose kernels are summed
 ATTENTION = re.compile("sdpa|fmha|flash|attention|^(attend|join)$", re.IGNORECASE)  # names of kernels
-MEMORY = 0.3  # of what is free, for the cache of each model in continuous batching
+MEMORY = 0.3  # fraction of free memory for the cache of each model in continuous batching
 LOCALITY = 0.5
-Call = Callable[[int], object]  # generates so many new tokens for each sequence
+Call = Callable[[int], object]  # generates this many new tokens per sequence
 
 
 class Case(NamedTuple):
@@ -76,7 +77,7 @@ class Case(NamedTuple):
 
 
 class Follow(LogitsProcessor):
-    """Makes every sequence go on as `text` [B, T + new] does."""
+    """Forces every sequence to continue like `text` [B, T + new]."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -90,7 +91,7 @@ class Follow(LogitsProcessor):
 
 
 def as_generator(model: Any, kernels: str | None) -> Generator:
-    """The same weights in a generator of our own."""
+    """A sparsellm.Generator with the same weights."""
     config = conversion.config_of(model.config, model.config.name_or_path)
     weights = {name.removeprefix(conversion.PREFIX): tensor for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
@@ -100,7 +101,7 @@ def as_generator(model: Any, kernels: str | None) -> Generator:
 
 
 def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) -> dict[str, Call]:
-    """By name of a model, what generates from the first tokens of `text` [B, T + new]."""
+    """By model name: a function that generates from the first tokens of `text` [B, T + new]."""
     prompts = text[:, : case.context]
     if case.mode == "ours":
         drawn, lists = Sampling(temperature), prompts.tolist()
@@ -136,7 +137,7 @@ def _batched(model: Any, prompts: list[list[int]], temperature: float) -> Call:
 
 @contextmanager
 def cleared(models: dict[str, Any]) -> Iterator[None]:
-    """Afterwards nothing is left of what calls have compiled, captured and cached."""
+    """Clear everything that calls have compiled, captured and cached on exit."""
     try:
         yield
     finally:
@@ -158,8 +159,7 @@ def cleared(models: dict[str, Any]) -> Iterator[None]:
 
 
 def measure(works: dict[str, Call], case: Case, new: int, rounds: int, device: torch.device) -> dict[str, dict]:
-    """By name of a model: `rate` of whole calls, and "first_ms" and "each_ms", medians of rounds in which they take
-    turns."""
+    """By model name: `rate` of whole calls, "first_ms" and "each_ms", medians over alternating rounds."""
     for call in works.values():
         for _ in range(WARMUP):
             call(new)
@@ -185,7 +185,7 @@ def measure(works: dict[str, Call], case: Case, new: int, rounds: int, device: t
 
 
 def kernel_ms(call: Call) -> dict[str, float] | None:
-    """{"attention", "all"}: milliseconds of kernels for each further token; None where no kernel was seen."""
+    """{"attention", "all"}: milliseconds of kernels per further token; None if no kernel was seen."""
 
     def summed(new: int) -> Counter[str]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -208,7 +208,7 @@ def kernel_ms(call: Call) -> dict[str, float] | None:
 
 @torch.no_grad()
 def block_inputs(model: nn.Module, text: Tensor) -> list[Tensor]:
-    """What each feedforward block is given for the last token of each sequence, [B, 1, K]."""
+    """The input of each feedforward block for the last token of each sequence, [B, 1, K]."""
     found: list[Tensor] = []
     hooks = [
         block.register_forward_pre_hook(lambda _block, args: found.append(args[0][:, -1:].clone()))
@@ -222,7 +222,7 @@ def block_inputs(model: nn.Module, text: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def feedforward_ms(model: nn.Module, inputs: list[Tensor]) -> float | None:
-    """All blocks, one after the other, captured in a CUDA graph; the median of several replays."""
+    """Median time of several replays of a CUDA graph of all blocks."""
     if not inputs[0].is_cuda:
         return None
 
@@ -230,10 +230,10 @@ def feedforward_ms(model: nn.Module, inputs: list[Tensor]) -> float | None:
         for block, x in zip(blocks(model), inputs, strict=True):
             block(x)
 
-    for _ in range(WARMUP + 1):  # from whose counts engines are chosen
+    for _ in range(WARMUP + 1):  # their counts choose the engines
         for block in blocks(model):
             if isinstance(block, SparseFeedForward):
-                block.choice.calls = [0] * len(block.choice.calls)  # so that the next call is counted
+                block.choice.calls = [0] * len(block.choice.calls)  # make the next call be counted
         run()
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -252,14 +252,14 @@ def feedforward_ms(model: nn.Module, inputs: list[Tensor]) -> float | None:
 
 @torch.no_grad()
 def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str]) -> float:
-    """Bytes for one further token of each sequence, which has so many positions before it. `engines`: how many layers
-    are on which; of layers on the row engine the rows of W_up and W_down count whose neurons fire."""
+    """Bytes to read for one further token per sequence, after `positions` positions. `engines`: number of layers per
+    engine; for layers on the row engine only the rows of W_up and W_down of firing neurons count."""
     size = model.dtype.itemsize
     matrices = [[p.numel() for p in block.parameters()] for block in blocks(model)]
     embedding = model.get_input_embeddings().weight
     others = sum(p.numel() for p in model.parameters()) - sum(map(sum, matrices))
     if not model.config.tie_word_embeddings:
-        others -= embedding.numel()  # a few rows are read of it
+        others -= embedding.numel()  # only a few of its rows are read
     feedforward = 0.0
     for block, x, numbers in zip(blocks(model), inputs, matrices, strict=True):
         weight = gate(block)
@@ -287,7 +287,7 @@ def copy_speed(device: torch.device) -> float | None:
 
 
 def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
-    """How many layers have chosen which engine for calls of so many tokens."""
+    """The number of layers per chosen engine for calls of `tokens` tokens."""
     choices = [block.choice for block in model.modules() if isinstance(block, SparseFeedForward)]
     return Counter(_chosen(choice, tokens) for choice in choices)
 
@@ -314,7 +314,7 @@ def line(case: Case, name: str, row: dict[str, Any]) -> str:
 
 
 def parts(row: dict[str, Any], kernels: dict[str, float] | None, ffn: float | None) -> dict[str, float | None]:
-    """Where a further token's time goes, in milliseconds."""
+    """The parts of a further token's time, in milliseconds."""
     if kernels is None or ffn is None:
         return {"ffn_ms": ffn, "attention_ms": None, "other_ms": None, "host_ms": None}
     other = kernels["all"] - kernels["attention"] - ffn
@@ -334,7 +334,7 @@ def run_case(
     args: argparse.Namespace,
     speed: float | None,
 ) -> dict[str, dict[str, Any]]:
-    """Measure one case, print it, and return its rows by name of a model. stock: the transformers models."""
+    """Measure one case, print it, and return its rows by model name. stock: the transformers models."""
     device = text.device
     with cleared(models):
         works = calls(case, models, text, args.temperature)
@@ -355,7 +355,7 @@ def run_case(
 
 
 def read(args: argparse.Namespace) -> tuple[Any, Callable[[int, int], Tensor]]:
-    """The model on the GPU, and what gives texts [sequences, length]."""
+    """The model on the GPU, and a function that returns texts [sequences, length]."""
     if args.checkpoint:
         path = locate(args.checkpoint).model
         model = read_model(path, torch.bfloat16).cuda().eval()

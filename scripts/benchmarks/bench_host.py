@@ -1,10 +1,10 @@
-"""How long the host takes for one feedforward block, called eagerly: transformers' own LlamaMLP, and accelerated.
+"""Host time of one eager feedforward block: transformers' own LlamaMLP, and accelerated.
 
     python -m scripts.benchmarks.bench_host
 
-K 2,048, N 5,632, bfloat16, random weights of which enough fire for the automatic choice to be dense. What is timed is
-the enqueueing alone: no call waits for the device, and the device has caught up before each round begins. Microseconds,
-medians of five rounds.
+K 2,048, N 5,632, bfloat16, random weights with enough active neurons for the automatic choice to be dense. Only
+enqueueing is timed: no call waits for the device, which is idle before each round. Microseconds, medians of five
+rounds.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def main() -> None:
     for mode in MODES:
         for tokens in (1, 16, 64, 256, 4096):
             x = torch.randn(1, tokens, 2048, device="cuda", dtype=torch.bfloat16)
-            calls = 20 if tokens > 1000 else 200  # more would fill the queue, and the host would wait
+            calls = 20 if tokens > 1000 else 200  # more would fill the queue and block the host
             with mode():
                 for each in blocks.values():
                     for _ in range(UNTIMED):

@@ -5,14 +5,14 @@
     python -m scripts.benchmarks.bench_model --activations DIR --mean 36 --non-gated --compiled          # 1.5B, N 8,448
     python -m scripts.benchmarks.bench_model model=qwen3_8b model.num_layers=8 --mean 80 --batch 8
 
-The model is the Llama of 1.5B parameters, or what overrides `model=` and `model.` say, in its own class.
-Weights are random, yet every neuron fires at a recorded rate (shaped_models.py); with --mean, all rates are
-multiplied by one factor so that they average to it. Tokens are random, so the union of 128 tokens, which is printed, is
-larger than in real text, and the tile engine slower; --locality makes it smaller.
+The model is the Llama of 1.5B parameters, or set by overrides `model=` and `model.`, in its own class. Weights are
+random, but every neuron fires at a recorded rate (shaped_models.py); with --mean, rates are scaled to average to it.
+Tokens are random, so the union of 128 tokens, which is printed, is larger than in real text, and the tile engine
+slower; --locality makes it smaller.
 
-Timed are the hidden states of --batch x --length tokens, without logits, eager and with compiled layers. All variants
-share one set of weights, and take turns. A warm-up comes first, because engines are chosen from counts of earlier
-calls. Energy is the GPU's by NVML's counter, per token. Ratios are to the fastest dense variant.
+Times the hidden states of --batch x --length tokens, without logits, eager and with compiled layers. All variants share
+one set of weights and alternate. A warm-up comes first, because engines are chosen from counts of earlier calls. Energy
+is the GPU's by NVML's counter, per token. Ratios are to the fastest dense variant.
 """
 
 import argparse
@@ -46,13 +46,13 @@ from sparsellm.ops import backend
 from sparsellm.policy import first_use
 
 MODEL = ModelConfig()  # 1.5B
-NON_GATED_NEURONS = 8448  # for as many parameters as a gated model has with patterns.N
+NON_GATED_NEURONS = 8448  # same parameter count as a gated model with patterns.N
 WARMUP = 4  # forward passes
 VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
 
 
 def random_model(model: ModelConfig, device: str, locality: float, seed: int) -> nn.Module:
-    """A bfloat16 model of transformers with ReLU and attention by sdpa, ready for `shape_to_rates`."""
+    """A bfloat16 transformers model with ReLU and sdpa attention, ready for `shape_to_rates`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -66,12 +66,12 @@ def random_model(model: ModelConfig, device: str, locality: float, seed: int) ->
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model's modules; the parameters are not copied, but shared."""
+    """A copy of the model's modules that shares its parameters."""
     return copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
 
 
 def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module | Exception]:
-    """Each variant of `model`, or what making it raised."""
+    """Each variant of `model`, or the exception that creating it raised."""
     torch._dynamo.config.recompile_limit = 2 * len(model.model.layers)  # enough even if layers did not share their code
     found: dict[str, nn.Module | Exception] = {}
     for name in names:
@@ -85,13 +85,13 @@ def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module | 
                 for layer in each.model.layers:
                     layer.compile(dynamic=False)
             found[name] = each
-        except Exception as error:  # printed in the variant's line; the others go on
+        except Exception as error:  # printed in the variant's line; the others continue
             found[name] = error
     return found
 
 
 def warmed(models: dict[str, nn.Module | Exception], tokens: Tensor, sample: Tensor) -> dict[str, Tensor | Exception]:
-    """Each variant's hidden states of `sample`, after it has run WARMUP times, or what it raised."""
+    """Each variant's hidden states of `sample` after WARMUP runs, or its exception."""
     found: dict[str, Tensor | Exception] = {}
     for name, model in models.items():
         start = time.perf_counter()
@@ -109,7 +109,7 @@ def warmed(models: dict[str, nn.Module | Exception], tokens: Tensor, sample: Ten
 
 
 def measure(config: ModelConfig, args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Measure a model, print each variant's line, and return what was found."""
+    """Measure a model, print a line per variant, and return the results."""
     layers = config.num_layers
     model = random_model(config, device, args.locality, args.seed)
 

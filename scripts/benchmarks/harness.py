@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, their tables, the file of their numbers."""
+"""Shared by all benchmarks: options, tables, and the JSON file of results."""
 
 import argparse
 import json
@@ -10,31 +10,31 @@ import torch
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help is `description` as it is written, with the option --json OUT."""
+    """A parser that prints `description` unformatted in --help, with the option --json OUT."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="OUT", help="also write every number to this file")
     return made
 
 
 def gpu() -> str:
-    """The GPU's name and torch's version, the first line of a benchmark. Ends the program where there is no GPU."""
+    """The GPU's name and torch's version, the first line of a benchmark. Exits if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("a CUDA GPU is needed")
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
 def cell(value: float | None, form: str) -> str:
-    """`value` in this format; a dash for None."""
+    """`value` formatted with `form`; a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 def listed(title: str, values: Sequence[float]) -> str:
-    """The mean of a number that each layer has, and the number of each layer."""
+    """The mean over layers and the value of each layer, as text."""
     return f"{title}: mean {sum(values) / len(values):,.1f}, by layer {' '.join(f'{value:.0f}' for value in values)}"
 
 
 def table(rows: Iterable[dict[str, str]]) -> None:
-    """Prints rows under their keys, the first column to the left. A row may lack columns."""
+    """Print rows under their keys, the first column left-aligned. Rows may lack columns."""
     rows = list(rows)
     if not rows:
         return
@@ -46,6 +46,6 @@ def table(rows: Iterable[dict[str, str]]) -> None:
 
 
 def write(out: Path | None, found: Any) -> None:
-    """The file of --json, where it was asked for."""
+    """Write the --json file, if requested."""
     if out is not None:
         out.write_text(json.dumps(found, indent=1, default=str))

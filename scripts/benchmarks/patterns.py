@@ -1,16 +1,16 @@
-"""Feedforward inputs and weights whose gate fires in a wanted pattern, for benchmarks and for tests on a GPU.
+"""Feedforward inputs and weights that fire in a given pattern, for benchmarks and GPU tests.
 
 Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
-and neuron n fires for token m where (x w_gate^T)[m, n] > 0. Its sources:
+and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
 
-    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, of that mean per token
-    synthetic5632                   `synthetic`, where every neuron fires for every token
+    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, with that mean per token
+    synthetic5632                   `synthetic`, with every neuron firing for every token
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
 All but the synthetic ones need a folder of recordings, the argument `activations`, which `python -m sparsellm.analyze
-checkpoint=PATH recordings=FOLDER` writes (sparsellm/analysis/recordings.py has the format; the recording of a 0.5B
-model has layers 0 to 7). Recorded tokens repeat, in their order, to reach any M.
+checkpoint=PATH recordings=FOLDER` writes (format: sparsellm/analysis/recordings.py; the recording of a 0.5B model has
+layers 0 to 7). Recorded tokens are repeated in order to reach any M.
 """
 
 import argparse
@@ -27,36 +27,36 @@ from sparsellm.analysis.recordings import GATE_WEIGHT, INPUT
 
 K, N = 2048, 5632
 TOKEN_TILE = 128
-CHUNK = 16_384  # tokens that are done at a time, because float32 or boolean [M, N] of all would not fit
+CHUNK = 16_384  # tokens processed at a time, because float32 or boolean [M, N] of all would not fit
 
 SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
 RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern: prefix of its arrays
-LAYERS = "firing_patterns*.npz"  # the file of all recorded patterns but `sparse`
+LAYERS = "firing_patterns*.npz"  # file of all recorded patterns except `sparse`
 SPARSE = "firing_pattern_sparse_l4.npz"  # `sparse`, one layer of a sparser model
 RECORD = "`python -m sparsellm.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 
 WEIGHT_STD = 0.02
-DEAD = 0.3  # share of synthetic neurons that never fire
+DEAD = 0.3  # fraction of synthetic neurons that never fire
 RATE_SIGMA = 1.5  # sigma of the lognormal rates of the others
 RATE_CAP = 0.5  # the largest of these rates
 TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
-NEVER = 40.0  # a threshold, in standard deviations of z, that no draw reaches
+NEVER = 40.0  # threshold in standard deviations of z that no sample reaches
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer that fires in a wanted pattern; shapes are in this file's first lines."""
+    """A layer that fires in a given pattern; shapes are at the top of this file."""
 
     x: Tensor
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
     note: str = ""
-    mismatches: int = 0  # entries in which the layer's firing differs from the recorded pattern
+    mismatches: int = 0  # entries that differ from the recorded pattern
 
 
-BASES = ("torch eager", "torch compiled")  # what the operator is measured against: the same layer in dense PyTorch
+BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense PyTorch
 
 
 def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def add_locality(parser: argparse.ArgumentParser) -> None:
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:
-    """Add the option --activations DIR to a parser. It refuses a DIR without a recording."""
+    """Add the option --activations DIR to a parser; refuses a DIR without a recording."""
 
     def folder(text: str) -> Path:
         try:
@@ -93,7 +93,7 @@ def layers_file(activations: Path) -> Path:
 
 
 def obstacle(name: str, activations: Path | None, neurons: int = N) -> str | None:
-    """Why one of PATTERNS cannot be had from a folder of recordings, and what would help; None if it can."""
+    """Why one of PATTERNS cannot be built from a folder of recordings, with a remedy; None if it can."""
     if name in SYNTHETIC:
         return None
     if activations is None:
@@ -126,14 +126,14 @@ def _layers(arrays: np.lib.npyio.NpzFile) -> int:
 
 
 def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
-    """N of the recorded model; a file that does not say it is of N 5,632."""
+    """N of the recorded model; 5,632 if the file does not say."""
     return int(arrays["neurons"]) if "neurons" in arrays else N
 
 
 def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
-    """The block of one of PATTERNS at K 2048, N 5632, on `device`. For fewer tokens, take the first rows of its x.
+    """The block of one of PATTERNS at K 2048, N 5632, on `device`. For fewer tokens, use the first rows of its x.
 
-    Raises ValueError if the pattern needs recordings, and these do not have it.
+    Raises ValueError if the pattern needs recordings that are missing.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
@@ -158,7 +158,7 @@ def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "", mismatches: int
     return Block(x, w_gate, w_up, w_down, note, mismatches)
 
 
-# Counts of what fires.
+# Counts.
 
 
 def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
@@ -168,7 +168,8 @@ def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
 
 
 def union_sum(firing: Tensor) -> int:
-    """How many neurons fire in each tile of 128 consecutive tokens, summed over the tiles. firing: bool [M, N]."""
+    """The number of neurons that fire in each tile of 128 consecutive tokens, summed over tiles. firing: bool [M,
+    N]."""
     padded = F.pad(firing, (0, 0, 0, -len(firing) % TOKEN_TILE))
     return int(padded.view(-1, TOKEN_TILE, firing.shape[1]).any(1).sum())
 
@@ -187,8 +188,8 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
 
     e is a random unit vector. A token is x = z + sqrt(K) e, where z is normal and orthogonal to e, and scaled for each
     token by exp(0.3 n), n normal: heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i is 0.02 times a
-    normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires where z w_i is above t_i, which
-    is set to give it its rate.
+    normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires if z w_i > t_i; t_i is set to
+    give the neuron its rate.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -211,8 +212,8 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
 
 
 def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:
-    """float64 [N]: how often each neuron fires. Rates are lognormal, 30% of them zero, none above 0.5, and add up to
-    `mean`. Where such rates cannot reach `mean`, all are 0.5; where `mean` is N, all are 1."""
+    """float64 [N]: how often each neuron fires. Rates are lognormal, 30% of them zero, capped at 0.5, and sum to
+    `mean`. If such rates cannot reach `mean`, all are 0.5; if `mean` is N, all are 1."""
     if mean >= neurons:
         return np.ones(neurons)
     random = np.random.default_rng(seed)
@@ -248,7 +249,7 @@ def _thresholds(rates: np.ndarray) -> np.ndarray:
 
 
 def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
-    """bool [M, N], on the CPU: where each neuron of a RECORDED pattern fired. Raises ValueError as `build` does."""
+    """bool [M, N], on the CPU: a RECORDED pattern. Raises ValueError like `build`."""
     if problem := obstacle(name, activations, neurons):
         raise ValueError(problem)
     prefix = RECORDED[name]
@@ -258,7 +259,7 @@ def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
 
 
 def recorded_rates(activations: Path) -> np.ndarray:
-    """float64 [L, N]: the share of tokens for which each neuron of each layer of the recorded model fired.
+    """float64 [L, N]: the fraction of tokens for which each neuron of the recorded model fired.
 
     Raises ValueError for a folder without a recording.
     """
@@ -279,7 +280,7 @@ def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> T
 
 
 def repeat(rows: Tensor, tokens: int) -> Tensor:
-    """`tokens` rows: those of `rows` in their order, over and over."""
+    """`tokens` rows: `rows` repeated in order."""
     return rows[torch.arange(tokens, device=rows.device) % len(rows)]
 
 
@@ -289,34 +290,33 @@ def _bfloat16(path: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What `fit` finds."""
+    """The result of `fit`."""
 
     x: Tensor  # bfloat16 [M, K], rows of RMS 1
     w_gate: Tensor  # bfloat16 [N, K], of RMS 0.02
-    mismatches: int  # entries in which the firing of x and w_gate differs from the pattern
+    mismatches: int  # entries that differ from the pattern
     steps: int
 
 
-FIT_MARGIN = 0.3  # z is trained to be above this where a neuron fires, and below its negative elsewhere
-FIT_RATES = (5e-3, 1e-3)  # Adam's learning rates of x and of w_gate
-FIT_BALANCE = 10.0  # weight of the loss where a neuron fires; such places are 50 to 300 times fewer than the others
-FIT_CHECK = 50  # steps between looks at the mismatches
+FIT_MARGIN = 0.3  # z is trained to exceed this where a neuron fires, and to be below its negative elsewhere
+FIT_RATES = (5e-3, 1e-3)  # Adam's learning rates for x and w_gate
+FIT_BALANCE = 10.0  # loss weight where a neuron fires; such entries are 50 to 300 times rarer
+FIT_CHECK = 50  # steps between checks of the mismatches
 
 
 def fit(firing: Tensor, width: int, seed: int = 0, steps: int = 600) -> Fitted:
-    """Train x and w_gate until x w_gate^T > 0 exactly where firing bool [M, N] says, for `steps` steps at most.
+    """Train x and w_gate until x w_gate^T > 0 exactly where firing bool [M, N] is True, for at most `steps` steps.
 
-    At the start, neurons are random directions w_i, and a token is the sum of the directions of the neurons that fire
-    for it, less the average token. So z is larger by 1 where a neuron fires than elsewhere, but for the overlaps of
-    random directions. Training with a squared hinge loss and Adam, with bfloat16 products (float32 on a CPU), removes
-    the overlaps that matter. The lengths of x's rows and of w_gate do not change the sign of z, so they are chosen
-    last.
+    Initially, neurons are random directions w_i, and a token is the sum of the directions of its firing neurons, minus
+    the average token. So z is larger by 1 where a neuron fires, except for the overlaps of random directions. Training
+    with a squared hinge loss and Adam, with bfloat16 products (float32 on a CPU), removes the overlaps that matter. The
+    lengths of x's rows and of w_gate do not change the sign of z, so they are chosen last.
     """
     device, neurons = firing.device, firing.shape[1]
     compute = torch.bfloat16 if firing.is_cuda else torch.float32
     generator = torch.Generator(device).manual_seed(seed)
     sign = torch.where(firing, 1.0, -1.0).to(compute)
-    weight = torch.where(firing, -FIT_BALANCE, 1.0).to(compute)  # of the gradient, its sign included
+    weight = torch.where(firing, -FIT_BALANCE, 1.0).to(compute)  # weight of the gradient, including its sign
     rates = firing.float().mean(0)
 
     directions = F.normalize(torch.randn((neurons, width), device=device, generator=generator), dim=1)

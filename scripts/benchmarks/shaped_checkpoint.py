@@ -1,12 +1,12 @@
-"""A checkpoint that is sparse without having been trained, and a text for it: to try commands on, at any size.
+"""Writes an untrained but sparse checkpoint and a text for it, to try commands at any size.
 
     python -m scripts.benchmarks.shaped_checkpoint OUT model=0p5b --mean 36 --locality 0.6
     sparsellm benchmark checkpoint=OUT/hf text=OUT/text.txt
 
-OUT/hf is a model of `transformers` with ReLU whose neurons fire at wanted rates (shaped_models.py; with
---activations at recorded ones, all times one factor where --mean is given). OUT/text.txt are random tokens, --sequences
-x --length of them, as words of a tokenizer whose every id is a word. `bench_model` and `bench_train --firing` measure
-such weights on such tokens, so their figures are to be compared with those of `sparsellm benchmark`.
+OUT/hf is a `transformers` model with ReLU whose neurons fire at given rates (shaped_models.py; with --activations at
+recorded rates, scaled to --mean if given). OUT/text.txt contains --sequences x --length random tokens, as words of a
+tokenizer with one word per id. `bench_model` and `bench_train --firing` measure the same kind of weights and tokens, so
+their results are comparable with those of `sparsellm benchmark`.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from sparsellm.config import ConfigError, from_overrides
 from sparsellm.data import tokenizer as vocabularies
 from sparsellm.hf import conversion
 
-END = vocabularies.END_OF_TEXT  # of id 0
+END = vocabularies.END_OF_TEXT  # id 0
 
 
 def word_tokenizer(vocabulary: int) -> Tokenizer:
-    """Of id i the word is "wi", but for 0, which ends a text."""
+    """A tokenizer in which id i is the word "wi", except id 0, the end of text."""
     words = {END: 0} | {f"w{number}": number for number in range(1, vocabulary)}
     made = Tokenizer(WordLevel(words, unk_token="w1"))
     made.pre_tokenizer = WhitespaceSplit()

@@ -1,13 +1,12 @@
-"""Whole models with random weights whose neurons fire at wanted rates: our Decoder, or a Hugging Face Llama.
+"""Whole models with random weights whose neurons fire at given rates: our Decoder, or a Hugging Face Llama.
 
-Which rates: layer l of L takes those of layer floor(R l / L) of R recorded layers. Without a recording, rates are
-lognormal (patterns.py). If a mean is wanted, all rates are multiplied by one factor.
+Rates: layer l of L uses those of layer floor(R l / L) of R recorded layers. Without a recording, rates are lognormal
+(patterns.py). A given mean scales all rates by one factor.
 
-How weights get them: a token's embedding is the sum of a constant direction, a vector of its own of heavy-tailed
-length, and, for a locality above 0, a vector that it shares with a cluster of the vocabulary (`shape_embedding`).
-Random texts stay inside one cluster for 48 tokens (`random_text`). Then, in one calibrating forward pass, each gate row
-becomes w_i - t_i e, where e is the mean direction of the layer's input, and t_i the quantile at which neuron i fires as
-often as it should (`shape_to_rates`).
+Weights: a token's embedding is the sum of a constant direction, an individual vector of heavy-tailed length, and, for a
+locality above 0, a vector shared by a cluster of the vocabulary (`shape_embedding`). Random texts stay inside one
+cluster for 48 tokens (`random_text`). Then, in one calibrating forward pass, each gate row becomes w_i - t_i e, where e
+is the mean direction of the layer's input, and t_i the quantile at which neuron i fires at its rate (`shape_to_rates`).
 
 Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger, and the tile engine slower. At
 the recorded rates, the union was 1.20 times the recorded one on real text; on random text it was 1.20, 1.05 and 0.88
@@ -31,17 +30,17 @@ from sparsellm.data import Data
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
-CALIBRATION = 16_384  # tokens of the calibrating forward pass: as many as were recorded
-CLUSTERS = 64  # of the vocabulary: few, so that the calibration sees each of them often
-CLUSTER_RUN = 48  # tokens of a random text that are of one cluster
-DEFAULT_MEAN = 36.0  # nonzeros per token, where nothing recorded says otherwise
+CALIBRATION = 16_384  # tokens of the calibrating forward pass, the number that was recorded
+CLUSTERS = 64  # of the vocabulary; few, so that each occurs often during calibration
+CLUSTER_RUN = 48  # consecutive tokens of a random text from one cluster
+DEFAULT_MEAN = 36.0  # nonzeros per token without a recording
 
 
 def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float | None) -> np.ndarray:
     """float64 [L, N]: how often each neuron should fire.
 
-    mean: nonzeros per token, averaged over layers; None leaves the rates as recorded. A model of another N than the
-    recorded one takes quantiles of the recorded rates. Raises ValueError for a mean that the rates cannot be scaled to,
+    mean: nonzeros per token, averaged over layers; None leaves the rates as recorded. A model with another N than the
+    recorded one uses quantiles of the recorded rates. Raises ValueError for a mean that the rates cannot be scaled to,
     and for a folder without a recording.
     """
     if mean is not None and not mean > 0:
@@ -66,7 +65,7 @@ def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float
 
 
 def random_text(sequences: int, length: int, vocabulary: int, device: str, locality: float, seed: int) -> Tensor:
-    """Random tokens, int64 [sequences, length]. For locality above 0, runs of 48 tokens are each of one cluster."""
+    """Random tokens, int64 [sequences, length]. For locality above 0, each run of 48 tokens comes from one cluster."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.randint(vocabulary, (sequences, length), device=device, generator=generator)
     if not locality:
@@ -78,7 +77,7 @@ def random_text(sequences: int, length: int, vocabulary: int, device: str, local
 
 
 class ClusteredTokens:
-    """`random_text` in place of a run's tokens (sparsellm.data.Data); no two steps or ranks have the same text."""
+    """`random_text` instead of a run's tokens (sparsellm.data.Data); all steps and ranks have different texts."""
 
     def __init__(self, config: Config, ranks: Ranks, locality: float) -> None:
         self.size = config.training.batch_size // ranks.world_size, config.training.sequence_length + 1
@@ -92,12 +91,12 @@ class ClusteredTokens:
 
 
 def clustered(data: Data, config: Config, ranks: Ranks, locality: float) -> Data:
-    """`data`, with random texts of this locality in place of its training tokens."""
+    """`data` with its training tokens replaced by random texts of this locality."""
     return replace(data, tokens=ClusteredTokens(config, ranks, locality))
 
 
 def shape_embedding(embedding: Tensor, locality: float) -> None:
-    """Draw the embedding [V, K] anew, in place, as described at the top of this file."""
+    """Overwrite the embedding [V, K] in place, as described at the top of this file."""
     vocabulary, width = embedding.shape
     device = embedding.device
     own, centre = torch.randn_like(embedding), torch.randn(CLUSTERS, width, device=device).to(embedding)
@@ -109,8 +108,8 @@ def shape_embedding(embedding: Tensor, locality: float) -> None:
 
 
 def shape_outputs(layers: nn.ModuleList, std: float) -> None:
-    """Draw the output projections anew from N(0, std / sqrt(2 L)), so that what layers add to the residual stream is
-    small beside the embedding, as early in a training run."""
+    """Overwrite the output projections from N(0, std / sqrt(2 L)), so that layers add little to the residual stream
+    compared with the embedding, as early in training."""
     for layer in layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.data.normal_(0, std / (2 * len(layers)) ** 0.5)
@@ -135,8 +134,8 @@ def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
         e = nn.functional.normalize(x.mean(0), dim=0)
         w = w - torch.outer(w @ e, e)
         along = (x @ e).clamp_(min=1e-3)
-        # A neuron fires for a token where w x > t e x, that is where (w x) / (e x) > t. So t is put between the ratios
-        # of the last token that should fire and of the first that should not.
+        # A neuron fires for a token if w x > t e x, that is if (w x) / (e x) > t. So t lies between the ratios of the
+        # last token that should fire and the first that should not.
         ratio = ((x @ w.T) / along[:, None]).T.sort(dim=1, descending=True).values
         count = (wanted * len(x)).round().long().clamp_(max=len(x) - 1)
         above = ratio.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
@@ -184,7 +183,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def gate(mlp: nn.Module) -> Tensor:
-    """The weight [N, K] whose product decides what fires: the gate's, or W_up of a non-gated block."""
+    """The weight [N, K] that decides what fires: the gate's, or W_up of a non-gated block."""
     return (mlp.gate_proj if hasattr(mlp, "gate_proj") else mlp.up_proj).weight
 
 
@@ -192,8 +191,8 @@ def gate(mlp: nn.Module) -> Tensor:
 def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
     """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
 
-    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding are of size 1, so
-    where it is also the head, the last norm's weight is made small: logits are then of size 1, too.
+    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding are of order 1, so if
+    it is also the head, the last norm's weight is scaled down to make logits of order 1.
     """
     torch.manual_seed(config.training.seed)
     with tokens.device:

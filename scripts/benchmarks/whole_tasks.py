@@ -1,7 +1,7 @@
-"""The seven tasks at the size that they have on the hub, of the few local rows that there are.
+"""The seven tasks at their full size on the hub, made from a few local rows.
 
-Rows are repeated, and each repetition begins with a name of its own: alike, they would be one sequence of tokens, which
-is computed once. The numbers of rows are the hub's; there are 68,671 requests, as each row has as many as choices.
+Rows are repeated, and each repetition starts with a unique name, because equal sequences of tokens would be computed
+once. The numbers of rows are the hub's; there are 68,671 requests, one per choice of each row.
 """
 
 import json
@@ -14,7 +14,7 @@ ROWS = {
     "arc_easy": 2_376, "arc_challenge": 1_172, "hellaswag": 10_042, "openbookqa": 500, "piqa": 1_838,
     "winogrande": 1_267, "commonsense_qa": 1_221,
 }  # fmt: skip
-FIELDS = {  # at the beginning of a request
+FIELDS = {  # the field at the start of a request
     "arc_easy": "question", "arc_challenge": "question", "hellaswag": "activity_label", "openbookqa": "question_stem",
     "piqa": "goal", "winogrande": "sentence", "commonsense_qa": "question",
 }  # fmt: skip

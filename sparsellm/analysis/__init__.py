@@ -1,4 +1,4 @@
-"""Where sparsity lives in a trained model, counted on real text: by layer, position, token, neuron and token tile."""
+"""Measures where a trained model is sparse on real text: by layer, position, token, neuron and token tile."""
 
 from sparsellm.analysis.study import AnalysisError, analyze_checkpoint, mistakes
 

@@ -1,7 +1,7 @@
-"""Which neurons fire: exact counts, by hooks on a Hugging Face model's own activations while it reads.
+"""Counts which neurons fire, exactly, by hooks on the activations of a Hugging Face model.
 
-Letters: S sequences, T their length, L layers, N neurons. A neuron fires on a token where its activation, relu(z) in
-the model's dtype, is not zero. No activation outlives its layer; what is kept is L counts per token, 4 bytes each.
+Letters: S sequences, T their length, L layers, N neurons. A neuron fires on a token if its activation, relu(z) in the
+model's dtype, is not zero. Activations are freed layer by layer; L counts of 4 bytes per token are kept.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What fired on blocks of tokens."""
+    """Counts of firing neurons on blocks of tokens."""
 
     blocks: np.ndarray  # int64 [S, T]: the tokens
     nonzeros: np.ndarray  # int32 [S, T, L]: neurons that fired
     fired: np.ndarray  # int64 [L, N]: tokens on which each neuron fired
     union: np.ndarray  # int64 [L]: neurons that fired in each tile of 128 tokens, summed over tiles
-    tiles: int  # of each forward pass; its last one may be shorter
+    tiles: int  # over all forward passes; the last tile of each may be shorter
 
     @property
     def tokens(self) -> int:
@@ -39,21 +39,21 @@ class Activity:
 def count(
     model: "PreTrainedModel", blocks: Tensor, batch_size: int, advance: Callable[[int], object] = lambda _: None
 ) -> Activity:
-    """What fires while `model` reads `blocks` (int64 [S, T]), `batch_size` sequences per forward pass.
+    """Count what fires while `model` reads `blocks` (int64 [S, T]), `batch_size` sequences per forward pass.
 
-    Waits for the device once per forward pass, after which advance(its sequences) is called. Raises ValueError for a
-    model whose blocks are not as sparsellm.inference.matching describes them.
+    Waits for the device once per forward pass and then calls advance(number of sequences). Raises ValueError for a
+    model without the blocks that sparsellm.inference.matching describes.
     """
     layers: list[Any] = [*feedforward_blocks(model)]
     device, neurons = model.device, layers[0].up_proj.out_features
     fired = torch.zeros(len(layers), neurons, dtype=torch.int64, device=device)
     unions = torch.zeros(len(layers), dtype=torch.int64, device=device)
-    per_token: list[Tensor] = []  # of the layers so far, in this forward pass
+    per_token: list[Tensor] = []  # one entry per layer so far, in this forward pass
 
     def see(_activation: nn.Module, _inputs: tuple, output: Tensor) -> None:
         layer, active = len(per_token), output.flatten(0, -2) != 0
         unions[layer] += union(active)
-        ones = active.float()  # its sums are far below 2^24, so exact, and many times faster than those of bool
+        ones = active.float()  # sums stay far below 2^24, so they are exact, and much faster than sums of bool
         fired[layer] += ones.sum(0).long()
         per_token.append(ones.sum(-1).int())
 

@@ -1,4 +1,4 @@
-"""The study in pictures, as PNG in memory: the same numbers give the same bytes."""
+"""Draws the analysis as PNG files in memory; the same numbers give the same bytes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,13 +33,13 @@ from sparsellm.figures import (
 )
 from sparsellm.ops.twell import TOKEN_TILE
 
-BINS_PER_OCTAVE = 4  # of positions
+BINS_PER_OCTAVE = 4  # of positions, on the logarithmic axis
 
 Row = dict[str, Any]
 
 
 def draw(title: str, activity: Activity, layers: list[Row], speeds: list[Row] | None) -> dict[str, bytes]:
-    """File names and their contents; `title`: what was analyzed."""
+    """{file name: content}. `title`: what was analyzed."""
     neurons = activity.fired.shape[1]
     pictures: dict[str, Callable[[Axes], None]] = {
         BY_LAYER: lambda axes: _by_layer(axes, layers, neurons),
@@ -61,13 +61,13 @@ def draw(title: str, activity: Activity, layers: list[Row], speeds: list[Row] | 
 
 
 def _by_layer(axes: Axes, layers: list[Row], neurons: int) -> None:
-    """Boxes of the middle half of the tokens, whiskers to the first and last percent, on a logarithmic axis."""
+    """Box plot by layer: boxes from 25% to 75% of tokens, whiskers from 1% to 99%, on a logarithmic axis."""
     boxes = [
         {"med": n["median"], "q1": n["p25"], "q3": n["p75"], "whislo": n["p01"], "whishi": n["p99"]}
         for n in (row["nonzeros"] for row in layers)
     ]
     where = range(len(layers))
-    axes.set_yscale("symlog", linthresh=1, linscale=0.3)  # with a place for tokens that fire nothing
+    axes.set_yscale("symlog", linthresh=1, linscale=0.3)  # symlog, to show tokens that fire nothing
     axes.bxp(
         boxes, positions=where, widths=0.55, showfliers=False, patch_artist=True,
         boxprops={"facecolor": BLUE, "alpha": 0.35, "edgecolor": BLUE}, medianprops={"color": BLUE},
@@ -87,7 +87,7 @@ def _by_position(axes: Axes, activity: Activity) -> None:
     means, neurons = by_position(activity), activity.fired.shape[1]
     edges = octaves(len(means), BINS_PER_OCTAVE)
     bins = list(pairwise(edges))
-    middles = [(first + 1 + last) / 2 for first, last in bins]  # counted from 1, for the logarithm
+    middles = [(first + 1 + last) / 2 for first, last in bins]  # positions counted from 1, for the logarithm
     for layer, color in enumerate(layer_colors(axes, means.shape[1])):
         axes.plot(middles, [means[a:b, layer].mean() for a, b in bins], color=color)
     axes.set(xscale="log", xlabel="position in the sequence, from 1", ylabel=f"mean nonzeros per token, of {neurons:,}")
@@ -97,7 +97,7 @@ def _by_position(axes: Axes, activity: Activity) -> None:
 
 
 def _frequency(axes: Axes, activity: Activity) -> None:
-    """Each layer's neurons from the busiest to the last that fired."""
+    """Firing rates of each layer's neurons, from the busiest to the last that fired."""
     for fired, color in zip(activity.fired, layer_colors(axes, len(activity.fired)), strict=True):
         alive = np.sort(fired[fired > 0])[::-1] / activity.tokens
         axes.plot(np.arange(1, len(alive) + 1), alive, color=color)
@@ -121,7 +121,7 @@ def _union(axes: Axes, layers: list[Row], neurons: int) -> None:
 
 
 def _speedup(axes: Axes, speeds: list[Row]) -> None:
-    """A point per layer, coloured as the curves of the other figures are."""
+    """One point per layer, in the colour of the layer's curve in the other figures."""
     layers = 1 + max(row["layer"] for row in speeds)
     colors = layer_colors(axes, layers)
     nonzeros, times = ([row[key] for row in speeds] for key in ("nonzeros", "speedup"))

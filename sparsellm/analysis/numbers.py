@@ -1,4 +1,4 @@
-"""From counts to the numbers of a study: JSON-able, the same for the same counts.
+"""Computes the numbers of an analysis from counts: deterministic and JSON-serializable.
 
 Nonzeros are neurons that fired, per token and layer. T: the length of a sequence, L: layers.
 """
@@ -10,22 +10,22 @@ import numpy as np
 
 from sparsellm.analysis.activity import Activity
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedTokenizerBase
 
 PERCENTILES = {"p01": 1, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
 TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # of a layer's neurons, the busiest
 FREQUENCY_QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-# Whatever stands first in a sequence fires more. Tokens are compared after these positions, or after T / 4.
+# The first tokens of a sequence fire more neurons, so tokens are compared after this position, or after T / 4.
 SETTLED = 64
-SHOWN = 20  # tokens at each end, and occurrences
+SHOWN = 20  # number of most active tokens, least active tokens, and occurrences listed
 CONTEXT = 12  # tokens on either side of an occurrence
 
 Row = dict[str, Any]
 
 
 def layers(activity: Activity) -> list[Row]:
-    """A row per layer: nonzeros per token, how unequal its neurons are, and what tiles of tokens share."""
+    """One row per layer: nonzeros per token, how unequally its neurons fire, and the union over tiles of tokens."""
     rows, neurons = [], activity.fired.shape[1]
     for layer, fired in enumerate(activity.fired):
         counts = activity.nonzeros[..., layer].ravel()
@@ -69,17 +69,17 @@ def octaves(length: int, per_octave: int = 1) -> list[int]:
 
 
 def settled(activity: Activity) -> int:
-    """The first position at which tokens are compared."""
+    """The first position from which tokens are compared."""
     return min(SETTLED, activity.blocks.shape[1] // 4)
 
 
 def token_types(activity: Activity) -> list[Row]:
-    """A row per token that was read from position `settled` on, by id: how often, and its nonzeros per layer."""
+    """One row per token id read from position `settled` on: its count, and its nonzeros per layer."""
     first, depth = settled(activity), activity.nonzeros.shape[2]
     read = activity.blocks[:, first:].ravel()
     fired = activity.nonzeros[:, first:].sum(-1, dtype=np.int64).ravel()
     counts = np.bincount(read)
-    totals = np.bincount(read, weights=fired)  # sums of integers far below 2^53
+    totals = np.bincount(read, weights=fired)  # exact: integer sums far below 2^53
     most = np.zeros_like(counts)
     np.maximum.at(most, read, fired)
     return [
@@ -89,13 +89,13 @@ def token_types(activity: Activity) -> list[Row]:
 
 
 def extremes(types: list[Row], min_count: int) -> tuple[list[Row], list[Row]]:
-    """The most and the least active tokens among those read `min_count` times."""
+    """The most and the least active tokens among those read at least `min_count` times."""
     common = sorted((row for row in types if row["count"] >= min_count), key=lambda row: (row["nonzeros"], row["id"]))
     return sorted(common[-SHOWN:], key=lambda row: (-row["nonzeros"], row["id"])), common[:SHOWN]
 
 
 def occurrences(activity: Activity, tokenizer: "PreTrainedTokenizerBase") -> list[Row]:
-    """The single tokens, from position `settled` on, with the most nonzeros; and the text around them."""
+    """The occurrences of tokens with the most nonzeros, from position `settled` on, with the text around them."""
     first, depth = settled(activity), activity.nonzeros.shape[2]
     fired = activity.nonzeros[:, first:].sum(-1, dtype=np.int64)
     found = []
@@ -117,13 +117,13 @@ def occurrences(activity: Activity, tokenizer: "PreTrainedTokenizerBase") -> lis
 
 
 def spelled(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """A token as text, or, if it is a part of a character, as the vocabulary spells it."""
+    """A token as text, or its vocabulary entry if it is only part of a character."""
     text = tokenizer.decode([token])
     return str(tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text else text)
 
 
 def neurons(activity: Activity) -> list[Row]:
-    """A row per neuron, layer by layer and the busiest first: on how many tokens it fired, and on what share."""
+    """One row per neuron, by layer and busiest first: the number and the fraction of tokens on which it fired."""
     return [
         {"layer": layer, "rank": rank, "neuron": neuron, "fired": int(fired[neuron]), "frequency": share}
         for layer, fired in enumerate(activity.fired)
@@ -133,7 +133,7 @@ def neurons(activity: Activity) -> list[Row]:
 
 
 def correlation(speeds: list[Row]) -> float | None:
-    """Pearson's, of speed-up and nonzeros over layers; None where it is not defined."""
+    """Pearson correlation of speedup and nonzeros over layers; None if it is undefined."""
     pairs = np.array([[row["speedup"], row["nonzeros"]] for row in speeds]).T
     if len(speeds) < 2 or not pairs.std(axis=1).all():
         return None

@@ -1,16 +1,17 @@
-"""What fires in a checkpoint, token by token, as files from which the benchmarks in scripts/ shape their inputs.
+"""Records which neurons of a checkpoint fire on each token, as inputs for the benchmarks in scripts/.
 
     python -m sparsellm.analyze checkpoint=PATH recordings=FOLDER
     python -m scripts.benchmarks.bench_ffn --activations FOLDER
 
 FOLDER/
-  firing_patterns.npz           neurons: N; and of each layer i layer{i}_row_counts [M], how many neurons fired on each
-                                token, and layer{i}_cols [their sum], which ones, token by token in ascending order
-  layer4_input_bf16.npy         [at most 4,096 tokens, K]: what layer 4 reads. int16, the bits of bfloat16
-  layer4_gate_weight_bf16.npy   [N, K]: its weight that decides what fires. int16, the bits of bfloat16
+  firing_patterns.npz           neurons: N; for each layer i: layer{i}_row_counts [M], the number of neurons that fired
+                                on each token, and layer{i}_cols [their sum], which ones, token by token in ascending
+                                order
+  layer4_input_bf16.npy         [at most 4,096 tokens, K]: input of layer 4. int16, the bits of bfloat16
+  layer4_gate_weight_bf16.npy   [N, K]: weight that decides what fires. int16, the bits of bfloat16
 
-M: the first 16,384 tokens that the analysis reads, or all, in whole sequences. A model of four layers or fewer has no
-layer 4, and the last two files are left out.
+M: at most the first 16,384 tokens that the analysis reads, in whole sequences. The last two files are omitted for a
+model of four layers or fewer, which has no layer 4.
 """
 
 from collections.abc import Callable
@@ -24,17 +25,17 @@ from torch import Tensor
 from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.system.files import whole
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedModel
 
 FIRING = "firing_patterns.npz"
-LAYER = 4  # of which input and gate weight are recorded
+LAYER = 4  # whose input and gate weight are recorded
 INPUT, GATE_WEIGHT = f"layer{LAYER}_input_bf16.npy", f"layer{LAYER}_gate_weight_bf16.npy"
 TOKENS, INPUT_TOKENS = 16_384, 4_096  # at most
 
 
 def other_recordings(folder: Path) -> list[str]:
-    """The names of recordings in `folder` that a new one would lie beside: the scripts take a folder of one."""
+    """Other recordings already in `folder`, by name: the scripts expect a folder with one recording."""
     return sorted(path.name for path in folder.glob("firing_patterns*.npz") if path.name != FIRING)
 
 
@@ -46,13 +47,15 @@ def write(
     batch_size: int,
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Let `model` read the first of `blocks` (int64 [S, T]), `batch_size` sequences at once, and write what fires.
+    """Let `model` read the first of `blocks` (int64 [S, T]), `batch_size` sequences at a time, and write what fires.
 
     advance(sequences) is called after each forward pass. Raises OSError.
     """
     layers: list[Any] = [*feedforward_blocks(model)]
     neurons = layers[0].up_proj.out_features
-    count_type = np.uint16 if neurons < 2**16 else np.uint32  # the columns, N - 1 at most, always fit in 16 bits
+    count_type = (
+        np.uint16 if neurons < 2**16 else np.uint32
+    )  # column indices are at most N - 1 and always fit in 16 bits
     row_counts: list[list[np.ndarray]] = [[] for _ in layers]
     columns: list[list[np.ndarray]] = [[] for _ in layers]
     inputs: list[Tensor] = []
@@ -96,9 +99,9 @@ def write(
             with whole(folder / name) as file:
                 np.save(file, bits[name].view(torch.int16).numpy())
         else:
-            (folder / name).unlink(missing_ok=True)  # of an earlier recording, of another model
+            (folder / name).unlink(missing_ok=True)  # left by an earlier recording of another model
 
 
 def recorded_sequences(blocks: Tensor) -> int:
-    """How many of `blocks` are recorded, the first ones: as many whole sequences as TOKENS has, at least one."""
+    """The number of leading `blocks` to record: as many whole sequences as fit in TOKENS, at least one."""
     return min(len(blocks), max(1, TOKENS // blocks.shape[1]))

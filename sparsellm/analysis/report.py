@@ -1,4 +1,4 @@
-"""What an analysis leaves and shows.
+"""The files that an analysis writes, and the table that it prints.
 
 OUTPUT/
   analysis.json           the numbers, written after the tables
@@ -6,7 +6,7 @@ OUTPUT/
   positions.csv           a row per position: mean nonzeros of each layer
   tokens.csv              a row per token of the vocabulary that was read
   neurons.csv             a row per neuron: on how many tokens it fired, the busiest of a layer first
-  *.png                   nonzeros by layer and by position, firing frequencies, unions; with a GPU, speed-ups
+  *.png                   nonzeros by layer and by position, firing frequencies, unions; with a GPU, speedups
 """
 
 import csv
@@ -43,14 +43,14 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         "neurons.csv": as_csv(numbers.neurons(activity)),
         ANALYSIS_JSON: (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
     }
-    for name in (ANALYSIS_JSON, *PICTURES):  # while the files are of two analyses, there is none
+    for name in (ANALYSIS_JSON, *PICTURES):  # analysis.json is absent while the files are of two analyses
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
 
 
 def title(results: Row) -> str:
-    """Of a run's checkpoint NAME, step 400; of others the name that was given."""
+    """ "NAME, step 400" for a checkpoint of a run, otherwise the name that was given."""
     folder = Path(results["checkpoint"])
     if results["step"] is None:
         return results["checkpoint"]
@@ -74,7 +74,7 @@ def flat(row: Row, prefix: str = "") -> Row:
 
 
 def table(results: Row) -> str:
-    """A few lines of plain text, of any width."""
+    """The results as plain text."""
     model, text, tokens, speed = (results[key] for key in ("model", "text", "tokens", "speed"))
     kind = "gated" if model["gated"] else "non-gated"
     source = "held-out text" if text["source"] == "held-out" else text["source"]

@@ -1,4 +1,4 @@
-"""How much faster the kernels of this GPU make each feedforward layer, on the inputs that it gets in a model."""
+"""Measures how much the kernels speed up each feedforward layer, on the inputs that it gets in the model."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,10 @@ from sparsellm.ops.twell import TOKEN_TILE, tiles
 from sparsellm.policy import Policy, first_use
 from sparsellm.policy.costs import room_for
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedModel
 
-TOKENS = 16_384  # at most, in whole sequences: enough to fill the GPU
+TOKENS = 16_384  # upper bound, in whole sequences; enough to fill the GPU
 ROUNDS = 20
 
 Candidates = dict[str, Callable[[], object]]
@@ -28,7 +28,7 @@ Candidates = dict[str, Callable[[], object]]
 def layer_speeds(
     model: "PreTrainedModel", blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """A row per layer, in bfloat16, on the first blocks (int64 [S, T]) of `TOKENS` tokens.
+    """One row per layer, in bfloat16, on the first `TOKENS` tokens of `blocks` (int64 [S, T]).
 
     {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that an accelerated model chooses,
     "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}. `milliseconds` times the
@@ -47,7 +47,7 @@ def layer_speeds(
         policy = first_use.policy_for([(width, neurons) for width, neurons in sizes], model.device)
     hooks = [block.register_forward_pre_hook(measure) for block in found]
     try:
-        with torch.no_grad():  # not inference mode, whose tensors have no version to tell a stale copy by
+        with torch.no_grad():  # not inference mode: its tensors have no version, which detects stale copies
             model.base_model(input_ids=batch, use_cache=False)
     finally:
         for hook in hooks:
@@ -89,7 +89,7 @@ def layer_speed(
 
 
 def gpu_milliseconds(candidates: Candidates) -> dict[str, float]:
-    """The median time of each candidate on the GPU. Raises what a candidate raises."""
+    """The median time of each candidate on the GPU. Exceptions of candidates propagate."""
 
     def runs(candidate: Callable[[], object]) -> Callable[[int], object]:
         return lambda _: candidate()

@@ -1,4 +1,4 @@
-"""What a trained checkpoint costs, on its own text and with its own firing: time, memory and energy per token."""
+"""Measures time, memory and energy per token of a trained checkpoint, on its own text and at its own sparsity."""
 
 from sparsellm.benchmark.study import BenchmarkError, benchmark, mistakes
 

@@ -1,4 +1,4 @@
-"""python -m sparsellm.benchmark : see sparsellm/commands/benchmark.py."""
+"""python -m sparsellm.benchmark: see sparsellm/commands/benchmark.py."""
 
 from sparsellm.cli import run
 

@@ -1,4 +1,4 @@
-"""The benchmark in one picture, as PNG in memory: sizes side by side, each side in its colour."""
+"""Draws the benchmark as one PNG in memory: model sizes next to each other, one colour per side."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from sparsellm.benchmark.report import PHASES, size
 from sparsellm.figures import BLUE, GREY, ORANGE, STYLE, from_zero, legend_above, plain, saved
 
 COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE}
-WIDTH, HEIGHT = 2.9, 2.5  # inches, of a panel
+WIDTH, HEIGHT = 2.9, 2.5  # inches, per panel
 Row = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ def _any(rows: list[Row], phase: str, key: str) -> bool:
 
 
 def _bars(axes: Axes, rows: list[Row], phase: str, key: str, unit: float, label: str) -> None:
-    """A group of bars for each checkpoint; none for what is not there."""
+    """A group of bars per checkpoint; missing values have no bar."""
     names = [name for name in COLORS if any(name in row["sides"] for row in rows)]
     where, width, bars = np.arange(len(rows)), 0.8 / len(names), []
     for i, name in enumerate(names):
@@ -65,7 +65,7 @@ def _bars(axes: Axes, rows: list[Row], phase: str, key: str, unit: float, label:
 
 
 def _layers(axes: Axes, rows: list[Row]) -> None:
-    """A point for each layer on the kernels."""
+    """One point per layer on the kernels."""
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(rows)))
     points = [
         axes.scatter(

@@ -1,4 +1,4 @@
-"""What a benchmark leaves and shows: the same tables on the screen and as Markdown, a figure, all numbers as JSON.
+"""The output of a benchmark: the same tables on screen and as Markdown, a figure, and all numbers as JSON.
 
 OUTPUT/benchmark.json, benchmark.md, benchmark.png
 """
@@ -13,7 +13,7 @@ from sparsellm.analysis.report import aligned
 from sparsellm.runs.layout import BENCHMARK_JSON
 from sparsellm.system.files import write_whole
 
-BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # beside BENCHMARK_JSON
+BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # in the folder of BENCHMARK_JSON
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
 
@@ -28,12 +28,12 @@ def write_all(folder: Path, results: Row) -> None:
 
 
 def reference(checkpoint: Row) -> str:
-    """The side that the others are compared with: the baseline, or else PyTorch."""
+    """The side that others are compared with: the baseline if there is one, otherwise PyTorch."""
     return list(checkpoint["sides"])[-1]
 
 
 def ratio(checkpoint: Row, side: str, phase: str, key: str) -> float | None:
-    """A number of `side` relative to the reference's; None for the reference itself, and where one is missing."""
+    """A value of `side` divided by the reference's; None for the reference itself or if a value is missing."""
     base, own = (checkpoint["sides"][name][phase] for name in (reference(checkpoint), side))
     if side == reference(checkpoint) or not (own and own[key] and base and base[key]):
         return None
@@ -41,7 +41,7 @@ def ratio(checkpoint: Row, side: str, phase: str, key: str) -> float | None:
 
 
 def text(results: Row) -> str:
-    """Plain text, of any width."""
+    """The results as plain text."""
     parts = ["\n".join(aligned(table)) for table in tables(results)]
     return "\n\n".join([measured_on(results), *parts, "\n".join(notes(results))])
 
@@ -63,7 +63,7 @@ def measured_on(results: Row) -> str:
 
 
 def tables(results: Row) -> list[Table]:
-    """Speed and memory; energy, where it was counted; scores, where there are some; layers, on the kernels."""
+    """Tables of speed and memory; of energy and scores if available; and of layers on the kernels."""
     found = [_speeds(results)]
     if any(_of(row, side, phase, "mj_per_token") for row, side in _sides(results) for phase in PHASES):
         found.append(_energies(results))
@@ -73,7 +73,7 @@ def tables(results: Row) -> list[Table]:
 
 
 def notes(results: Row) -> list[str]:
-    """What the tables do not say by themselves."""
+    """Notes that explain the tables."""
     rows = results["checkpoints"]
     compared = f"in brackets: relative to the last row of each checkpoint, {reference(rows[0])}"
     tokens = " or ".join(dict.fromkeys(f"{row['sequences']} x {row['sequence_length']:,}" for row in rows))
@@ -118,7 +118,7 @@ def size(parameters: int) -> str:
 
 
 def _first_cells(row: Row, side: str) -> list[str]:
-    """Which model, how large, computed by what."""
+    """Model, size, and what computes it."""
     model = row["baseline"] if side == "baseline" else row
     return [model["name"], size(model["parameters"]), f"PyTorch, {model['activation']}" if side == "baseline" else side]
 
@@ -179,7 +179,7 @@ def _models(results: Row) -> list[Row]:
 
 
 def _scores(results: Row) -> Table:
-    """What `evaluate` left: a row for each model, a column for each task that any has."""
+    """Scores from `evaluate`: one row per model, one column per task that any model has."""
     each = {model["checkpoint"]: model for model in _models(results)}.values()
     tasks = list(dict.fromkeys(task for model in each for task in (model["scores"] or {"tasks": {}})["tasks"]))
     return [["accuracy of", "parameters", "dtype", *tasks]] + [

@@ -1,4 +1,4 @@
-"""Measuring checkpoints: opening them, the phases in turn, and writing what came of it."""
+"""Benchmarks checkpoints: open them, measure each phase, and write the results."""
 
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from sparsellm.system.console import say, warn
 from sparsellm.system.files import write_whole
 from sparsellm.training.memory import give_back
 
-COUNTED_AT_ONCE = 8  # sequences, when firing neurons are counted
+COUNTED_AT_ONCE = 8  # batch size for counting firing neurons
 
 
 def mistakes(config: BenchmarkConfig) -> list[str]:
-    """Everything that keeps `config` from being measured, as far as it can be known before any work."""
+    """Every mistake in `config` that can be found before any work."""
     given = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
     return benchmark_mistakes(config) + text_mistakes(config.text, given)
 
 
 def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
-    """Measure, and write benchmark.json, .md and .png: the contents of benchmark.json, and their folder.
+    """Measure, and write benchmark.json, .md and .png. Returns the contents of benchmark.json and the folder.
 
     Raises ConfigError with every mistake, and BenchmarkError.
     """
@@ -70,7 +70,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
     try:
         report.write_all(folder, results)
     except OSError as error:
-        print(report.text(results), flush=True)  # which took minutes
+        print(report.text(results), flush=True)  # print before writing: these results took minutes
         raise BenchmarkError(f"{folder} cannot be written: {error}; choose another output_dir") from error
     _draw(folder / report.BENCHMARK_PNG, results)
     return results, folder
@@ -91,7 +91,7 @@ def _draw(path: Path, results: dict[str, Any]) -> None:
 
 
 def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]:
-    """Why nothing is measured on the kernels, in one sentence; empty where they run."""
+    """Why nothing is measured on the kernels; empty if they run."""
     if config.kernels == Kernels.torch:
         return ["no kernels: kernels=torch"]
     if device.type == "cpu":
@@ -108,14 +108,14 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
 def _measure(
     subject: Subject, baseline: Subject | None, kernels: bool, config: BenchmarkConfig, ranks: Ranks
 ) -> dict[str, Any]:
-    """Everything about one checkpoint, for JSON. Raises BenchmarkError."""
+    """All measurements of one checkpoint, for JSON. Raises BenchmarkError."""
     sparse = subject.activation == Activation.relu
     sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
     sides["PyTorch"] = Side(subject, False)
     if baseline is not None:
         sides["baseline"] = Side(baseline, False)
     most = max(side.subject.config.num_layers for side in sides.values())
-    # All layers of all sides compile the same functions.
+    # The layers of all sides compile the same functions and share the limit.
     torch._dynamo.config.recompile_limit = max(64, 8 * most)
     try:
         say(f"sparsellm: {subject.name}: training steps")
@@ -153,7 +153,7 @@ def _measure(
 
 
 def _by_layer(model: Any, subject: Subject, kernels: bool) -> tuple[list[float], list[dict[str, Any]] | None]:
-    """(nonzeros per token of each layer, its speed-up on the kernels as sparsellm.analysis.speed has it, or None)."""
+    """(nonzeros per token of each layer, the rows of sparsellm.analysis.speed or None without kernels)."""
     from sparsellm.analysis import activity, speed
 
     counted = activity.count(model, subject.blocks, COUNTED_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Time and energy per token of work that candidates do in turns, so that all of them drift alike."""
+"""Time and energy per token. Candidates run in turns, so that drift affects all of them equally."""
 
 import functools
 import math
@@ -12,21 +12,21 @@ import torch
 
 from sparsellm.system.console import warn
 
-ROUNDS = 3  # in each of which every candidate works for a third of the time
+ROUNDS = 3  # each candidate runs for a third of its time in each round
 
-Work = Callable[[], int]  # does something once, and returns how many tokens that were
+Work = Callable[[], int]  # runs once and returns the number of tokens
 
 
 class Sample(NamedTuple):
-    """What was measured of some work."""
+    """One measurement."""
 
     tokens: int
     seconds: float
-    millijoules: float | None  # of the whole GPU; None where nothing counts them
+    millijoules: float | None  # of the whole GPU; None without a counter
 
 
 class Stopwatch:
-    """Starts once the device has done what it was given before."""
+    """Measures time and energy; starts when the device has finished earlier work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,7 +34,7 @@ class Stopwatch:
         self.energy, self.started = energy_mj(device), time.perf_counter()
 
     def stop(self, tokens: int) -> Sample:
-        """Waits for the device."""
+        """Wait for the device and return the measurement."""
         wait_for(self.device)
         seconds, energy = time.perf_counter() - self.started, energy_mj(self.device)
         used = None if energy is None or self.energy is None else energy - self.energy
@@ -42,7 +42,7 @@ class Stopwatch:
 
 
 def alternate(works: dict[str, Work], seconds: float, device: torch.device) -> dict[str, dict[str, Any]]:
-    """The `rate` of each of `works`, each measured for about so many `seconds`. All must have been warmed up."""
+    """The `rate` of each of `works`, measured for about `seconds` each. All must have been warmed up."""
     calls = {name: repetitions(sample(work, 1, device).seconds, seconds / ROUNDS) for name, work in works.items()}
     found: dict[str, list[Sample]] = {name: [] for name in works}
     for _ in range(ROUNDS):
@@ -52,18 +52,18 @@ def alternate(works: dict[str, Work], seconds: float, device: torch.device) -> d
 
 
 def sample(work: Work, calls: int, device: torch.device) -> Sample:
-    """So many `calls`, enqueued one after the other without waiting."""
+    """Measure `calls` calls, enqueued without waiting in between."""
     watch = Stopwatch(device)
     return watch.stop(sum(work() for _ in range(calls)))
 
 
 def repetitions(once: float, seconds: float) -> int:
-    """How often what takes `once` seconds is done in `seconds`: at least once."""
+    """How many calls of `once` seconds fit into `seconds`, at least one."""
     return max(1, math.ceil(seconds / max(once, 1e-9)))
 
 
 def rate(samples: list[Sample]) -> dict[str, Any]:
-    """{"tokens_per_s": the median, "spread": of the samples, relative to it, "mj_per_token": the mean, or None}"""
+    """{"tokens_per_s": median, "spread": (max - min) / median, "mj_per_token": mean, or None}"""
     rates = [each.tokens / each.seconds for each in samples]
     median = statistics.median(rates)
     counted = [each.millijoules for each in samples if each.millijoules is not None]
@@ -80,7 +80,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def energy_mj(device: torch.device) -> int | None:
-    """Millijoules that the GPU has used since its driver was loaded, once its work is done; None without a counter."""
+    """Millijoules used by the GPU since its driver was loaded, read when its work is done; None without a counter."""
     handle = energy_counter(device)
     if handle is None:
         return None
@@ -90,7 +90,7 @@ def energy_mj(device: torch.device) -> int | None:
 
 @functools.cache
 def energy_counter(device: torch.device) -> Any | None:
-    """NVML's handle of a GPU that counts its energy, or None."""
+    """NVML's handle of the GPU if it has an energy counter, otherwise None."""
     if device.type != "cuda":
         return None
     try:

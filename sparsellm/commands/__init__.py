@@ -1,1 +1,1 @@
-"""One file per command, with `main(arguments, program)`; sparsellm/cli.py imports it after printing its first line."""
+"""One file per command, with `main(arguments, program)`; sparsellm/cli.py imports it after printing a first line."""

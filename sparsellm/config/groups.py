@@ -1,4 +1,4 @@
-"""The groups of configs/ and their choices, read without Hydra, whose import takes longer than `--help` may."""
+"""The groups of configs/ and their choices, read without Hydra, which imports too slowly for `--help`."""
 
 from functools import cache
 from pathlib import Path
@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 COMPOSITION = "train"  # the file of configs/ that composes a Config
 EXPERIMENT = "experiment"
-OVERRIDE = "override /"  # how an experiment's defaults list names a group
+OVERRIDE = "override /"  # prefix of a group in an experiment's defaults list
 
 
 def choices(group: str) -> list[str]:
-    """The files of a group."""
+    """The choices of a group."""
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
@@ -24,8 +24,8 @@ def groups() -> list[str]:
 
 @cache
 def default_choices() -> dict[str, str]:
-    """The choice of every group when nothing is typed: what the defaults lists of the composition and of its experiment
-    say."""
+    """The choice of every group when nothing is typed, from the defaults lists of the composition and its
+    experiment."""
     listed = _defaults_list(COMPOSITION)
     overridden = _defaults_list(f"{EXPERIMENT}/{listed[EXPERIMENT]}")
     return listed | {group.removeprefix(OVERRIDE): choice for group, choice in overridden.items()}

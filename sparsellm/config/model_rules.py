@@ -1,4 +1,4 @@
-"""The rules of a decoder's architecture: its heads, and its rotary embedding. A broken one is a sentence."""
+"""Validates a decoder's architecture: heads and rotary embedding."""
 
 import math
 
@@ -6,7 +6,7 @@ from sparsellm.config.architecture import ROPE_KEYS, ModelConfig
 
 
 def architecture_mistakes(model: ModelConfig) -> list[str]:
-    """Every rule that the heads and the rotary embedding of `model` break, each with its remedy."""
+    """Mistakes in the heads and the rotary embedding of `model`, each with its remedy."""
     return (_head_mistakes(model) if model.num_heads >= 1 else []) + _stock_mistakes(model) + _rope_mistakes(model)
 
 
@@ -28,7 +28,7 @@ def _head_mistakes(model: ModelConfig) -> list[str]:
 
 
 def _stock_mistakes(model: ModelConfig) -> list[str]:
-    """Combinations that no class of transformers has, so that they could not be exported."""
+    """Combinations that no transformers class supports, so they could not be exported."""
     found = []
     if model.attention_bias and model.qk_norm:
         found.append(

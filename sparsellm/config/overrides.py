@@ -1,7 +1,7 @@
-"""What a person typed: `key=value` in Hydra's grammar, sorted, converted and checked one by one.
+"""Parses typed overrides: `key=value` in Hydra's grammar, sorted, converted and checked one by one.
 
-A key is `group.key` of a schema, a group is a folder of configs/. Every mistake is a sentence with its remedy, and
-none hides another one. Where the grammar cannot read a text (`data.path=~/a=b`), the text is taken as it stands.
+A key is `group.key` of a schema; a group is a folder of configs/. All mistakes are reported, each with its remedy. Text
+that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
 """
 
 import difflib
@@ -22,42 +22,42 @@ from sparsellm.config.groups import EXPERIMENT, choices, groups
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
-# A list that Hydra's grammar cannot read, because file names hold characters it has no place for: [~/a(1).txt, b].
+# A list that Hydra's grammar cannot parse, because file names contain other characters: [~/a(1).txt, b].
 _LIST = re.compile(r"\[(.*)\]", re.DOTALL)
 _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
-# Keys that name a file or a folder, or may do so.
+# Keys that are or may be a file or a folder.
 PATHS = (
     "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
     "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
     "text",
 )  # fmt: skip
-LONGEST_NAME = 255  # bytes of a file's name, in the file systems of Linux
+LONGEST_NAME = 255  # bytes of a file name on Linux
 
 
 @dataclass
 class Typed:
-    """A command line: what it asks for, and what in it was refused."""
+    """A parsed command line, and its refused overrides."""
 
     groups: dict[str, str | None] = field(default_factory=dict)  # group -> choice; None for experiment=null
-    keys: dict[str, Any] = field(default_factory=dict)  # group.key -> plain value, an enum by its name
+    keys: dict[str, Any] = field(default_factory=dict)  # group.key -> plain value; enums by name
     mistakes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep's command line, sorted by what its overrides are for."""
+    """A sweep's command line, sorted by purpose."""
 
     sweep: SweepConfig
-    axes: dict[str, list[str]]  # each key or group of a run to its overrides, one per value, in the order given
-    evaluate: list[str]  # overrides for the evaluation, without the prefix
+    axes: dict[str, list[str]]  # key or group of a run -> its overrides, one per value, in order
+    evaluate: list[str]  # overrides of the evaluation, without the prefix
 
 
 def parse(texts: list[str], schema: type = Config) -> Typed:
-    """Sort and convert `texts`; of what is typed twice the last one counts, as in a shell."""
+    """Sort and convert `texts`; if a key is typed twice, the last one counts, as in a shell."""
     typed = Typed()
     for text in _without_dashes(texts, typed.mistakes, schema):
         name, equals, raw = text.partition("=")
-        name = name.lstrip("+")  # Hydra's sign for a key that is not there yet: here all are
+        name = name.lstrip("+")  # Hydra's prefix for new keys; here all keys exist
         if name.startswith("~"):
             typed.mistakes.append(f"{text}: a key cannot be taken away, only given another value")
         elif not equals:
@@ -70,7 +70,7 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
 
 
 def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
-    """The `texts` that are no flags; of each flag, with the value behind it, what to write instead."""
+    """The `texts` without flags; adds a mistake for each flag (and its value) with what to write instead."""
     kept, rest = [], list(texts)
     while rest:
         text = rest.pop(0)
@@ -134,7 +134,7 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
 
 
 def _strings(value: Any) -> list[str]:
-    """The texts in a plain value."""
+    """All strings in a plain value."""
     if isinstance(value, str):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -142,7 +142,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _path_mistakes(path: str) -> list[str]:
-    """Why `path` can be none, wherever it leads: looking for it would raise."""
+    """Why `path` cannot be a path at all, so that looking it up would raise."""
     first, *_ = parts = path.split("/")
     if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
         return [f"{path} has the home folder of a user that there is not, {first[1:]}: write the path without {first}"]
@@ -155,7 +155,8 @@ def _path_mistakes(path: str) -> list[str]:
 
 
 def _value(text: str, raw: str) -> Any:
-    """What Hydra's grammar reads in `raw`; the text itself where it reads nothing, an Override for several values."""
+    """The value that Hydra's grammar parses from `raw`; the text itself if it cannot, an Override for several
+    values."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:
@@ -164,9 +165,10 @@ def _value(text: str, raw: str) -> Any:
 
 
 def convert(kind: Any, value: Any, raw: str) -> Any:
-    """`value` as a key of type `kind` holds it, enums by name; `raw` is its spelling.
+    """`value` converted to the type `kind`, with enums by name; `raw` is its spelling.
 
-    A whole number may be spelled 1e9, and one value is a list of one. Raises ValueError with what it should be.
+    Whole numbers may be written as 1e9, and a single value is accepted as a list of one. Raises ValueError with what it
+    should be.
     """
     options = _options(kind)
     if value is None and type(None) in options:
@@ -180,7 +182,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         elif option is str and isinstance(value, str | int | float | bool):
-            if value != "" or type(None) not in options:  # an empty path would be the working directory
+            if value != "" or type(None) not in options:  # an empty path would mean the working directory
                 return value if isinstance(value, str) else raw
         elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
@@ -196,7 +198,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """The types of which a key of type `kind` holds one."""
+    """The types that a key of type `kind` accepts."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
@@ -216,12 +218,12 @@ def _without_value(name: str, schema: type) -> str:
     if name in flat_types(schema):
         return f"{name} has no value: write {name}=VALUE"
     unknown = unknown_key(name, schema)
-    return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"  # what is said of a group has it
+    return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"  # messages about groups already say it
 
 
 @dataclass
 class _OfSweep:
-    """What `sweep.` is typed in front of."""
+    """The keys with the prefix `sweep.`."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -229,8 +231,8 @@ class _OfSweep:
 def sweep_request(overrides: list[str]) -> SweepRequest:
     """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
 
-    Raises ConfigError for what the grammar or `SweepConfig` does not have, with every mistake of the runs' and the
-    evaluation's overrides, too.
+    Raises ConfigError for unknown syntax and keys, and for every mistake in the overrides of the runs and the
+    evaluation.
     """
     axes: dict[str, list[str]] = {}
     evaluate: list[str] = []
@@ -242,11 +244,11 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         group, _, name = key.partition(".")
         try:
             (override,) = parser.parse_overrides([text.lstrip("+")])
-        except HydraException:  # one value, which `parse` reads
+        except HydraException:  # a single value, which `parse` handles
             override = None
         texts = [text]
         if override is not None and override.is_sweep_override():
-            # A glob needs Hydra's search path, an interval has no list, and a shuffled list another order every time.
+            # Globs need Hydra's search path, intervals are not lists, and shuffled lists have a new order every time.
             listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
             single = group in ("sweep", "evaluate")
             if not listed or getattr(override.value(), "shuffle", False) or single:
@@ -269,8 +271,8 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
 
 def quoted(value: str) -> str:
-    """`value` as an override spells it: in quotes where Hydra's grammar would read something else."""
+    """`value` as written in an override, quoted if Hydra's grammar would parse it differently."""
     if re.fullmatch(r"[\w./-]+", value) and value.lower() != "null":
         return value
-    # Before a quote a backslash stands for what follows it; everywhere else, for itself.
+    # A backslash escapes only before a quote; elsewhere it is literal.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

@@ -1,9 +1,9 @@
-"""Checksums of large files, and which files need not be read again to know theirs.
+"""Checksums of large files, cached so that unchanged files are not read again.
 
-    verified.json       in a folder of prepared tokens: for each file its size and times when it was read, and its xxh3
+    verified.json       in a folder of prepared tokens: each file's size and times when it was read, and its xxh3
 
-A file of the same size and times is not read again: modification and change time, of which every write sets the second.
-Without verified.json, or where it is damaged, all files are read, as for a copy on another disk.
+A file with the same size, modification time and change time (which every write updates) is not read again. If
+verified.json is missing or damaged, for example after a copy to another disk, all files are read.
 """
 
 import os
@@ -21,13 +21,13 @@ from tqdm import tqdm
 from sparsellm.system.files import read_sealed, write_sealed
 
 VERIFIED = "verified.json"
-THREADS, PIECE = 8, 1 << 24  # a network file system gives several readers more than one of them
-# A file system's clock ticks every 10 ms at most; one that keeps whole seconds, every 2 s.
+THREADS, PIECE = 8, 1 << 24  # a network file system serves several readers faster than one
+# In ns. File times have a resolution of at most 10 ms, or of 2 s on file systems that store whole seconds.
 TICK, COARSE_TICK, SECOND = 20_000_000, 2_000_000_000, 1_000_000_000
 
 
 class Stamp(NamedTuple):
-    """What every write to a file changes."""
+    """Size and times of a file; every write changes them."""
 
     bytes: int
     mtime_ns: int
@@ -35,13 +35,13 @@ class Stamp(NamedTuple):
 
     @property
     def settled_ns(self) -> int:
-        """The time from which on another write has another stamp."""
+        """The time from which a further write gets a different stamp."""
         coarse = self.mtime_ns % SECOND == 0 or self.ctime_ns % SECOND == 0
         return max(self.mtime_ns, self.ctime_ns) + (COARSE_TICK if coarse else TICK)
 
 
 def stamp(path: Path) -> Stamp | None:
-    """None: there is no such file."""
+    """The file's stamp; None if it does not exist."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -50,7 +50,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
-    """The xxh3 of the first `size` bytes of `path`, which goes on with what is given to its `update`."""
+    """The xxh3 of the first `size` bytes of `path`, which can be updated with further bytes."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         for piece in _pieces(file.fileno(), size):
@@ -61,7 +61,7 @@ def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
 
 
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file in order, read by several threads at once where they are many."""
+    """The first `size` bytes of a file, in order; large files are read by several threads."""
     if size <= PIECE:
         yield os.pread(descriptor, size, 0)
         return
@@ -76,7 +76,7 @@ def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
 
 
 class Verified:
-    """What verified.json of `folder` says, and what is read on behalf of it; `again`: it is not asked."""
+    """The checksums cached in verified.json of `folder`. again=True ignores cached entries."""
 
     def __init__(self, folder: Path, again: bool = False) -> None:
         self._path, self._changed = folder / VERIFIED, False
@@ -90,17 +90,17 @@ class Verified:
         return key in self._marks
 
     def is_known(self, key: str, path: Path) -> bool:
-        """Whether the checksum of `path`, called `key`, is known without reading."""
+        """Whether the checksum of `path`, stored under `key`, is known without reading."""
         return key in self._marks and self._marks[key][0] == stamp(path)
 
     def checksum(self, key: str, path: Path, bar: tqdm | None = None) -> str:
-        """The xxh3 of the file `path`, which is called `key`. Raises OSError."""
+        """The xxh3 of the file `path`, stored under `key`. Raises OSError."""
         if self.is_known(key, path):
             return self._marks[key][1]
         before = stamp(path)
         if before is None:
             raise FileNotFoundError(2, os.strerror(2), str(path))
-        # Another write at the same tick of the clock would leave the same stamp: then the file is read after that tick.
+        # A further write within the same clock tick would leave the same stamp, so wait until the tick is over.
         if 0 < (rest := before.settled_ns - time.time_ns()) <= COARSE_TICK:
             time.sleep(rest / 1e9)
         settled = before.settled_ns <= time.time_ns()
@@ -110,7 +110,7 @@ class Verified:
         return digest
 
     def keep(self) -> None:
-        """Write verified.json, if it can be: what cannot be kept is read again at the next start."""
+        """Write verified.json if possible; otherwise the next start reads the files again."""
         if self._changed:
             with suppress(OSError):
                 write_sealed(self._path, dict(self._marks))
@@ -118,4 +118,4 @@ class Verified:
 
 
 class _Unusable(Exception):
-    """verified.json is damaged, which costs time and nothing else."""
+    """verified.json is damaged, which only costs time."""

@@ -1,11 +1,11 @@
-"""Documents: the files that hold them, reading them one after the other, and which ones are held out.
+"""Documents: finding files, reading documents in order, and choosing the held-out ones.
 
-Files of the hub and local files are read alike, as streams: nothing is downloaded before it is reached. A hub file's
-address names its commit. In parquet and jsonl a row is a document; a text file is one document.
+Hub files and local files are read as streams: nothing is downloaded before it is needed. A hub file's address contains
+its commit. In parquet and jsonl a row is a document; a text file is one document.
 
-A position is `{"file", "document"}`, counted from 0 among the files and in the file. Reading goes on from it exactly,
-at the cost of passing over the file's earlier documents. (The library's own `state_dict` costs as much, and after a
-resume it describes the same place in other words.)
+A position is `{"file", "document"}`, both counted from 0. Reading resumes from it exactly, by skipping the file's
+earlier documents. (The library's own `state_dict` costs the same, and describes the same position differently after a
+resume.)
 
 The embedded corpus is the documentation of Python's standard library: `pydoc_data.topics` and the docstrings of its
 modules, parsed and never imported.
@@ -36,12 +36,12 @@ from sparsellm.data.rows import reader_of, rows
 from sparsellm.hf import hub
 
 Position = dict[str, int]
-Files = dict[str, int | None]  # path or address -> bytes; None for the hub, where the address already names the content
+Files = dict[str, int | None]  # path or address -> bytes; None for hub files, whose address identifies the content
 
-# A chunk of documents is tokenized at once: about a million tokens keep every core busy in some 150 MB.
+# Documents are tokenized in chunks: about a million tokens keep every core busy and take about 150 MB.
 CHUNK_CHARACTERS = 4_000_000
-MANY_FILES = 1_000  # from here on they may hold so little text that counting tokens shows no progress
-ENDS = 1 << 20  # bytes of a local file, at either end, by which a changed one is noticed
+MANY_FILES = 1_000  # this many files may contain so little text each that a token count shows no progress
+ENDS = 1 << 20  # bytes at either end of a local file that are checked for changes
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -52,7 +52,7 @@ class Document(NamedTuple):
     licence: str | None
     file: int
     number: int
-    fault: str | None = None  # why the record cannot be read; then there is no text
+    fault: str | None = None  # why the record cannot be read; text is then empty
 
     def position(self) -> Position:
         return {"file": self.file, "document": self.number}
@@ -62,9 +62,9 @@ class Document(NamedTuple):
 
 
 def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, list[str]]:
-    """The files that `patterns`, which begin in `start`, match, sorted, with their sizes; and what is wrong with them.
+    """The files that match `patterns` (relative to `start`), sorted, with their sizes; and mistakes in the patterns.
 
-    The name of a file that is there means that file, whatever brackets it has.
+    The name of an existing file matches that file, even if it contains brackets.
     """
     files: Files = {}
     mistakes = []
@@ -105,9 +105,9 @@ def _matches(pattern: Path, start: Path) -> list[str]:
 
 
 def ends(files: Files) -> dict[str, str]:
-    """Of each local one of `files`, the xxh3 of its first and last ENDS bytes. Raises DataError where a read fails."""
+    """The xxh3 of the first and last ENDS bytes of each local file in `files`. Raises DataError if a read fails."""
     local = [name for name in files if "://" not in name]
-    with ThreadPoolExecutor(8) as threads:  # a network file system answers several at once
+    with ThreadPoolExecutor(8) as threads:  # a network file system serves several requests at once
         return dict(zip(local, threads.map(_ends, local), strict=True))
 
 
@@ -123,13 +123,13 @@ def _ends(name: str) -> str:
 
 
 def find_files(data: DataConfig) -> Files:
-    """The files of `data`, in the order in which they are read. Asks the hub for source=hub. Raises DataError."""
+    """The files of `data` in reading order. Asks the hub if source=hub. Raises DataError."""
     if data.source == Source.files:
         files, mistakes = local_files(data.files)
         if mistakes:
             raise DataError("; ".join(mistakes))
         return files
-    from datasets import load_dataset_builder  # a second to import, with pandas
+    from datasets import load_dataset_builder  # slow to import: a second, with pandas
 
     name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
     require_hub(data)
@@ -148,7 +148,7 @@ def find_files(data: DataConfig) -> Files:
 
 
 def require_hub(data: DataConfig) -> None:
-    """Raises DataError if the documents of `data` are on the hub, and it does not answer: there are no copies."""
+    """Raises DataError if the documents of `data` are on the hub and the hub does not answer; they are not cached."""
     if (
         data.source == Source.hub
         and data.dataset is not None
@@ -162,7 +162,7 @@ def require_hub(data: DataConfig) -> None:
 
 
 def card_licence(dataset: str) -> str | None:
-    """The licence that the card of a hub data set, or of a local copy of one, names; None without a card."""
+    """The licence in the card of a hub data set or of a local copy; None without a card."""
     local_card = Path(dataset) / "README.md"
     try:
         licence = DatasetCard.load(local_card if local_card.is_file() else dataset).data.get("license")
@@ -174,9 +174,9 @@ def card_licence(dataset: str) -> str | None:
 def read(
     files: Sequence[str], text_column: str, position: Position = START, skip_bad_records: bool = False
 ) -> Iterator[Document]:
-    """The documents of `files` from `position` on. A file without any is passed over, with a line that says so.
+    """The documents of `files` from `position` on. Files without documents are skipped with a message.
 
-    A record that cannot be read raises DataError, or with `skip_bad_records` is a document without text, with a fault.
+    An unreadable record raises DataError, or with `skip_bad_records` is a document without text and with a fault.
     """
     for index in range(position["file"], len(files)):
         file, number, faults = files[index], -1, 0
@@ -201,7 +201,7 @@ def read(
 
 
 def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
-    """`documents`, with a bar that counts their files once reading these has taken more than a few seconds."""
+    """`documents`, with a progress bar over files that appears after a few seconds."""
     with tqdm(total=files, desc="reading", unit=" files", delay=5, leave=False, disable=files < MANY_FILES) as bar:
         for document in documents:
             if document.file >= bar.n:
@@ -210,13 +210,13 @@ def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
 
 
 def from_texts(texts: Sequence[str], position: Position = START) -> Iterator[Document]:
-    """The same for documents in memory."""
+    """Documents from texts in memory."""
     for number in range(position["document"], len(texts)):
         yield Document(texts[number], None, 0, number)
 
 
 def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """`documents` in lists of at least CHUNK_CHARACTERS characters, the last one perhaps less."""
+    """`documents` in lists of at least CHUNK_CHARACTERS characters, except perhaps the last."""
     chunk: list[Document] = []
     characters = 0
     for document in documents:
@@ -230,16 +230,16 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: decided by its content alone, so that every copy of it,
-    on every machine and in every order, is on the same side."""
+    """Whether a document belongs to the validation split. Depends only on its content, so every copy, on every machine
+    and in any order, is in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def stdlib_docs() -> tuple[list[str], int]:
-    """The embedded corpus without duplicates, in a fixed order; and how many modules could not be parsed.
+    """The embedded corpus without duplicates, in a fixed order, and the number of modules that could not be parsed.
 
-    Raises DataError if this Python came without its documentation.
+    Raises DataError if this Python has no documentation.
     """
     root = Path(sysconfig.get_path("stdlib"))
     topics = root / "pydoc_data" / "topics.py"
@@ -254,19 +254,19 @@ def stdlib_docs() -> tuple[list[str], int]:
         if NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
             try:
                 texts += _docstrings(path)
-            except (SyntaxError, ValueError):  # lib2to3 keeps Python 2; a few files are broken on purpose
+            except (SyntaxError, ValueError):  # lib2to3 contains Python 2; a few files are broken on purpose
                 unparsable += 1
     return list(dict.fromkeys(texts)), unparsable
 
 
-@cache  # once in each process, however often the files are read
+@cache  # once per process, however often the files are read
 def _say(line: str) -> None:
     print(f"sparsellm: {line}", flush=True)
 
 
 def _parse(path: Path) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in other people's strings
+        warnings.simplefilter("ignore")  # invalid escapes in the parsed code
         return ast.parse(path.read_bytes())
 
 

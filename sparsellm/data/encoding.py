@@ -1,8 +1,8 @@
-"""Chunks of documents to tokens, on all cores and in order.
+"""Tokenizes chunks of documents on all cores, in order.
 
-A short text is encoded here, by the threads of the tokenizer. A longer one is spread over processes, one for each core,
-a chunk at a time: what Python does for each document is then done in parallel, too, and reading goes on meanwhile. The
-tokens are the same.
+A short text is encoded in this process, by the tokenizer's threads. Longer text is distributed over one process per
+core, chunk by chunk, so that Python's per-document work runs in parallel and overlaps with reading. The tokens are the
+same.
 """
 
 import multiprocessing
@@ -24,27 +24,27 @@ from sparsellm.data.errors import DataError, ProcessesFailed
 from sparsellm.data.tokenizer import Vocabulary
 from sparsellm.system.processes import end_with_parent
 
-PATIENCE = 16_000_000  # characters that are encoded without other processes: a few seconds' work
-PARALLELISM = "TOKENIZERS_PARALLELISM"  # what the tokenizers library asks before it uses threads
-AHEAD = 2  # chunks that each process has at hand
+PATIENCE = 16_000_000  # characters encoded before other processes are started: a few seconds of work
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # environment variable that lets the tokenizers library use threads
+AHEAD = 2  # chunks queued per process
 FEWER = "the same command goes on; started with fewer cores (taskset -c 0-3 ...) it needs less"
 
 
 class Encoded(NamedTuple):
-    """The documents of a chunk that have a text, in their order."""
+    """The documents of a chunk that have text, in order."""
 
-    tokens: list[np.ndarray]  # of each its ids
+    tokens: list[np.ndarray]  # ids of each document
     held_out: list[bool]
 
 
 class Chunk(NamedTuple):
     documents: list[Document]
     encoded: Encoded
-    at_rest: bool  # whether to bring what there is to disk: after as many chunks as there are processes, and at the end
+    at_rest: bool  # whether to sync to disk: after as many chunks as there are processes, and at the end
 
 
 def encode(vocabulary: Vocabulary, texts: list[str], fraction: float, dtype: str) -> Encoded:
-    """`fraction`: of the documents that are held out. `dtype`: of the ids."""
+    """Encode `texts`. `fraction`: fraction of documents held out. `dtype`: dtype of the ids."""
     ids = [np.array(document, dtype) for document in tokenizer.encode(vocabulary, texts)]
     return Encoded(ids, [corpus.is_held_out(text, fraction) for text in texts])
 
@@ -52,7 +52,8 @@ def encode(vocabulary: Vocabulary, texts: list[str], fraction: float, dtype: str
 def encoded(
     chunks: Iterator[list[Document]], vocabulary: Vocabulary, fraction: float, dtype: str
 ) -> Generator[Chunk, None, None]:
-    """`chunks`, each with its tokens. What reading raises is raised after the chunks before. Close it when done."""
+    """`chunks` with their tokens. An exception from reading is raised after the preceding chunks. Close the iterator
+    when done."""
     characters = 0
     for documents in chunks:
         texts = _texts(documents)
@@ -67,11 +68,11 @@ def _by_processes(
 ) -> Generator[Chunk, None, None]:
     pending: deque[tuple[list[Document], Future[Encoded]]] = deque()
     end: BaseException | None = None
-    # A fork has none of the tokenizer's threads, so it must not ask for them. The library warns of forks, unless told.
+    # A forked process lacks the tokenizer's threads. The library warns about forks unless this is set.
     os.environ.setdefault(PARALLELISM, "true")
     try:
         executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
-    except OSError as error:  # of a pipe or a semaphore
+    except OSError as error:  # from a pipe or a semaphore
         raise _not_started(error) from error
     try:
         for number in count(1):
@@ -101,8 +102,8 @@ def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
         return executor.submit(_encode, texts)
     except BrokenProcessPool:
         raise
-    except (OSError, RuntimeError) as error:  # of a fork; of a thread
-        # Those that did start would wait for work without end, and this process for them.
+    except (OSError, RuntimeError) as error:  # from a fork; from a thread
+        # Processes that did start would wait for work forever, and this process for them.
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
             process.join()
@@ -121,7 +122,7 @@ def _texts(documents: list[Document]) -> list[str]:
     return [document.text for document in documents if document.text]
 
 
-# In a process of its own.
+# Runs in the tokenizing processes.
 
 _given: tuple[Vocabulary, float, str]
 
@@ -129,7 +130,7 @@ _given: tuple[Vocabulary, float, str]
 def _begin(*given: object) -> None:
     global _given
     end_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the one that writes ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the writing one ends the others
     os.environ[PARALLELISM] = "false"
     _given = given  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Prepared tokens as blocks, and the order in which they are trained on.
+"""Prepared tokens as blocks, and the order in which they are used for training.
 
 Sample n is entry n mod B of epoch n div B, and each epoch is its own permutation of the B blocks. Step s trains on
 samples [s batch, (s + 1) batch), of which rank r takes the r-th contiguous share: the order depends neither on the
@@ -31,45 +31,46 @@ Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position 
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation of range(size), int64, decided by `key` alone."""
+    """A permutation of range(size), int64, that depends only on `key`."""
     order = np.arange(size)
     shuffle(order, *key)
     return order
 
 
 def shuffle(order: np.ndarray, *key: int) -> None:
-    """Permute `order`, of any integers, in place, as `key` alone decides: RandomState is the one generator whose
-    numbers NumPy promises never to change, so a run may resume after an upgrade."""
+    """Shuffle integers `order` in place, depending only on `key`. RandomState is the one generator whose stream NumPy
+    promises never to change, so a run can resume after an upgrade."""
     np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).shuffle(order)
 
 
 def outlive_stop_signals(_worker: int) -> None:
-    """For loader processes: a stop signal that goes to the whole group is the trainer's to answer, with a checkpoint.
+    """For loader processes: ignore stop signals sent to the whole process group, which the trainer handles with a
+    checkpoint.
 
     A worker still ends when the iterator over batches is closed, when the trainer exits (`started`), and at once when
-    the trainer is killed: what a worker inherited from the trainer must not outlive the trainer."""
+    the trainer is killed, so that inherited resources do not outlive the trainer."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 
 
 def started(loader: DataLoader) -> Iterator[Any]:
-    """The loader's items. Its processes end when this one exits, though an exception may have left the loader open.
+    """The loader's items. Its processes end when this one exits, even if an exception left the loader open.
 
-    Left to themselves, torch and multiprocessing would send SIGTERM, which they ignore, and wait for them. Raises
-    DataError if a process cannot be started, or ends.
+    By default, torch and multiprocessing would send SIGTERM, which workers ignore, and wait for them. Raises DataError
+    if a process cannot be started, or dies.
     """
     atexit.unregister(_end_workers)
-    atexit.register(_end_workers)  # what was registered last, after torch's, is called first
+    atexit.register(_end_workers)  # registered after torch's handler, so called before it
     reports = signal.getsignal(signal.SIGCHLD)
     try:
         iterator = iter(loader)
-    except (OSError, RuntimeError) as error:  # of a fork, a pipe or a semaphore; of a thread
+    except (OSError, RuntimeError) as error:  # from a fork, a pipe or a semaphore; from a thread
         _end_workers()
         say_dropped, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        error.__traceback__ = None  # with it goes the loader that is half built, whose finalizer fails
+        error.__traceback__ = None  # frees the half-built loader, whose finalizer fails
         sys.unraisablehook = say_dropped
-        if "killed by signal" in str(error):  # torch's words for a worker that ends while the others start
+        if "killed by signal" in str(error):  # torch's message for a worker that dies while the others start
             raise DataError(_ended("a data worker", KILLED, loader.num_workers)) from error
         raise DataError(
             f"a data worker cannot be started ({error}): lower runtime.data_workers ({loader.num_workers} now)"
@@ -77,20 +78,20 @@ def started(loader: DataLoader) -> Iterator[Any]:
             " memory"
         ) from error
     if threading.current_thread() is threading.main_thread():
-        # torch would report the end of a worker from a signal handler, in the middle of a step or a save.
+        # torch would report a dead worker from a signal handler, in the middle of a step or a save.
         signal.signal(signal.SIGCHLD, reports)
     return _items(iterator, loader)
 
 
 def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
-    # torch's own list: one that has ended by now is no longer among the active children.
+    # torch's own list, because a worker that has died is no longer among the active children.
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
     while True:
         try:
             item = next(iterator)
         except StopIteration:
             return
-        except DataError as error:  # of a worker: torch puts its traceback before what it says
+        except DataError as error:  # from a worker: torch prepends its traceback to the message
             name = f"{DataError.__module__}.{DataError.__name__}: "
             raise DataError(str(error).rpartition(name)[2].strip()) from error
         except (RuntimeError, OSError) as error:
@@ -132,20 +133,20 @@ def _end_workers() -> None:
 
 
 class _Order:
-    """The order of `size` blocks in each epoch: of an even and an odd one at a time, in memory that all processes share
-    which are forked after this is made. So of all workers one computes the order of an epoch, and one copy is kept."""
+    """The order of `size` blocks in each epoch. One even and one odd epoch are kept, in memory shared with all
+    processes forked later, so that only one worker computes an epoch's order and one copy is kept."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed
         self.turn = multiprocessing.get_context("fork").Lock()
         dtype = np.dtype(np.uint32 if size <= 2**32 else np.int64)
-        shared = mmap.mmap(-1, 16 + 2 * size * dtype.itemsize)  # takes memory only where it is written
+        shared = mmap.mmap(-1, 16 + 2 * size * dtype.itemsize)  # uses memory only for written pages
         self.epochs = np.frombuffer(shared, np.int64, 2)
         self.orders = np.frombuffer(shared, dtype, 2 * size, offset=16).reshape(2, size)
         self.epochs[:] = -1
 
     def blocks(self, samples: np.ndarray) -> np.ndarray:
-        """The blocks that are samples of these numbers; int64 [S]."""
+        """The block of each sample; int64 [S]."""
         epochs, entries = np.divmod(samples, self.size)
         chosen = np.empty(len(samples), np.int64)
         with self.turn:
@@ -157,7 +158,7 @@ class _Order:
     def _order(self, epoch: int) -> np.ndarray:
         slot = epoch % 2
         if self.epochs[slot] != epoch:
-            self.epochs[slot] = -1  # until it is whole: this process may be killed
+            self.epochs[slot] = -1  # invalid until complete: this process may be killed
             self.orders[slot] = np.arange(self.size, dtype=self.orders.dtype)
             shuffle(self.orders[slot], self.seed, epoch)
             self.epochs[slot] = epoch
@@ -171,8 +172,8 @@ def _order(size: int, seed: int) -> _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples(Dataset):
-    """The samples of a run, each a sequence, numbered from 0. `dataset[n]` is this rank's share of the step that begins
-    with sample n."""
+    """The samples of a run, each one sequence, numbered from 0. `dataset[n]` is this rank's share of the step that
+    starts with sample n."""
 
     batch_size: int  # over all ranks
     rank: int
@@ -182,16 +183,16 @@ class Samples(Dataset):
 
     @property
     def identity(self) -> Any:
-        """What tells these samples from others, JSON-able: a position holds for no others."""
+        """JSON-serializable identity of these samples; a position is valid only for them."""
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Where they are, in words."""
+        """Where the samples are, for messages."""
         raise NotImplementedError
 
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
-        """Those of these numbers, int64 [S]: int64 [S, T + 1]."""
+        """The sequences of samples int64 [S]: int64 [S, T + 1]."""
         raise NotImplementedError
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
@@ -209,14 +210,14 @@ class Samples(Dataset):
         samples = state["samples"]
         loader = DataLoader(
             self,
-            batch_size=None,  # an item is a whole share
+            batch_size=None,  # an item is already a whole share
             sampler=count(samples, self.batch_size),
             num_workers=self.workers,
             worker_init_fn=outlive_stop_signals,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
+            generator=torch.Generator(),  # otherwise a start draws from the global generator, so a resume differs
         )
-        # Counted here, where batches are handed out, and not where workers read ahead.
+        # Count batches here, where they are consumed, not where workers read ahead.
         for batch in started(loader):
             samples += self.batch_size
             yield batch, {"samples": samples, "tokens": tokens}
@@ -236,7 +237,7 @@ class PackedTokens(Samples):
     seed: int
 
     def __post_init__(self) -> None:
-        _ = self._order  # made before workers are forked, which share it
+        _ = self._order  # create before forking workers, which share it
 
     @property
     def identity(self) -> str:
@@ -247,8 +248,8 @@ class PackedTokens(Samples):
         return str(self.folder)
 
     def validation(self, samples: int) -> torch.Tensor:
-        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. They are evenly spaced, for the first
-        ones alone would be of the first files."""
+        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. They are evenly spaced, because the
+        first blocks come from the first files only."""
         found = blocks(self.manifest.validation.tokens, self.sequence_length)
         count = min(samples, found)
         return self._read("validation", np.arange(count) * found // max(count, 1))
@@ -261,7 +262,7 @@ class PackedTokens(Samples):
         return _order(blocks(self.manifest.train.tokens, self.sequence_length), self.seed)
 
     def _read(self, split: str, chosen: np.ndarray) -> torch.Tensor:
-        # Mapped anew for each batch: that takes microseconds, and a worker inherits no open file.
+        # Map the file for each batch: this takes microseconds, and workers inherit no open file.
         tokens = np.memmap(self.folder / f"{split}.tokens", self.manifest.token_dtype, mode="r")
         length = self.sequence_length
         rows = [tokens[start : start + length + 1] for start in (chosen * length).tolist()]

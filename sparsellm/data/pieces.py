@@ -1,18 +1,18 @@
-"""A long document in pieces, whose tokens, one after the other, are those of the whole.
+"""Splits a long document into pieces whose concatenated tokens equal the tokens of the whole.
 
-A piece ends in front of a space that stands between a word and a letter. That changes no token if three things hold:
+A piece ends before a space between a word and a letter. That changes no token if three conditions hold:
 
-- the normalizer changes the text on each side of the space alone, as those of NORMALIZERS do;
-- no word of the pre-tokenizer goes across: "a b" gives the words of "a" and of " b". Where it does not cut the text at
-  spaces, as those that were made from sentencepiece, the model must be a BPE, and none of its tokens may have the mark
-  of a space behind another character: then nothing is ever merged across;
-- no token that is found in the text before all that goes across.
+- the normalizer acts independently on each side of the space, as those of NORMALIZERS do;
+- no pre-tokenizer word spans the split: "a b" gives the words of "a" and of " b". If the pre-tokenizer does not split
+  at spaces (converted sentencepiece models), the model must be a BPE without tokens that have the space mark after
+  another character: then no merge spans the split;
+- no added token, which is matched before all of that, spans the split.
 
-Llama 2's normalizer puts a "▁" in front of every text, and turns every space into one. There a piece begins with the
-letter and leaves the space out, in whose place it gets the "▁".
+Llama 2's normalizer prepends "▁" to every text and replaces every space by it. There a piece starts with the letter,
+without the space, because it gets the "▁" instead.
 
-Where this does not hold, or is not known to, a document is not cut: its encoding then takes 60 to 100 bytes a
-character, and one core.
+If the conditions do not hold, or are not known to hold, a document is not split: its encoding then takes 60 to 100
+bytes per character, on one core.
 """
 
 import json
@@ -22,21 +22,21 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-LONG_DOCUMENT = 4_000_000  # characters; a longer document is cut, so that all cores encode it, in 0.5 GB
+LONG_DOCUMENT = 4_000_000  # characters; longer documents are split, so that all cores encode them, in 0.5 GB
 PIECE = 500_000
-# In front of a space alone before a letter. Literal marks may merge with it, as other spaces do.
+# Before a single space followed by a letter. Not next to a literal mark or other spaces, which may merge with it.
 _BREAK = re.compile(r"(?<=[^\s▁]) (?=[^\W\d_])")
 NORMALIZERS: tuple[dict[str, Any], ...] = (
     *({"type": name} for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")),
     {"type": "Prepend", "prepend": "▁"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
 )
-# What stands before and behind a space, of each kind that pre-tokenizers tell apart.
+# Characters before and after a space, one of each kind that pre-tokenizers distinguish.
 BEFORE, BEHIND = "aZ1.)'é日", "bÜ日"
 
 
 def batches(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[tuple[int, str]]]:
-    """The pieces of `texts`, each with the number of its text, in lists of about LONG_DOCUMENT characters."""
+    """The pieces of `texts`, each with the index of its text, in lists of about LONG_DOCUMENT characters."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for number, text in enumerate(texts):
@@ -51,7 +51,7 @@ def batches(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[tuple[int, 
 
 
 def _pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """`text` in pieces of at least PIECE characters, the last one perhaps less."""
+    """`text` in pieces of at least PIECE characters, except perhaps the last."""
     start, skipped = 0, left_out(tokenizer)
     while skipped is not None and (found := _BREAK.search(text, start + PIECE)):
         yield text[start : found.start()]
@@ -60,14 +60,14 @@ def _pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def left_out(tokenizer: Tokenizer) -> int | None:
-    """How many characters, 0 or 1, a piece leaves out at its beginning; None: a text cannot be cut."""
+    """The number of characters (0 or 1) that a piece omits at its start; None if texts cannot be split."""
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
     if any(token.rstrip or re.search(r"\S ", token.content) for token in added):
         return None
     if any(part not in NORMALIZERS for part in _normalizers(tokenizer)):
         return None
     pairs = [(a, f" {b}") for a in BEFORE for b in BEHIND]
-    for skipped in (0,) if added else (0, 1):  # behind a space that is left out, an added token would be another one
+    for skipped in (0,) if added else (0, 1):  # if the space is omitted, an added token after it would differ
         parts = [(_words(tokenizer, a + b), _words(tokenizer, a), _words(tokenizer, b[skipped:])) for a, b in pairs]
         if all(whole == left + right for whole, left, right in parts):
             return skipped
@@ -79,7 +79,7 @@ def left_out(tokenizer: Tokenizer) -> int | None:
 
 
 def _normalizers(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One after the other, as tokenizer.json has them."""
+    """The list of normalizers in tokenizer.json, flattened."""
     if tokenizer.normalizer is None:
         return []
     found = json.loads(tokenizer.normalizer.__getstate__())
@@ -87,7 +87,7 @@ def _normalizers(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """What the model gets of a text, word by word."""
+    """The words that the model gets for a text."""
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
     if tokenizer.pre_tokenizer is None:
@@ -96,7 +96,7 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def _never_merges(tokenizer: Tokenizer, mark: str) -> bool:
-    """Whether the model, which gets a text as one word, puts no `mark` of a space into a token behind another one."""
+    """Whether the model, which gets a text as one word, has no token with the space `mark` after another character."""
     model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     return (
         isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace | None)

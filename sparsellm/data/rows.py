@@ -1,15 +1,14 @@
-"""The records of one file, in order: each a text and its licence, or the reason why it cannot be read.
+"""Reads the records of one file in order: each a text and its licence, or the reason why it cannot be read.
 
     .parquet          a row is a record
-    .jsonl, .json     a line is a record; of a file that is one JSON list, an item
+    .jsonl, .json     a line is a record; in a file that is one JSON list, an item
     .txt              the file is a record
 
-Only the text and the licence are looked at: other columns may hold anything, and change their types within a file. (The
-readers of `datasets` take the types of all columns from the first 10 MB of a jsonl file and refuse what differs later.)
-Text is UTF-8; a byte order mark is left out. Files of text and jsonl may be compressed.
+Only the text and the licence are used: other columns may hold anything and change types within a file. (The readers of
+`datasets` infer the types of all columns from the first 10 MB of a jsonl file and refuse later deviations.) Text is
+UTF-8; a byte order mark is removed. Text and jsonl files may be compressed.
 
-A record that cannot be read is a `Row` with a fault, and the records after it are read. A file that cannot be read is a
-DataError.
+An unreadable record becomes a `Row` with a fault, and reading continues after it. An unreadable file raises DataError.
 """
 
 import bz2
@@ -40,10 +39,10 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
 LICENCE_COLUMNS = ("license", "licence")
 HEAD = 10 << 20  # bytes from the start of a jsonl file in which the text column must appear
 READ_AHEAD = 1 << 20
-BATCH_ROWS = 100  # of parquet: so many texts are in memory at once
-# What a damaged file raises, by its kind and its damage.
+BATCH_ROWS = 100  # parquet rows in memory at once
+# Exceptions that damaged files raise, depending on format and damage.
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zlib.error, lzma.LZMAError)
-# UTF-32 first: its mark begins with that of UTF-16.
+# UTF-32 first: its byte order mark starts with that of UTF-16.
 WIDE = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
@@ -53,13 +52,13 @@ WIDE = {
 class Row(NamedTuple):
     text: str | None
     licence: str | None = None
-    fault: str | None = None  # where the record stands in its file, and why it cannot be read
+    fault: str | None = None  # where the record is in its file, and why it cannot be read
 
 
 def rows(file: str, text_column: str) -> Iterator[Row]:
     """The records of `file`, which is a path or an address.
 
-    Raises DataError for a file that is of another kind or cannot be read, and for a missing column.
+    Raises DataError for an unsupported or unreadable file, and for a missing column.
     """
     reader = reader_of([file])
     try:
@@ -74,7 +73,7 @@ def rows(file: str, text_column: str) -> Iterator[Row]:
 
 
 def reader_of(files: Sequence[str]) -> str:
-    """Which of READERS reads `files`. Raises DataError if none does, or if they are of several kinds."""
+    """The entry of READERS for `files`. Raises DataError if there is none, or if the files have several formats."""
     kinds = {ending(file) for file in files}
     if unknown := kinds - READERS.keys():
         raise DataError(
@@ -94,27 +93,27 @@ _REMEDY = (
 
 
 def ending(file: str) -> str:
-    """The end of a name that decides how a file is read, without that of a compression where it may be compressed."""
+    """The suffix that decides how a file is read, without a compression suffix if the format may be compressed."""
     name, *ends = file.lower().rpartition("/")[2].rsplit(".", 2)
     if not ends:
         return ""
     inner, last = ends if len(ends) == 2 else (name, *ends)
     if f".{last}" not in COMPRESSIONS:
         return f".{last}"
-    # Parquet compresses its columns itself and is read from its end.
+    # Parquet compresses its own columns and is read from the end, so it cannot be compressed as a file.
     return f".{inner}" if f".{inner}" in READERS.keys() - {".parquet"} else f".{inner}.{last}"
 
 
 def _binary(file: str) -> BinaryIO:
     if "://" not in file:
         return Path(file).open("rb")
-    from datasets.utils.file_utils import xopen  # tries again when the hub does not answer
+    from datasets.utils.file_utils import xopen  # retries when the hub does not answer
 
     return xopen(file, "rb")
 
 
 def _unpacked(file: str) -> io.BufferedReader:
-    """The bytes of `file`. Raises DataError if their byte order mark says that they are not UTF-8."""
+    """The decompressed bytes of `file`. Raises DataError if a byte order mark shows that they are not UTF-8."""
     unpack = COMPRESSIONS.get(Path(file.lower()).suffix)
     raw: Any = _binary(file)
     stream: io.BufferedReader = io.BufferedReader(unpack(raw) if unpack else raw, READ_AHEAD)
@@ -149,7 +148,7 @@ def _text(file: str, _: str) -> Iterator[Row]:
 
 def _parquet(file: str, text_column: str) -> Iterator[Row]:
     with _binary(file) as opened:
-        # From the hub, the column of a row group comes in a few large requests.
+        # pre_buffer: fetch the column of a row group from the hub in a few large requests.
         parquet = pyarrow.parquet.ParquetFile(opened, pre_buffer="://" in file)
         if parquet.metadata.num_rows == 0:
             return
@@ -189,8 +188,8 @@ class _Record(NamedTuple):
     """A line of a jsonl file, or an item of a JSON list."""
 
     row: Row
-    value: Any  # what the JSON holds; None if it cannot be read
-    size: int = 0  # bytes; 0 in a list, all of which is in memory
+    value: Any  # the parsed JSON; None if it cannot be read
+    size: int = 0  # bytes; 0 in a list, which is in memory as a whole
 
 
 def _json(file: str, text_column: str) -> Iterator[Row]:
@@ -203,10 +202,10 @@ def _json(file: str, text_column: str) -> Iterator[Row]:
 
 
 def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[Row]:
-    """The rows up to the first one with a text, or of HEAD bytes. Raises DataError if these say that the column is
-    missing or holds something else."""
+    """The rows up to the first one with a text, or of the first HEAD bytes. Raises DataError if they show that the
+    column is missing or holds something else."""
     head: list[Row] = []
-    seen: dict[str, Any] = {}  # the columns so far, each with a value if it had one
+    seen: dict[str, Any] = {}  # the columns so far, each with a value if there was one
     size = 0
     for row, value, length in records:
         head.append(row)
@@ -241,7 +240,7 @@ def _items(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_
 
 def _lines(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
     for number in count(start=1):
-        # Only the record is kept while it is used: a line may take gigabytes.
+        # Keep only the record while it is used, because a line may take gigabytes.
         if (record := _line(stream.readline(), number, file, text_column)) is None:
             return
         if record.row is not _BLANK:
@@ -252,17 +251,17 @@ _BLANK = Row(None)
 
 
 def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | None:
-    """The record of `line`, whose row is _BLANK if there is nothing in it; None behind the last line."""
+    """The record of `line`; its row is _BLANK if the line is blank. None after the last line."""
     if not line:
         return None
-    content = line.removeprefix(codecs.BOM_UTF8)  # a file that was joined from several has more than one
+    content = line.removeprefix(codecs.BOM_UTF8)  # a file concatenated from several has more than one
     if not content or content.isspace():
         return _Record(_BLANK, None)
     value, broken = None, None
     try:
         try:
             text = content.decode()
-        except UnicodeDecodeError as error:  # perhaps in another column: then it does not matter
+        except UnicodeDecodeError as error:  # it does not matter if it is in another column
             text, broken = content.decode(errors="surrogateescape"), error
         value = json.loads(text)
         row = _row(value, text_column)
@@ -277,7 +276,7 @@ def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | No
 
 
 def _row(value: Any, text_column: str) -> Row:
-    """Raises ValueError if `value` is no record with a text."""
+    """Raises ValueError if `value` is not a record with a text."""
     if not isinstance(value, dict):
         raise ValueError(f"it holds {_named(value)}, and should hold an object")
     text = value.get(text_column)
@@ -304,7 +303,7 @@ def _reason(error: Exception) -> str:
 
 
 def _named(value: Any) -> str:
-    """What a JSON value is called."""
+    """The kind of a JSON value, for messages."""
     if isinstance(value, dict):
         return f"an object ({', '.join(map(str, value))})"
     kinds = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
@@ -312,17 +311,17 @@ def _named(value: Any) -> str:
 
 
 def _no_column(file: str, text_column: str, columns: dict[str, Any]) -> str:
-    """`columns`: what there is, each with a value of it."""
+    """The message for a missing column. `columns`: the existing ones, each with a sample value."""
     texts = [name for name, value in columns.items() if isinstance(value, str)]
     remedies = [f"set data.text_column to one of {', '.join(texts)}"] if texts else []
     remedies += [lifted for name, value in columns.items() if (lifted := _lifted(file, name, value))]
     others = f", and none of its columns ({', '.join(columns)}) holds text" if not texts else ""
     said = f"{file} has no column {text_column!r}{others}: {', or '.join(remedies) or 'give other files'}"
-    return said.encode(errors="backslashreplace").decode()  # names may hold bytes that are no text
+    return said.encode(errors="backslashreplace").decode()  # names may contain bytes that are not valid text
 
 
 def _lifted(file: str, name: str, value: Any) -> str | None:
-    """How to get at the text inside of `value`, of the column `name`; None if there is none."""
+    """How to extract the text nested in `value` of the column `name`; None if there is none."""
     fields = value.items() if isinstance(value, dict) else ()
     inner = next((key for key, found in fields if isinstance(found, str)), None)
     if inner is None:

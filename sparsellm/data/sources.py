@@ -1,9 +1,9 @@
-"""Whether the text that tokens were made of is still what it was.
+"""Checks whether the source text of prepared tokens has changed.
 
-A finished folder keeps the checksum of each local file that was read for it (`Manifest.source_checksums`), and
-verified.json the size and times that the file had. A file whose size and times are others is read again: a copy, or one
-that was only touched, has not changed. Files that no document was read of may change. Where none of the files is there,
-as on a machine that has the tokens alone, nothing is said.
+A finished folder keeps the checksum of each local source file (`Manifest.source_checksums`), and verified.json its size
+and times. A file with a different size or time is read again: a copy, or a file that was only touched, counts as
+unchanged. Files from which no document was read may change. If none of the files exist, as on a machine that has only
+the tokens, nothing is reported.
 """
 
 from pathlib import Path
@@ -12,11 +12,11 @@ from sparsellm.data import corpus
 from sparsellm.data.checksums import Verified, stamp
 from sparsellm.data.manifest import Manifest
 
-NAMED = 3  # files in one message
+NAMED = 3  # most files listed in one message
 
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
-    """What has become of the text of a finished `folder`: one sentence, or none."""
+    """How the text of a finished `folder` has changed, as a list of at most one message."""
     read = _read_for(manifest)
     there = [file for file in read if stamp(Path(file)) is not None]
     if not there:
@@ -41,7 +41,7 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def refusal(change: str, folder: Path) -> str:
-    """`change`, one of `changes`, with its remedy."""
+    """The message `change` from `changes`, with its remedy."""
     return (
         f"{change}, whose tokens are those of the text as it was: prepare the text as it is into a folder of its own"
         f" (another data.name), delete {folder} and prepare again, or bring the text back as it was"
@@ -49,13 +49,13 @@ def refusal(change: str, folder: Path) -> str:
 
 
 def names(files: list[str]) -> str:
-    """The first of `files`, and how many others there are."""
+    """The first few of `files`, and the number of others."""
     rest = len(files) - NAMED
     return ", ".join(files[:NAMED]) + (f" and {rest:,} other{'s' if rest > 1 else ''}" if rest > 0 else "")
 
 
 def _read_for(manifest: Manifest) -> list[str]:
-    """The local files that were read. Manifests of earlier versions may know the sizes alone."""
+    """The local files that were read. Manifests of earlier versions may contain only sizes."""
     return [
         file
         for file in manifest.source_files
@@ -71,7 +71,7 @@ def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified)
     key = key_of(file)
     if before is None:
         return False
-    if not verified.knows(key):  # as in a folder of an earlier version
+    if not verified.knows(key):  # a folder of an earlier version
         made = stamp(folder / "manifest.json")
         if made is not None and now.mtime_ns < made.mtime_ns:
             return False
@@ -79,12 +79,12 @@ def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified)
 
 
 def key_of(file: str) -> str:
-    """What verified.json calls a source, apart from the folder's own files."""
+    """The key of a source in verified.json, distinct from those of the folder's own files."""
     return f"source {file}"
 
 
 def _added(manifest: Manifest) -> list[str]:
-    """The files that match data.files now, and did not when all of them were read."""
+    """Files that match data.files now but did not when the text was read."""
     patterns = manifest.recipe.get("data.files")
     if not (manifest.exhausted and patterns):
         return []

@@ -1,18 +1,18 @@
-"""Training on documents while they are read and tokenized, for those without the disk.
+"""Trains on documents while they are read and tokenized, without disk space for tokens.
 
-Each epoch permutes the files and deals them out to the ranks, so that none reads what another needs; a rank goes on to
-its next epoch when its own files end. Documents are packed into blocks as in manifest.py, held-out and empty ones left
-out. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose its
+Each epoch permutes the files and distributes them over the ranks, so that every file is read by one rank; a rank starts
+its next epoch when its own files end. Documents are packed into blocks as in manifest.py, without held-out and empty
+ones. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose its
 buffer on a resume.)
 
-The position is that of the group's first token and how many blocks of the group were handed out: a resume reads the
-group again and passes over those. It belongs to one rank of a fixed number of ranks, to one tokenizer, by its content,
-and to the same files: local ones are the same by path, size, and their first and last MiB.
+The position is that of the group's first token and the number of blocks of the group already used: a resume reads the
+group again and skips those. It is valid for one rank of a fixed number of ranks, one tokenizer (by content), and the
+same files; local files are identified by path, size, and their first and last MiB.
 
-Of local files only those that the position lies behind must be the same. Others may change or go, as one with a bad
-record must: the files that the run began with stay the ones that each epoch permutes, and those that are gone are
-passed over. Where the group has tokens of a file that changed, reading begins again at the document that the position
-names, or at the start of the file if that one changed: nothing is lost, and some sequences come twice.
+Only local files before the position must be unchanged. Others may change or disappear (a file with a bad record has to
+be fixed): each epoch still permutes the files with which the run started, and missing ones are skipped. If the group
+has tokens of a changed file, reading restarts at the document of the position, or at the start of the file if that file
+changed: nothing is lost, and some sequences are repeated.
 """
 
 import os
@@ -58,7 +58,7 @@ class TokenStream:
     pin_memory: bool
     skip_bad_records: bool = False
     group_blocks: int = GROUP_BLOCKS
-    listed: tuple[str, ...] = ()  # the files that the run began with, if some of them are gone
+    listed: tuple[str, ...] = ()  # the files with which the run started, if some of them are gone
 
     def __post_init__(self) -> None:
         if len(self.files) < self.world_size:
@@ -69,7 +69,8 @@ class TokenStream:
 
     def validation(self, samples: int) -> torch.Tensor:
         """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Reads the files in their
-        own order, so it is the same on every rank and at every start. Raises DataError if there is none."""
+        original order, so the blocks are the same on every rank and at every start. Raises DataError if there are
+        none."""
         length, found = self.sequence_length, 0
         pieces: list[np.ndarray] = []
         for _, _, tokens in self._tokens(list(self.files), corpus.START, held_out=True):
@@ -86,18 +87,18 @@ class TokenStream:
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
 
-        Raises DataError if `state` belongs to another number of ranks, another rank, another tokenizer, documents that
-        begin otherwise, or files that have changed since they were read.
+        Raises DataError if `state` is from another number of ranks, rank, tokenizer or begin-of-text token, or if files
+        have changed since they were read.
         """
         vocabulary = self._vocabulary()
         identity: dict[str, Any] = {
             "world_size": self.world_size, "rank": self.rank,
-            "begin_of_text": vocabulary.begin_of_text,  # states of earlier versions had none
+            "begin_of_text": vocabulary.begin_of_text,  # missing in states of earlier versions
             "tokenizer": tokenizer.digest(vocabulary)[:16],
         }  # fmt: skip
         stream, position = self, {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
         if state is not None:
-            # States of earlier versions have no "tokenizer", or that of the tokenizer as it was found.
+            # States of earlier versions have no "tokenizer", or that of the unadapted tokenizer.
             before = {"tokenizer": identity["tokenizer"], **state}
             if before["tokenizer"] in {digest[:16] for digest in tokenizer.digests(vocabulary)}:
                 before["tokenizer"] = identity["tokenizer"]
@@ -110,14 +111,14 @@ class TokenStream:
             "ends": {name: self.ends.get(name) for name in stream.names} if self.ends else {},
             "sizes": {name: self.files.get(name) for name in stream.names} if self.ends else {},
         }
-        # One worker: more would need positions of their own. It reads ahead up to a group, to have the next one ready.
+        # One worker, because several would need separate positions. It reads ahead up to a group.
         ahead = max(2, self.group_blocks // self.share)
         worker: dict[str, Any] = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread}
         loader = DataLoader(
             _Shares(stream, position),
             batch_size=None,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # otherwise a start draws from the global generator, and a resume shows
+            generator=torch.Generator(),  # otherwise a start draws from the global generator, so a resume differs
             **(worker if self.workers else {}),
         )
         for batch, after in started(loader):
@@ -125,18 +126,18 @@ class TokenStream:
 
     @property
     def names(self) -> list[str]:
-        """The files that each epoch permutes; those that are not in `files` are passed over."""
+        """The files that each epoch permutes; files missing from `files` are skipped."""
         return list(self.listed or self.files)
 
     def _order(self, epoch: int) -> list[str]:
-        """This rank's files of `epoch`."""
+        """This rank's files in `epoch`."""
         names = self.names
         return [names[i] for i in permutation(len(names), self.seed, epoch)[self.rank :: self.world_size]]
 
     def _since(self, state: dict[str, Any]) -> tuple["TokenStream", dict[str, Any]]:
-        """The stream that goes on from `state` in the files as they are now, and the position in it.
+        """The stream that continues from `state` with the current files, and the position in it.
 
-        Raises DataError if files have changed that this rank has read to their end.
+        Raises DataError if files that this rank has read completely have changed.
         """
         ends, sizes = state.get("ends", {}), state.get("sizes", {})
         stream = replace(self, listed=tuple(ends))
@@ -144,7 +145,7 @@ class TokenStream:
         gone = {name for name in ends if name not in self.files}
         others = {name for name in ends if ends[name] != self.ends.get(name)}
         others |= {name for name in sizes if sizes[name] != self.files.get(name)}
-        # Of hub files, and in states of earlier versions, which have no sizes or no ends, the digest alone tells.
+        # For hub files, and states of earlier versions without sizes or ends, only the digest can tell.
         if added or (not others and state["files"] != self._files_digest() and not sizes):
             detail = f" ({sources.names(added)} came later)" if added else ""
             raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
@@ -179,14 +180,14 @@ class TokenStream:
         return stream, position
 
     def _of_group(self, state: dict[str, Any], order: list[str]) -> set[str]:
-        """The files that the group of `state` may have tokens of: of its epoch those in `order`, or fewer."""
-        epoch, last = state.get("reached", (None, None))  # states of earlier versions do not say
+        """The files from which the group of `state` may have tokens: those of its epoch in `order`, or fewer."""
+        epoch, last = state.get("reached", (None, None))  # missing in states of earlier versions
         if epoch == state["epoch"]:
             return set(order[: order.index(last) + 1])
         return set(self.names)
 
     def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """`batches` without its checks, read in this process."""
+        """`batches` without checks, read in this process."""
         rows: list[np.ndarray] = []
         given = position["given"]
         for start, group in self._groups(position):
@@ -203,7 +204,7 @@ class TokenStream:
         step = self.group_blocks * self.sequence_length
         skip, number = position["skip_tokens"], position["group"]
         buffer = np.empty(0, np.int64)
-        # Where in the buffer each chunk starts; negative once its first tokens are used up.
+        # Offset of each chunk in the buffer; negative once its first tokens are used up.
         starts: deque[tuple[int, dict[str, Any]]] = deque()
         for where, last, tokens in self._epochs(position):
             starts.append((len(buffer) - skip, where))
@@ -222,8 +223,8 @@ class TokenStream:
                 number += 1
 
     def _epochs(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, int], list[Any], np.ndarray]]:
-        """This rank's training tokens, chunk by chunk, each with the position of its first document, and with the epoch
-        and the file of its last one."""
+        """This rank's training tokens in chunks, each with the position of its first document, and the epoch and file
+        of its last."""
         start = {key: position[key] for key in corpus.START}
         for epoch in count(position["epoch"]):
             files = [name for name in self._order(epoch) if name in self.files]
@@ -274,10 +275,10 @@ class _Shares(IterableDataset):
 
 def _one_thread(worker: int) -> None:
     outlive_stop_signals(worker)
-    # A forked process has lost the tokenizer's threads; one core still tokenizes faster than a GPU trains.
+    # A forked process lacks the tokenizer's threads; one core still tokenizes faster than a GPU trains.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _blocks(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Every whole block of `tokens`, [B, T + 1], one starting every T: a view."""
+    """All whole blocks of `tokens`, [B, T + 1], one starting every T tokens, as a view."""
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]

@@ -1,8 +1,8 @@
-"""The tokenizer: from the hub, from a local folder, or trained here; and kept in a folder that AutoTokenizer loads.
+"""The tokenizer: from the hub, from a local folder, or trained here; saved in a folder that AutoTokenizer loads.
 
-The tokens of a text are those of `tokenizer.json` alone. Loading the folder through the class that its
-`tokenizer_config.json` names can change them: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, and
-loses how SmolLM2 splits digits. From the files beside it come only the names of the tokens that begin and end a text.
+Tokens depend only on `tokenizer.json`. Loading the folder through the class in its `tokenizer_config.json` can change
+them: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, and loses how SmolLM2 splits digits. The other
+files only provide the tokens that begin and end a text.
 """
 
 import hashlib
@@ -24,23 +24,23 @@ from sparsellm.runs.layout import CHECKPOINTS, HF
 from sparsellm.system.files import read_json, write_whole
 
 KEY = "data.tokenizer"
-END_OF_TEXT = "<|endoftext|>"  # follows every document, where a tokenizer has it
+END_OF_TEXT = "<|endoftext|>"  # follows every document if the tokenizer has it
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_ROLES = (_CONFIG, "special_tokens_map.json")  # one of these names the eos_token; the first that does so counts
+_ROLES = (_CONFIG, "special_tokens_map.json")  # files that may define eos_token; the first one that does counts
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     tokenizer: Tokenizer
-    end_of_text: str  # the token of it that follows every document: END_OF_TEXT, or else its own eos_token
-    begin_of_text: str | None = None  # the one that precedes every document, as it does every prompt
-    found: str | None = None  # the tokenizer.json that was found, where this is another one
-    changes: tuple[str, ...] = ()  # between the two, in words
+    end_of_text: str  # the token that follows every document: END_OF_TEXT, otherwise eos_token
+    begin_of_text: str | None = None  # the token that precedes every document and every prompt
+    found: str | None = None  # the original tokenizer.json, if this one was changed
+    changes: tuple[str, ...] = ()  # descriptions of the changes
 
 
 def load(name: str, key: str = KEY) -> Vocabulary:
-    """The tokenizer of a local folder, of the tokenizer.json in it, of a run or its checkpoint, or of a hub repository.
-    `key`: whose value `name` is, for messages. Raises DataError."""
+    """Load the tokenizer of a local folder, a tokenizer.json, a run or checkpoint, or a hub repository. `key`: the
+    configuration key of `name`, for messages. Raises DataError."""
     path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
     what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
@@ -60,7 +60,7 @@ def load(name: str, key: str = KEY) -> Vocabulary:
                 vocabulary = _vocabulary(Path(hf_hub_download(name, _FILE)), given, partial(_on_the_hub, name, given))
     except DataError:
         raise
-    except Exception as error:  # of the tokenizers library, which has no class of its own for it, or of the hub
+    except Exception as error:  # from the tokenizers library, which raises bare Exception, or the hub
         raise DataError(
             f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
             " network, or the name of a repository on the hub"
@@ -69,7 +69,8 @@ def load(name: str, key: str = KEY) -> Vocabulary:
 
 
 def _ours(vocabulary: Vocabulary) -> Vocabulary:
-    """`vocabulary`, settled, and with tokens around documents that are special: a text that spells one out is text."""
+    """`vocabulary` after `settle`, with its begin- and end-of-text tokens made special, so that text that spells one
+    out stays text."""
     tokenizer = vocabulary.tokenizer
     found, changes = tokenizer.to_str(pretty=True), tokenizer_file.settle(tokenizer)
     for token in filter(None, (vocabulary.end_of_text, vocabulary.begin_of_text)):
@@ -82,32 +83,32 @@ def _ours(vocabulary: Vocabulary) -> Vocabulary:
 
 
 def _given(key: str, name: str) -> str:
-    """How messages call the tokenizer that `name`, the value of `key`, means."""
+    """The description of the tokenizer KEY=NAME for messages."""
     return f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"
 
 
 def _file_in(folder: Path) -> Path:
-    """The tokenizer.json of a folder, of a checkpoint, or of a run, whose checkpoints all have the same."""
+    """The tokenizer.json of a folder, a checkpoint, or a run (all its checkpoints have the same)."""
     found = (folder / _FILE, folder / HF / _FILE, *sorted((folder / CHECKPOINTS).glob(f"step_*/{HF}/{_FILE}")))
     return next(filter(Path.is_file, found), folder / _FILE)
 
 
 def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabulary:
-    """The tokenizer of `file`, and what stands around its documents. `given`: its name in messages. `find` gives the
-    paths of the files beside it. Raises DataError."""
+    """The tokenizer of `file` with its begin- and end-of-text tokens. `given`: its description for messages. `find`
+    returns the paths of other files in its folder. Raises DataError."""
     try:
         tokenizer = tokenizer_file.load(file)
     except tokenizer_file.BrokenTokenizer as error:
         raise DataError(f"{given} cannot be loaded, for {file} is damaged: {error}; bring back a whole copy") from error
-    # Settings of other uses, which would cut or pad documents without a word.
+    # Settings for other uses, which would silently truncate or pad documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
     encoding = tokenizer.encode("a")
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
     begin = [token for token, _ in special]
-    # What ends one document begins the next already. Where tokenizer_config.json names another bos_token, only prompts
-    # begin with this one: that is so in the folders that earlier versions prepared and saved.
+    # No begin-of-text token if it equals the end-of-text token. If tokenizer_config.json has another bos_token, only
+    # prompts begin with this token, as in folders of earlier versions.
     if len(begin) != 1 or begin == [end] or _named("bos_token", [find(_CONFIG)])[1] not in (None, *begin):
         return Vocabulary(tokenizer, end)
     return Vocabulary(tokenizer, end, begin[0])
@@ -129,18 +130,19 @@ def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) 
 
 
 def _named(role: str, files: Iterable[Path]) -> tuple[Path | None, Any]:
-    """The first of `files` that names a token for `role`, and the token; None where none does. Raises DataError."""
+    """The first of `files` that defines a token for `role`, and the token; (None, None) if none does. Raises
+    DataError."""
     for path in filter(Path.is_file, files):
         found = read_json(path, DataError, "restore it").get(role)
-        token = found.get("content") if isinstance(found, dict) else found  # as a string, or as an AddedToken
+        token = found.get("content") if isinstance(found, dict) else found  # a string or an AddedToken
         if token is not None:
             return path, token
     return None, None
 
 
 def _on_the_hub(name: str, given: str, file: str) -> Path:
-    """The hub's copy on this machine of a file of a repository; a path with nothing there if it has no such file.
-    Raises DataError if the hub cannot be asked."""
+    """The local copy of a file in a hub repository; a nonexistent path if the repository has no such file. Raises
+    DataError if the hub cannot be asked."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
@@ -169,10 +171,10 @@ def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:
 
 
 def save(vocabulary: Vocabulary, folder: Path) -> str:
-    """Write `vocabulary` to `folder` as `load` and AutoTokenizer load it, and return its `digest`."""
+    """Write `vocabulary` to `folder`, for `load` and AutoTokenizer, and return its `digest`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = serialized(vocabulary)
-    # A class that only wraps tokenizer.json; transformers 4 and 5 both know it by this name.
+    # A class that only wraps tokenizer.json and has this name in both transformers 4 and 5.
     end = vocabulary.end_of_text
     roles = {"bos_token": vocabulary.begin_of_text or end, "eos_token": end, "pad_token": end}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
@@ -182,14 +184,14 @@ def save(vocabulary: Vocabulary, folder: Path) -> str:
 
 
 def serialized(vocabulary: Vocabulary) -> str:
-    """The tokenizer.json that `save` writes: what decides the tokens of a text."""
+    """The tokenizer.json that `save` writes."""
     return vocabulary.tokenizer.to_str(pretty=True)
 
 
 def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
-    """What decides the tokens of documents: sha256 of tokenizer.json, of the token at their end if it is not
-    END_OF_TEXT, and of the one at their beginning if they have one. `content`: of that file, if not the one that `save`
-    would write."""
+    """A sha256 of everything that decides the tokens of documents: tokenizer.json, the end-of-text token if it is not
+    END_OF_TEXT, and the begin-of-text token if there is one. `content`: tokenizer.json, if not the one that `save`
+    writes."""
     content = serialized(vocabulary).encode() if content is None else content
     own = b"" if vocabulary.end_of_text == END_OF_TEXT else f"\n{vocabulary.end_of_text}".encode()
     begin = b"" if vocabulary.begin_of_text is None else f"\nbegins with {vocabulary.begin_of_text}".encode()
@@ -197,26 +199,26 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The `digest`, and those of tokens that earlier versions prepared: their documents have no beginning, and their
-    tokenizer was left as it was found."""
+    """The `digest`, and those of tokens prepared by earlier versions, with the unadapted tokenizer and without a
+    begin-of-text token."""
     alike = (vocabulary, replace(vocabulary, begin_of_text=None))
     contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
     return {digest(each, content) for each in alike for content in contents}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:
-    """One more than the largest id, added tokens included."""
+    """The largest id, including added tokens, plus one."""
     return max(vocabulary.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def end_of_text_id(vocabulary: Vocabulary) -> int:
     found = vocabulary.tokenizer.token_to_id(vocabulary.end_of_text)
-    assert found is not None  # `load` has refused a tokenizer without one, and `train` gives each one
+    assert found is not None  # `load` refuses tokenizers without one, and `train` always adds one
     return found
 
 
 def special_ids(vocabulary: Vocabulary) -> set[int]:
-    """Of the tokens that are never text: `encode` gives none of them within a document."""
+    """The ids of special tokens, which `encode` never produces within a document."""
     return {number for number, token in vocabulary.tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
@@ -226,13 +228,14 @@ def begin_of_text_id(vocabulary: Vocabulary) -> int | None:
 
 
 def form(vocabulary: Vocabulary) -> str:
-    """A document and what stands around it: "<s> TEXT </s>"."""
+    """How a document is tokenized, for messages: "<s> TEXT </s>"."""
     begin = "" if vocabulary.begin_of_text is None else f"{vocabulary.begin_of_text} "
     return f"{begin}TEXT {vocabulary.end_of_text}"
 
 
 def say_form(vocabulary: Vocabulary, given: str) -> None:
-    """A line, unless END_OF_TEXT ends documents and nothing begins them, and one for each change. `given`: KEY=NAME."""
+    """Print the form of documents unless it is the default (only END_OF_TEXT at the end), and each change. `given`:
+    KEY=NAME."""
     for change in vocabulary.changes:
         print(f"{given}: {change}.", flush=True)
     if form(vocabulary) != f"TEXT {END_OF_TEXT}":
@@ -240,16 +243,17 @@ def say_form(vocabulary: Vocabulary, given: str) -> None:
 
 
 def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
-    """The ids of each document, the end of text behind them, and in front of them what begins a text, as Llama's <s>;
-    documents in parallel.
+    """The ids of each document, with the end-of-text token at the end and, if there is one (Llama's <s>), the
+    begin-of-text token at the start. Documents are encoded in parallel.
 
-    A special token that is spelled out in a text is text: only the end of a document ends it.
+    Text that spells out a special token stays text: only the end of a document ends it.
     """
     tokenizer, end, begin = vocabulary.tokenizer, end_of_text_id(vocabulary), begin_of_text_id(vocabulary)
     tokenizer.encode_special_tokens = True
-    # uint32: as Python's own numbers, the ids of a long document would take ten times the memory of its text.
+    # uint32, because Python integers would take ten times the memory of the text of a long document.
     documents = [array("I", () if begin is None else (begin,)) for _ in texts]
-    # A model may make such a token by itself where a text spells it out: a Unigram does, if it is in its vocabulary.
+    # A model may itself produce such a token for text that spells it out, for example a Unigram with it in its
+    # vocabulary.
     around = [each for each in (end, begin) if each is not None]
     reached = [each for each in around if each in _made(tokenizer, str(tokenizer.id_to_token(each)))]
     for batch in pieces.batches(tokenizer, texts):
@@ -273,7 +277,7 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
 
 
 def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
-    """Other tokens of the same text: of its two parts. Raises DataError if there are none."""
+    """Other tokens for the text of the `special` token, from its two halves. Raises DataError if there are none."""
     text = str(tokenizer.id_to_token(special))
     for middle in range(1, len(text)):
         first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])
@@ -283,8 +287,8 @@ def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
 
 
 def _made(tokenizer: Tokenizer, text: str) -> list[int]:
-    """What the model makes of a word; nothing where it refuses, as without a token for unknown words."""
+    """The model's tokens for a word; [] if it refuses, for example without an unknown token."""
     try:
         return [token.id for token in tokenizer.model.tokenize(text)]
-    except Exception:  # the library's errors have no class of their own
+    except Exception:  # the library raises bare Exception
         return []

@@ -1,1 +1,1 @@
-"""Ranks, their process groups, and how they hear of each other's end."""
+"""Ranks, their process groups, and how a rank learns that another one failed."""

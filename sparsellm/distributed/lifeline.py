@@ -1,27 +1,26 @@
-"""Lifelines: how ranks hear of each other's end, whatever they are waiting for.
+"""Lifelines: how a rank learns that another one died or hangs, whatever it is waiting for.
 
-A rank that is killed, or whose machine fails, leaves the others in the middle of a collective. Over gloo their
-connections break, unless a process forked from the dead rank holds them open; over NCCL they wait for an hour. So every
-rank keeps a TCP connection to rank 0. The system closes it with the process, however that ends, and probes find a
-machine that no longer answers. Rank 0 tells the others who is gone, and all of them end with a sentence that names it;
-at once, for NCCL's own watchdog would abort them without one. A rank that fails of an error says so itself; the others
-have some seconds for their own words, as where all fail alike.
+A rank that is killed, or whose machine fails, leaves the others in a collective. With gloo their connections break,
+unless a process forked from the dead rank holds them open; with NCCL they wait for an hour. So every rank keeps a TCP
+connection to rank 0. The system closes it however the process ends, and keepalive probes detect a machine that no
+longer answers. Rank 0 tells the others which rank is gone, and all of them end at once with a message that names it,
+before NCCL's watchdog would abort them without one. A rank that fails with an error reports it; the others get a few
+seconds to report their own, because ranks often fail together.
 
-A rank may also hang without an end. So a thread of each rank says every BEAT seconds how far the rank has come: all of
-them pass the same places (a step, an exchange of objects) in the same order, and count them. Rank 0 names
+A rank may also hang. So a thread of each rank sends a heartbeat every BEAT seconds with the rank's progress: all ranks
+pass the same places (a step, an exchange of objects) in the same order, and count them. Rank 0 reports
 
-- a rank whose process says nothing, for it is stopped or its machine hangs: after SILENT seconds;
-- a rank that has not come to a place where others are, as where its data does not come: after BEHIND seconds;
+- a rank whose process is silent, because it is stopped or its machine hangs: after SILENT seconds;
+- a rank that is behind the others, for example because its data does not arrive: after BEHIND seconds;
 
-and ends all ranks once it has waited for minutes, or for an hour where the rank works alone; sooner if a rank was asked
-to stop, which it can do only together with the others. Rank 1 names rank 0. Seconds are counted in beats, so a job that
-is suspended as a whole (SIGSTOP to all of its ranks) finds nobody late as it goes on. A GPU that hangs on all ranks in
-the same step is left to the timeout of collectives: from outside it looks like rank 0 at work alone.
+and ends all ranks after minutes of waiting, or after an hour if the rank is known to work alone; sooner if a rank was
+asked to stop, which ranks can only do together. Rank 1 watches rank 0. Time is counted in heartbeats, so a job that was
+suspended as a whole (SIGSTOP to all ranks) resumes without a rank being late. A GPU that hangs on all ranks in the same
+step is left to the timeout of collectives: from outside it looks as if rank 0 worked alone.
 
-The connections also give each start of the ranks a name. torchrun (of torch 2.13) keeps its store when it starts ranks
-again, and in it the addresses of ranks that ended. On several nodes it counts the starts of each node alone, so there
-is no number that all ranks know; but a rank 0 that answers is of this start, for torchrun ends all ranks before it
-starts any again.
+The connections also give each start of the ranks a name. torchrun (torch 2.13) keeps its store across restarts, with
+the addresses of ranks that have ended. On several nodes it counts restarts per node, so no number identifies a start on
+all ranks; but a rank 0 that answers belongs to this start, because torchrun ends all ranks before it restarts any.
 """
 
 import os
@@ -39,38 +38,38 @@ import torch.distributed as dist
 
 from sparsellm.system.streams import write_now
 
-ARRIVAL = 600  # seconds within which all ranks come: importing from a shared file system may take minutes
-GRACE = 5  # seconds in which a rank that hears of another's error may still end by itself, in its own words
-NOTICE = 3  # seconds by which the word of a rank's end may come later than what breaks because of it
+ARRIVAL = 600  # seconds for all ranks to join: importing from a shared file system may take minutes
+GRACE = 5  # seconds for a rank that learns of another's error to report its own
+NOTICE = 3  # seconds that the message of a rank's end may lag behind the collective that it breaks
 HANDSHAKE = 10  # seconds for the first line of a connection
-PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine is silent for 30 s: given up
+PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # give up on a machine after 30 s
 BEAT = 5  # seconds
-SILENT = 30  # seconds; a call of C code that holds Python's lock may take some
-SILENT_LIMIT = 300  # seconds: nothing that a healthy process does keeps its threads from speaking for minutes
+SILENT = 30  # seconds; C code that holds the GIL may take some
+SILENT_LIMIT = 300  # seconds; no healthy process blocks its threads for minutes
 BEHIND = 60  # seconds
-# Seconds that others wait for a rank that is behind: preparing the embedded corpus, or loading 25 GB from a slow disk,
-PATIENCE = 3600  # takes as long, and so may the first step, which compiles. Later ranks differ by no more than
-STEP_PATIENCE = 900  # what a slow disk, a stream or another compilation takes.
-STOPPING_PATIENCE = 120  # once some rank was asked to stop: schedulers give about three minutes
-KEY = "lifeline"  # in the store: "PORT NAME" of rank 0
-LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: the first word of a line
-AT = "at"  # of a beat
+# Seconds that others wait for a rank that is behind. Preparing the embedded corpus, loading 25 GB from a slow disk
+PATIENCE = 3600  # and compiling the first step may take this long. In later steps, ranks wait only for
+STEP_PATIENCE = 900  # a slow disk, a data stream or another compilation.
+STOPPING_PATIENCE = 120  # after a stop request: schedulers give about three minutes
+KEY = "lifeline"  # key in the store; value "PORT NAME" of rank 0
+LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: first word of a line
+AT = "at"  # first word of a heartbeat
 
 
 class RanksMissing(RuntimeError):
-    """Not all ranks have come."""
+    """Not all ranks have joined."""
 
 
 @dataclass
 class _Standing:
-    """How far a rank has come, by its last word."""
+    """A rank's progress, from its last heartbeat."""
 
     who: str
     places: int = 0  # passed
-    step: int | None = None  # the last one begun
-    patience: float = PATIENCE  # seconds that others are to wait for it here
+    step: int | None = None  # last step begun
+    patience: float = PATIENCE  # seconds that others wait for it here
     stopping: bool = False  # whether it was asked to stop
-    silent: float = 0  # seconds since its last word
+    silent: float = 0  # seconds since its last heartbeat
     behind: float = 0  # seconds for which others have been at a later place
     named: bool = False
 
@@ -86,7 +85,7 @@ class _Standing:
 
 
 class Lifeline:
-    """This rank's connection to rank 0; on rank 0, those to all others. Built on all ranks together."""
+    """This rank's connection to rank 0; on rank 0, the connections to all others. Constructed on all ranks together."""
 
     def __init__(self, store: dist.Store, address: str, rank: int, world_size: int) -> None:
         """`store` is shared by all ranks, `address` the host of rank 0. Raises RanksMissing."""
@@ -94,16 +93,16 @@ class Lifeline:
         self.me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
         self._others: dict[int, socket.socket] = {}
         self._own = _Standing(self.me)
-        self._standings = {rank: self._own}  # of the ranks that this one hears
+        self._standings = {rank: self._own}  # of the ranks that this one watches
         self._lost: str | None = None
         self._lock, self._heard, self._left = threading.Lock(), threading.Event(), threading.Event()
-        # A forked process would hold the connections open after the end of this one.
+        # A forked process would keep the connections open after this process ends.
         os.register_at_fork(after_in_child=self._close)
-        self.start = self._listen(store) if rank == 0 else self._connect(store, address)  # the name of this start
+        self.start = self._listen(store) if rank == 0 else self._connect(store, address)  # name of this start
         threading.Thread(target=self._beat, name="lifeline", daemon=True).start()
 
     def reached(self, step: int | None = None) -> None:
-        """This rank has come to the next place that all ranks pass: to work on `step`, or to an exchange of objects."""
+        """Record that this rank reached the next common place: the start of `step`, or an exchange of objects."""
         if step is not None:
             self._own.patience = PATIENCE if self._own.step is None else STEP_PATIENCE
             self._own.step = step
@@ -112,7 +111,7 @@ class Lifeline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While entered, this rank does what the others have to wait for."""
+        """Context in which this rank does work that the others wait for."""
         before, self._own.patience = self._own.patience, PATIENCE
         try:
             yield
@@ -120,16 +119,16 @@ class Lifeline:
             self._own.patience = before
 
     def hurry(self) -> None:
-        """This rank was asked to stop."""
+        """Record that this rank was asked to stop."""
         self._own.stopping = True
 
     def explain(self) -> None:
-        """End this process with the sentence, if another rank's end is known, or is within NOTICE seconds."""
+        """If another rank's end is known, or becomes known within NOTICE seconds, report it and end this process."""
         if self._heard.wait(NOTICE):
             self._end()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank ends in order; or of what, so that they end too."""
+        """Tell the others that this rank leaves normally, or with which error, so that they end too."""
         if self._left.is_set():
             return
         self._left.set()
@@ -155,7 +154,7 @@ class Lifeline:
         return name
 
     def _admit(self, connection: socket.socket, name: str) -> None:
-        """Keep the connection of a rank of this start; whoever else comes is turned away."""
+        """Keep the connection of a rank of this start; reject any other."""
         try:
             connection.settimeout(HANDSHAKE)
             lines = connection.makefile("r", encoding="utf-8", errors="replace")
@@ -165,7 +164,7 @@ class Lifeline:
                 connection.close()
                 return
             connection.sendall(f"{name} {self.me}\n".encode())
-        except OSError:  # it comes again
+        except OSError:  # it will retry
             connection.close()
             return
         self._keep(rank, connection, lines, who)
@@ -192,21 +191,21 @@ class Lifeline:
             if said == name:
                 self._keep(0, connection, lines, who)
                 return name
-            time.sleep(0.1)  # that was rank 0 of an earlier start: this one's is about to come
+            time.sleep(0.1)  # that was rank 0 of an earlier start; retry
         raise RanksMissing(f"{self.me} has not reached rank 0 on {address} by TCP in {ARRIVAL} s")
 
     def _keep(self, rank: int, connection: socket.socket, lines: TextIO, who: str) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in PROBES.items():
-            if hasattr(socket, option):  # as on Linux
+            if hasattr(socket, option):  # Linux
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._others[rank] = connection
         self._standings[rank] = _Standing(who)
         threading.Thread(target=self._attend, args=(rank, lines, who), name=f"lifeline_{rank}", daemon=True).start()
 
     def _attend(self, rank: int, lines: TextIO, who: str) -> None:
-        """Hear `who` until the end, and end this process then, unless that was in order."""
+        """Listen to `who` until its end, and then end this process too, unless it left normally."""
         try:
             while (line := lines.readline().strip()).startswith(f"{AT} "):
                 self._standings[rank].hear(line.removeprefix(f"{AT} "))
@@ -218,7 +217,7 @@ class Lifeline:
             self._lose(how, said)
 
     def _lose(self, how: str, said: str) -> None:
-        """End this process, and with rank 0 all others, of what is `said` of a rank, unless it ends already."""
+        """End this process, and from rank 0 all others, with the message `said`, unless it is ending already."""
         with self._lock:
             if self._lost is not None or self._left.is_set():
                 return
@@ -242,7 +241,7 @@ class Lifeline:
                     self._judge(standing, stopping)
 
     def _judge(self, standing: _Standing, stopping: bool) -> None:
-        """Name a rank that others wait for, and end all ranks once they have waited long enough."""
+        """Report a rank that others wait for, and end all ranks after its time limit."""
         who, silent, behind = standing.who, standing.silent, standing.behind
         limit: float
         if silent >= SILENT:
@@ -278,7 +277,7 @@ class Lifeline:
                 connection.sendall(f"{line}\n".encode())
 
     def _end(self) -> None:
-        self._lock.acquire()  # one thread says it
+        self._lock.acquire()  # only one thread reports
         text = f"sparsellm: rank {self.rank} ends, for {self._lost}. The same command goes on from what is saved\n"
         write_now(text)
         os._exit(1)

@@ -1,7 +1,7 @@
 """Quality of a checkpoint: held-out cross entropy, and accuracy on seven downstream tasks.
 
-`evaluate_checkpoint(config)` gives the contents of results.json. Training imports this room too, so lm-eval is loaded
-only where something is evaluated on tasks.
+`evaluate_checkpoint(config)` returns the contents of results.json. Training imports this package too, so lm-eval is
+imported only when tasks are evaluated.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""The requests of tasks, built by lm-eval and tokenized by a thread, two tasks ahead of the GPU.
+"""Builds the requests of tasks with lm-eval and tokenizes them, in a thread, two tasks ahead of the GPU.
 
-Each rank builds the requests of its share of a task's rows, every `world_size`-th one, and computes the metrics of the
-same rows. Of other ranks' requests a rank sees only the tokens.
+Each rank builds the requests of its share of a task's rows (every `world_size`-th row) and computes the metrics of
+these rows. A rank sees only the tokens of other ranks' requests.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,23 +18,23 @@ import lm_eval.utils
 from sparsellm.distributed.groups import Ranks
 from sparsellm.evaluation.tasks import LoadedTask, each_row
 
-# lm-eval compiles a template for each text that it makes of a row, which takes most of the time of building. A compiled
-# template depends on its source alone, so lm-eval's `from_string` is replaced here by one that remembers. A change of
-# lm-eval for the same would be such a cache in its `apply_template`.
+# lm-eval compiles a template for each text of each row, which takes most of the time. A compiled template depends only
+# on its source, so lm-eval's `from_string` is cached here. The upstream fix would be a cache in lm-eval's
+# `apply_template`.
 setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
-Tokens = dict[str, list[int]]  # of texts
-AHEAD = 2  # tasks: to build a large one takes longer than to answer a small one before it
-TEXTS = 4096  # tokenized in one call, whose offsets and masks take memory until it ends
-OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # methods of a task, by lm-eval's names: a template each
+Tokens = dict[str, list[int]]  # text -> tokens
+AHEAD = 2  # tasks: building a large one takes longer than answering a small one
+TEXTS = 4096  # texts per tokenizer call, whose offsets and masks take memory
+OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's methods of a task, one template each
 
 
 def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
     """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
 
-    They are those of its `tok_encode`, found on all cores, and each text once: a question has several answers. Texts
-    that start with the token `begin` are left out, for lm-eval encodes them in another way.
+    They equal lm-eval's `tok_encode`, but are computed on all cores, and once per text, because a question has several
+    answers. Texts that start with the token `begin` are left out: lm-eval encodes them differently.
     """
     wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
     texts = list(wanted)
@@ -46,15 +46,15 @@ def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
 
 
 def once_for_each_row(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of a row, computed once for each row object; of equal rows each has its own.
+    """Cache `method(row)` by row object (by identity, not equality).
 
-    lm-eval asks two to four times: when it builds the requests of a row, when it computes its metrics, and for its
-    sample. A list is handed out as a new one each time, so that nobody can change what is kept.
+    lm-eval calls it two to four times: for the row's requests, its metrics and its sample. A list is returned as a
+    copy, so that callers cannot change the cached one.
     """
-    known: dict[int, tuple[Any, Any]] = {}  # by id(row); with the row, so that no other one comes to have its id
+    known: dict[int, tuple[Any, Any]] = {}  # by id(row); keeps the row alive, so that its id is not reused
 
     def answer(row: Any, *options: Any, **named: Any) -> Any:
-        if options or named:  # another template than the task's own
+        if options or named:  # not the task's own template
             return method(row, *options, **named)
         if id(row) not in known:
             known[id(row)] = row, method(row)
@@ -65,10 +65,10 @@ def once_for_each_row(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Share:
-    """A task of lm-eval as `lm_eval.evaluator.evaluate` uses it, of this rank's rows, their requests built."""
+    """An lm-eval task for `lm_eval.evaluator.evaluate`, restricted to this rank's rows, with its requests built."""
 
     def __init__(self, task: Any, limit: int | None, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        # A copy: the requests, and what is kept of the rows, go with the share, and the next one begins without.
+        # A copy, so that requests and cached rows are freed with the share.
         self.task = copy(task)
         for name in OF_A_ROW:
             setattr(self.task, name, once_for_each_row(getattr(task, name)))
@@ -77,7 +77,7 @@ class Share:
             enumerate(each_row(docs)), rank, limit, world_size
         )
         self.task._instances = []
-        if ranks.rank < (len(docs) if limit is None else min(limit, len(docs))):  # of no rows lm-eval refuses to build
+        if ranks.rank < (len(docs) if limit is None else min(limit, len(docs))):  # lm-eval refuses to build zero rows
             with _without_bars():
                 self.task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
         self.encoded = tokenize([instance.args for instance in self.task.instances])
@@ -86,31 +86,32 @@ class Share:
         return getattr(self.task, name)
 
     def build_all_requests(self, **_: Any) -> None:
-        """Nothing, where lm-eval would build the requests, for the constructor has built them."""
+        """Does nothing: the constructor has built the requests."""
 
     def doc_iterator(self, **_: Any) -> Iterator[tuple[int, Any]]:
-        """(number, row) of this rank's rows, in their order."""
+        """(index, row) of this rank's rows, in order."""
         return iter({instance.doc_id: instance.doc for instance in self.task.instances}.items())
 
 
 class Builder:
-    """Builds the shares of tasks in a thread: the next one of those announced whenever one is taken."""
+    """Builds the shares of announced tasks in a thread, starting the next whenever one is taken."""
 
     def __init__(self, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        """`tokenize`: the tokens of all texts that requests need. Called in the thread."""
+        """`tokenize`: returns the tokens of all texts that requests need. Called in the thread."""
         self.ranks, self.tokenize = ranks, tokenize
         self.thread = ThreadPoolExecutor(1, "requests")
         self.announced: list[tuple[LoadedTask, int | None]] = []
         self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most AHEAD, by task and limit
 
     def announce(self, loaded: list[LoadedTask], limit: int | None) -> None:
-        """Say which tasks will be taken, in this order, each of its first `limit` rows, so that the first are begun."""
+        """Announce the tasks that will be taken, in this order, with their first `limit` rows, and start building the
+        first ones."""
         self.announced = [(task, limit) for task in loaded]
         self.begun.clear()
         self._begin()
 
     def take(self, loaded: LoadedTask, limit: int | None) -> Share:
-        """This rank's share of the task, once it is built, announced or not. Raises whatever building it raised."""
+        """This rank's share of the task, announced or not. Waits until it is built, and raises what building raised."""
         building = self.begun.pop((loaded.name, limit), None) or self._submit(loaded, limit)
         try:
             return building.result()
@@ -128,7 +129,7 @@ class Builder:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """lm-eval draws one on every rank while it builds the requests of a task, and has no setting for it."""
+    """Suppress lm-eval's progress bars, which it draws on every rank while building requests, without a setting."""
     before = lm_eval.api.task.tqdm
     lm_eval.api.task.tqdm = partial(before, disable=True)
     try:

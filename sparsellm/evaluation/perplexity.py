@@ -1,4 +1,4 @@
-"""Cross entropy on held-out blocks, and the perplexity that it is."""
+"""Cross entropy on held-out blocks, and perplexity."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
-SEQUENCES = 16  # per forward pass, where the run itself chose how many fit
+SEQUENCES = 16  # per forward pass, if the run used micro_batch_size=auto
 
 
 @torch.no_grad()
@@ -18,13 +18,13 @@ def cross_entropy(
 ) -> float:
     """The mean cross entropy in nats per token of `blocks` [V, T + 1] int64, the same on all ranks. Collective.
 
-    The ranks share the blocks between them, and make equally many passes, as a model in shards needs, whose forward is
-    collective. Each pass has `micro_batch_size` sequences, because layers that are compiled would be compiled again for
-    another shape: where a rank has fewer blocks left, or none, the first block fills the pass up and does not count.
-    Synchronises with the host once.
+    The blocks are distributed over the ranks, which run equally many passes because a sharded model's forward is
+    collective. Each pass has `micro_batch_size` sequences, because another shape would be compiled again: a rank with
+    fewer blocks left, or none, pads the pass with the first block, which is not counted. Synchronizes with the host
+    once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    mine = blocks[ranks.rank :: ranks.world_size]  # none, if there are fewer blocks than ranks
+    mine = blocks[ranks.rank :: ranks.world_size]  # empty if there are fewer blocks than ranks
     for first in range(0, math.ceil(len(blocks) / ranks.world_size), micro_batch_size):
         counted = mine[first : first + micro_batch_size]
         filler = blocks[:1].expand(micro_batch_size - len(counted), -1)
@@ -36,7 +36,7 @@ def cross_entropy(
 
 
 def perplexity(loss: float) -> float | None:
-    """exp(`loss`); None where no float is so large, above 709."""
+    """exp(`loss`); None if it overflows (a loss above 709)."""
     try:
         return math.exp(loss)
     except OverflowError:

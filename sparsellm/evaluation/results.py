@@ -1,14 +1,12 @@
-"""What evaluations of a checkpoint leave and show.
+"""The files that evaluations of a checkpoint write, and the table that they print.
 
 OUTPUT/
-  results.json            every score of these weights, made anew from tasks/ at the end of each evaluation
+  results.json            all scores of these weights, rebuilt from tasks/ at the end of each evaluation
   samples_arc_easy.jsonl  lm-eval's samples: each row with its requests, log-probabilities and scores
-  tasks/arc_easy.json     a finished task, and what decided its score: the next evaluation of the task replaces it; one
-                          that fails leaves it, and so does one of other tasks
-  tasks/validation.json   the same of the held-out split
-  torch/                  samples and tasks once more in PyTorch, with compare_kernels=true
-  float32/                the same of dtype=float32, where OUTPUT has scores in another dtype
-  limit_20/               the same of limit=20 rows
+  tasks/arc_easy.json     a finished task, and what decided its score; replaced only when the task is evaluated again
+  successfully tasks/validation.json   the same of the held-out split torch/                  samples and tasks once
+  more in PyTorch, with compare_kernels=true float32/                the same of dtype=float32, where OUTPUT has scores
+  in another dtype limit_20/               the same of limit=20 rows
 """
 
 import json
@@ -20,21 +18,21 @@ from sparsellm.system import regular
 from sparsellm.system.files import whole
 
 RESULTS = "results.json"
-VALIDATION = "validation"  # the name of the held-out split's loss, among the tasks
-SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # that scores must share to have a mean
+VALIDATION = "validation"  # the name of the held-out loss among the tasks
+SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # settings that scores must share to be averaged
 
 STORED = "float32"  # the dtype of scores that do not name theirs: earlier versions stored all models so
 
-MEANS = {"mean": "score", "mean_acc": "acc"}  # over tasks -> of what of each
+MEANS = {"mean": "score", "mean_acc": "acc"}  # name of the mean -> key of each task
 
-Parts = dict[str, dict[str, Any]]  # of each finished task, and of the held-out split under VALIDATION
+Parts = dict[str, dict[str, Any]]  # finished tasks by name, and the held-out split under VALIDATION
 
 
 class Finished:
-    """The finished parts of an evaluation, one file each, written whole or not at all."""
+    """The finished parts of an evaluation, one file each, written atomically."""
 
     def __init__(self, folder: Path, decided_by: dict[str, Any]) -> None:
-        """`decided_by`: what the scores depend on besides the rows, the weights among them.
+        """`decided_by`: what the scores depend on besides the rows, including the weights.
 
         Raises OSError if `folder` cannot be written.
         """
@@ -43,14 +41,14 @@ class Finished:
         (self.folder / "tasks").mkdir(exist_ok=True)
 
     def find(self, name: str, rows: str) -> dict[str, Any] | None:
-        """What `add` was given under this name, if it was decided by the same things and rows."""
+        """The part added under this name, if rows and everything else that decides it are the same."""
         decided_by, part = _read(self.folder, name)
         return part if decided_by == {**self.decided_by, "rows": rows} else None
 
     def add(self, name: str, rows: str, part: dict[str, Any], samples: list[dict[str, Any]] | None = None) -> None:
-        """Put `part`, and the samples if there are any, in the place of what was there under this name.
+        """Store `part`, and the samples if any, replacing what was stored under this name.
 
-        Nothing is removed before the new files are whole. Where the part is, its samples are.
+        Old files are removed only after the new ones are complete. A stored part always has its samples.
         """
         path, of_samples = _path(self.folder, name), _samples(self.folder, name)
         found = {"decided_by": {**self.decided_by, "rows": rows}, "finished": part}
@@ -66,7 +64,7 @@ class Finished:
 
 
 def kept(folder: Path, weights: str) -> Parts:
-    """Every finished part in `folder` of these weights, whatever else decided it: tasks in order, VALIDATION last."""
+    """All finished parts of these weights in `folder`, with any settings: tasks in order, VALIDATION last."""
     found = {name: _read(folder, name) for name in (*TASKS, VALIDATION)}
     return {name: part for name, (decided_by, part) in found.items() if decided_by.get("weights") == weights}
 
@@ -83,7 +81,7 @@ def of_dtype(folder: Path, dtype: str) -> Path:
 
 
 def discard_others(folder: Path, weights: str) -> None:
-    """Remove the finished parts in `folder` that are of other weights, with their samples."""
+    """Remove finished parts of other weights from `folder`, with their samples."""
     for name in (*TASKS, VALIDATION):
         decided_by, _ = _read(folder, name)
         if decided_by and decided_by.get("weights") != weights:
@@ -92,7 +90,7 @@ def discard_others(folder: Path, weights: str) -> None:
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what decided it, the part); empty ones where there is none that can be read."""
+    """(what decided it, the part); both empty if it cannot be read."""
     try:
         found = json.loads(regular.content(_path(folder, name)))
         decided_by, part = dict(found["decided_by"]), dict(found["finished"])
@@ -112,7 +110,7 @@ def _samples(folder: Path, name: str) -> Path:
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """What RESULTS holds of `results`, to the letter."""
+    """The exact text of the RESULTS file for `results`."""
     return json.dumps(results, indent=1) + "\n"
 
 
@@ -120,24 +118,24 @@ def has_scores(results: dict[str, Any]) -> bool:
     return bool(results["tasks"]) or results[VALIDATION] is not None
 
 
-# The mean, of scores that can be compared.
+# Means of comparable scores.
 
 
 def settings(task: dict[str, Any]) -> dict[str, Any]:
-    """On what a task's score was measured, of that which it may have in common with others."""
+    """The settings of a task's score that must agree for a mean."""
     return {key: task.get("measured", {}).get(key) for key in SETTINGS}
 
 
 def unlike(tasks: dict[str, dict[str, Any]]) -> list[str]:
-    """The settings that the tasks were not all measured with alike."""
+    """The settings that differ between the tasks."""
     each = [settings(task) for task in tasks.values()]
     return [key for key in SETTINGS if any(other[key] != each[0][key] for other in each)]
 
 
 def means(tasks: dict[str, dict[str, Any]], failed: dict[str, str]) -> dict[str, float | None]:
-    """The "mean" of the scores, and the "mean_acc" of `acc`, which every task has.
+    """The "mean" of scores, and the "mean_acc" of `acc`, which every task has.
 
-    None where there is no score, a failed task has none, or they were not all measured alike.
+    None if there is no score, a failed task has no earlier score, or settings differ.
     """
     if not tasks or failed.keys() - {VALIDATION} - tasks.keys() or unlike(tasks):
         return dict.fromkeys(MEANS)
@@ -145,7 +143,7 @@ def means(tasks: dict[str, dict[str, Any]], failed: dict[str, str]) -> dict[str,
 
 
 def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """`results` without the tasks that are not among `names`, with the mean of the others."""
+    """`results` restricted to the tasks `names`, with their mean."""
     if results["tasks"].keys() <= set(names):
         return results
     tasks, failed = ({n: v for n, v in results[key].items() if n in names} for key in ("tasks", "failed"))
@@ -153,7 +151,7 @@ def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def record_table(results: dict[str, Any]) -> str:
-    """The name of the table of `results` in a record of the run."""
+    """The name of the table of `results` in the run's W&B record."""
     tasks = list(results["tasks"].values())
     return f"{_record_name(tasks[0]) if tasks else 'evaluation'}/table"
 
@@ -164,7 +162,7 @@ def _record_name(task: dict[str, Any]) -> str:
 
 
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by a flat name, for a record of the run; of fewer rows, other names."""
+    """The numbers of `results` by flat names, for the run's W&B record; names include the limit of rows."""
     tasks = results["tasks"]
     found = {f"{_record_name(task)}/{name}": task["score"] for name, task in tasks.items()}
     if results["mean"] is not None:
@@ -179,9 +177,9 @@ def scores(results: dict[str, Any]) -> dict[str, float]:
 
 
 def table(results: dict[str, Any], asked: list[str]) -> str:
-    """Plain text, a line per task however long; with a comparison, the scores in PyTorch beside the kernels'.
+    """The results as plain text, one line per task; with compare_kernels, the PyTorch scores next to the kernels'.
 
-    `asked`: the tasks that the latest evaluation was to score; of the others a line says that they are earlier ones.
+    `asked`: the tasks of the latest evaluation; a line lists the others as earlier ones.
     """
     tasks, failed, compared = results["tasks"], results["failed"], results.get("torch")
     differing = unlike(tasks)
@@ -227,7 +225,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
 
 
 def _score_alike(other: dict[str, Any] | None, task: dict[str, Any]) -> float | None:
-    """The score of `other` if it differs from `task` in who computed it alone."""
+    """The score of `other` if its settings differ from `task`'s only in the kernels."""
     if other is None or set(unlike({"one": other, "other": task})) - {"kernels"}:
         return None
     return other["score"]

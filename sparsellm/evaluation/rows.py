@@ -1,20 +1,20 @@
-"""What is wrong with rows of the seven tasks: lm-eval scores one without a possible label as a wrong answer."""
+"""Validates rows of the seven tasks: lm-eval silently scores a row with an impossible label as wrong."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-NAMED = 3  # rows of a task that are named
+NAMED = 3  # most bad rows listed per task
 
 
 def mistakes(task: str, rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first rows of `task` that cannot be scored, counted from 1: field, what it is, what it should be."""
+    """The first rows of `task` that cannot be scored, counted from 1, with field, value and expected value."""
     found = [f"row {number}: {wrong}" for number, row in enumerate(rows, 1) if (wrong := _mistake(task, row))]
     more = f"; and {len(found) - NAMED:,} more rows" if len(found) > NAMED else ""
     return "; ".join(found[:NAMED]) + more if found else None
 
 
 def _mistake(task: str, row: Mapping[str, Any]) -> str | None:
-    """The first field of `row` that is not in the schema of the task's data set on the hub."""
+    """The first field of `row` that violates the schema of the task's data set on the hub."""
     if task in ("arc_easy", "arc_challenge", "openbookqa", "commonsense_qa"):
         question = "question_stem" if task == "openbookqa" else "question"
         choices = row.get("choices")

@@ -1,9 +1,9 @@
 """Converts between our weights and plain Hugging Face checkpoints, which transformers loads without this package.
 
-Gated models (hidden_act relu or silu) are stock Qwen3 where the model has qk_norm, stock Qwen2 where it has biases,
-else stock Llama, or Mistral where the heads do not divide the width, which Llama's configuration refuses; non-gated
-ones are stock Arcee with hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without
-the leading "model.". A model is read from any of these classes, and written to the one that this rule gives.
+Gated models (hidden_act relu or silu) are stock Qwen3 if they have qk_norm, stock Qwen2 if they have biases, otherwise
+stock Llama, or Mistral if num_heads does not divide hidden_size, which Llama's configuration refuses. Non-gated models
+are stock Arcee with hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the
+leading "model.". Models are read from any of these classes and written to the one that this rule gives.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from sparsellm.config import ROPE_KEYS, Activation, ModelConfig, RopeParameters,
 from sparsellm.config.values import build
 from sparsellm.hf import pretrained, tokenizer_file
 
-# Our configuration's names and Hugging Face's, for values that are the same under both.
+# Our key -> Hugging Face's key, where both hold the same value.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -34,9 +34,9 @@ FIELDS = {
 }
 # Classes of transformers by their model_type.
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "arcee": "Arcee"}
-# What other models have and the decoder has not: keys of config.json, and the values with which they change nothing.
+# Features that the decoder lacks: keys of config.json, and the values that switch them off.
 ABSENT: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),  # which adds one to o_proj, too
+    "attention_bias": (False,),  # true would add a bias to o_proj too
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
@@ -79,7 +79,7 @@ def export(
     GenerationConfig.from_model_config(hub_config).save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors lets only the owner read its file
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors makes its file readable by the owner only
 
 
 def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
@@ -94,28 +94,30 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     theirs = {HEAD: embedding} | {their_name(name): weight for name, weight in weights.items()}
     model.load_state_dict(theirs, assign=True)
     model.tie_weights()
-    rotary = type(model.model.rotary_emb)(hub_config)  # in no state_dict, so made here, on the CPU as transformers does
+    rotary = type(model.model.rotary_emb)(
+        hub_config
+    )  # not in the state_dict, so built here, on the CPU as in transformers
     model.model.rotary_emb = rotary.to(embedding.device)
     return model.requires_grad_(False).eval()
 
 
 def architecture(path: str | Path) -> tuple[ModelConfig, Activation]:
-    """What the model of an hf/ folder or a hub name is, by its config.json alone.
+    """The architecture of the model in an hf/ folder or under a hub name, from its config.json alone.
 
-    Raises BrokenModel for damaged files, and ValueError for a model that the decoder cannot hold, naming every property
-    in which it differs.
+    Raises BrokenModel for damaged files, and ValueError, which lists every difference, for a model that the decoder
+    cannot represent.
     """
     hub = pretrained.read_config(path)
     return config_of(hub, path), Activation[hub.hidden_act]
 
 
 def config_of(hub: Any, path: str | Path) -> ModelConfig:
-    """Our configuration of a model of transformers, from its own. Raises ValueError as `architecture` does."""
+    """Our configuration from that of a transformers model. Raises ValueError like `architecture`."""
     if problems := _differences(hub):
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
     values = {ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()} | {
-        # null where it is what null means, so that equal models have equal configurations
+        # null if it equals what null means, so that equal models have equal configurations
         "num_key_value_heads": None if hub.num_key_value_heads == heads else hub.num_key_value_heads,
         "head_dim": None if head_dim == hub.hidden_size // heads else head_dim,
         "attention_bias": hub.model_type == "qwen2",
@@ -133,7 +135,7 @@ def config_of(hub: Any, path: str | Path) -> ModelConfig:
 def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     """The inverse of `export`, from an hf/ folder or a hub name: (config, activation, float32 weights by our names).
 
-    Raises BrokenModel and ValueError as `architecture` does.
+    Raises BrokenModel and ValueError like `architecture`.
     """
     config, activation = architecture(path)
     model = pretrained.read_model(path, torch.float32)
@@ -146,7 +148,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
 
 
 def stock_config(config: ModelConfig, activation: Activation, end_of_text_id: int, dtype: torch.dtype) -> Any:
-    """The configuration of the class that `class_name` names, as transformers has it."""
+    """The transformers configuration of the class that `class_name` gives."""
     from transformers import AutoConfig
 
     kind, rope = _model_type(config), config.rope_parameters
@@ -173,7 +175,7 @@ def stock_config(config: ModelConfig, activation: Activation, end_of_text_id: in
 
 
 def class_name(config: ModelConfig) -> str:
-    """The class of transformers that `export` writes."""
+    """The transformers class that `export` writes."""
     return f"{CLASSES[_model_type(config)]}ForCausalLM"
 
 
@@ -183,7 +185,7 @@ def their_name(name: str) -> str:
 
 
 def _differences(hub: Any) -> list[str]:
-    """Everything in a configuration of transformers that the decoder has not, or has not so."""
+    """Every setting of a transformers configuration that the decoder does not support."""
     found = []
 
     def require(key: str, value: Any, *allowed: Any) -> None:

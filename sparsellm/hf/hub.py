@@ -1,7 +1,7 @@
 """The Hugging Face hub, for a machine that may have no network.
 
-The hub's libraries ask again and again for half a minute, for each file, before they give up. So the hub is asked once
-before them, and where it does not answer, they go on offline, with the copies that an earlier use left in their cache.
+The hub's libraries retry for half a minute per file before they give up. So the hub is asked once beforehand; if it
+does not answer, the libraries run offline, with the copies in their cache.
 """
 
 import os
@@ -15,8 +15,7 @@ SECONDS = 5  # for the hub's answer
 
 
 def answers(what: str) -> bool:
-    """Whether the hub answers. A line on stderr of the main rank says before that `what` is looked for there; another
-    one, if not."""
+    """Whether the hub answers. The main rank first logs that it looks for `what` there, and then logs a failure."""
     if is_main_rank():
         warn(f"looking for {what} on the hub")
     if (reason := obstacle()) is not None and is_main_rank():
@@ -30,14 +29,14 @@ def obstacle() -> str | None:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:  # of whatever HTTP client the library uses, or its own in offline mode
+    except Exception as error:  # from the library's HTTP client, or its own in offline mode
         return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
     return None
 
 
 @contextmanager
 def offline(enabled: bool) -> Iterator[None]:
-    """Keep the Hugging Face libraries off the network, which they otherwise ask even about local files."""
+    """Keep the Hugging Face libraries off the network, which they query even for local files."""
     if not enabled:
         yield
         return
@@ -58,6 +57,6 @@ def offline(enabled: bool) -> Iterator[None]:
 
 
 def is_missing(name: str) -> bool:
-    """Whether `name` can only be a local path (the hub's names are OWNER/NAME), and nothing is there."""
+    """Whether `name` can only be a local path (hub names are OWNER/NAME) that does not exist."""
     looks_local = name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
     return looks_local and not Path(name).expanduser().exists()

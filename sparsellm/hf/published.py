@@ -1,15 +1,15 @@
 """The published sparse checkpoints (`model_type: llama_sparse_relu`) as stock Llama or Arcee models.
 
-Such a configuration is Llama's with keys `sparsity_*`. Its hidden_act says silu, but what the model computes is ReLU:
-a stock Llama with hidden_act relu where `sparsity_gated_mlp` is true, a stock Arcee where it is false. Tensors have
-Llama's names, but for counters (`tracker.*`, `metrics_accumulator.*`), which no logit depends on, and the feedforward
-weights, which have two spellings (K model width, N neurons; nn.Linear wants [N, K] of gate and up, [K, N] of down):
+The configuration is Llama's plus keys `sparsity_*`. Its hidden_act says silu, but the model computes ReLU: it is a
+stock Llama with hidden_act relu if `sparsity_gated_mlp` is true, otherwise a stock Arcee. Tensors have Llama's names,
+except for counters (`tracker.*`, `metrics_accumulator.*`), which do not affect the logits, and the feedforward weights,
+which have two spellings (K model width, N neurons; nn.Linear wants [N, K] for gate and up, [K, N] for down):
 
     gate_proj.weight, up_proj.weight [N, K]          gate_weight [K, N]
-    down_proj.weight [K, N] or [N, K]                up_weight   [N, K] of a gated layer, [K, N] of another one
+    down_proj.weight [K, N] or [N, K]                up_weight   [N, K] if gated, otherwise [K, N]
                                                      down_weight [N, K]
 
-This file works on data in memory; pretrained.py reads the files and refuses what is wrong with them.
+This file works on data in memory; pretrained.py reads the files and refuses bad ones.
 """
 
 import re
@@ -19,7 +19,7 @@ from torch import Tensor
 
 MODEL_TYPE = "llama_sparse_relu"
 GATED = "sparsity_gated_mlp"
-NEURONS = "sparsity_new_intermediate_size"  # in place of intermediate_size, unless null
+NEURONS = "sparsity_new_intermediate_size"  # replaces intermediate_size, unless null
 COUNTERS = ("tracker", "metrics_accumulator")
 NOT_STOCK = ("model_type", "architectures", "auto_map", "transformers_version")
 WEIGHT = re.compile(r"(?P<layer>model\.layers\.\d+\.mlp\.)(?P<part>gate|up|down)_(?P<spelling>proj\.weight|weight)")
@@ -41,13 +41,13 @@ def stock_config(given: dict[str, Any]) -> Any:
 
 
 def is_counter(name: str) -> bool:
-    """Whether the tensor `name` belongs to what counted during training, not to the model."""
+    """Whether the tensor `name` is a counter of training, not part of the model."""
     return any(part in COUNTERS for part in name.split("."))
 
 
 def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """The tensors by the names and in the layouts of the stock model of `config`, a `stock_config`; and those that fit
-    neither spelling, {what is wrong: names}. Every other tensor is passed on as it is."""
+    """The tensors with the names and layouts of the stock model of `config` (a `stock_config`), and {what is wrong:
+    names} for tensors that fit neither spelling. Every other tensor is returned unchanged."""
     gated, stock = config.model_type == "llama", {}
     shape = [config.intermediate_size, config.hidden_size]
     wrong: dict[str, list[str]] = {"given in both spellings": [], "of no known layout": [], "square, so ambiguous": []}

@@ -1,22 +1,22 @@
-"""Faster inference: the feedforward blocks of a loaded model, computed by the sparse kernels.
+"""Accelerates inference: computes the feedforward blocks of a loaded model with the sparse kernels.
 
-    accelerate(model)    switch every block to the operator of sparsellm.ops; weights, names and state_dict stay
+    accelerate(model)    switch every block to the operator of sparsellm.ops; weights, names, state_dict are unchanged
     restore(model)       put the model's own blocks back
 
-Both work on our Decoder and on Hugging Face models with blocks as sparsellm.inference.matching describes them: Llama,
-Qwen or Mistral with hidden_act relu, Arcee with relu. The results differ from the original model's by rounding only.
+Both work on our Decoder and on Hugging Face models with the blocks that sparsellm.inference.matching describes: Llama,
+Qwen or Mistral with hidden_act relu, Arcee with relu. Results differ from the original model's by rounding only.
 
-Each block decides which engine computes a call, dense, row or tile, from what its earlier calls counted
-(inference/engine_choice.py), by what the engines cost on this GPU model. Where nobody has measured that for layers
-of this shape, and the package's constants are of others, `accelerate` measures it, in some seconds, once
-(sparsellm.policy). `engine=` fixes the engine. Sparse engines compute calls in bfloat16 on a GPU without gradients
-(torch.no_grad, torch.inference_mode); all other calls run dense. In training mode, calls with gradients follow
-`SparseFeedForward.training_plan`; until a trainer sets that, PyTorch computes them.
+Each block chooses the engine of a call (dense, row or tile) from the counts of its earlier calls
+(inference/engine_choice.py) and from what the engines cost on this GPU model. If these costs are not known for layers
+of this shape, `accelerate` measures them once, in a few seconds (sparsellm.policy). `engine=` fixes the engine. Sparse
+engines compute calls in bfloat16 on a GPU without gradients (torch.no_grad, torch.inference_mode); all other calls run
+dense. In training mode, calls with gradients follow `SparseFeedForward.training_plan`; PyTorch computes them until a
+trainer sets it.
 
-Tokens that an attention mask hides, as padding is, fire no neurons (sparsellm.inference.padding).
+Tokens hidden by the attention mask, such as padding, fire no neurons (sparsellm.inference.padding).
 
-An accelerated model compiles as any other, whole or by layer: the decision is data that the operator reads when it
-runs, so a new decision recompiles nothing.
+An accelerated model compiles like any other, whole or by layer. The choice of engine is data that the operator reads at
+run time, so a new choice recompiles nothing.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: put the model's own blocks back, with their present weights. Returns `model`."""
+    """Undo `accelerate`: put the model's own blocks back, with their current weights. Returns `model`."""
     _replace(model, {block: block.take_back() for block in model.modules() if isinstance(block, SparseFeedForward)})
     stop_sparing(model)
     return model
@@ -117,10 +117,10 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
 class SparseFeedForward(nn.Module):
     """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput if the original returns that.
 
-    The block has the original's children, so names and state_dict stay. Beside them it owns what no state_dict holds:
-    the choice of its engine, and the handle by which compiled code finds that choice. Training uses neither:
+    The block has the original's children, so names and state_dict stay the same. In addition, outside any state_dict,
+    it owns its engine choice and the handle through which compiled code finds that choice. Training uses neither:
     `training_plan` decides there. A trainer sets that tensor once and writes each new plan into it, because compiled
-    code has taken the tensor as an input, and would not see another one.
+    code holds the tensor as an input and would not see a new one.
     """
 
     down_proj: nn.Linear
@@ -128,7 +128,7 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, original: nn.Module, traced: bool, engine: str | None, policy: Policy) -> None:
         super().__init__()
-        self.original = (original,)  # in a tuple, for a plain attribute would make it a child
+        self.original = (original,)  # in a tuple, because a plain attribute would register it as a child
         for name, child in original.named_children():
             self.add_module(name, child)
         self.training = original.training
@@ -140,7 +140,7 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
         register(self.handle, self.choice)
         if not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
-            self.choice.neuron_major(weight)  # here, because the first call may be captured in a CUDA graph
+            self.choice.neuron_major(weight)  # copy now: the first call may be captured in a CUDA graph
 
     @property
     def policy(self) -> Policy:
@@ -176,36 +176,36 @@ class SparseFeedForward(nn.Module):
         return output_of(y.view(x.shape), l1, fired, counts)
 
     def _plan(self) -> Plan | Tensor | None:
-        """The plan of a call with gradients, or of any call if `traced`; None: the traced reference."""
+        """The plan of a call with gradients, or of any call if `traced`; None means the traced reference."""
         if self.traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
         return Plan.of(self.choice.engine or "dense")  # the choice may be row, which has no backward
 
     def _weight(self, name: str) -> Tensor:
-        # Modules and parameters are read from nn.Module's dicts: its __getattr__ is slow, and blocks are called often.
+        # Read nn.Module's dicts directly: its __getattr__ is slow, and blocks are called often.
         linear = self._modules[name]
         if type(linear) is not nn.Linear:
             raise ValueError(
                 f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
                 " sparsellm.restore(model) before changing its modules"
             )
-        return linear._parameters["weight"]  # type: ignore[return-value]  # cast() would take time in every call
+        return linear._parameters["weight"]  # type: ignore[return-value]  # no cast(): it costs time in every call
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at its new address, and lets the
-        weights be checked again."""
+        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at its new address, and forgets
+        which weights were checked."""
         super()._apply(fn, recurse)
         register(self.handle, self.choice)
         self.choice.checked = None
         return self
 
     def __setstate__(self, state: dict) -> None:
-        """Restores a copy, and registers the copy's own handle for the copy's own choice."""
+        """Restores a copy, and registers the copy's own handle for its own choice."""
         super().__setstate__(state)
         register(self.handle, self.choice)
 
     def take_back(self) -> nn.Module:
-        """The original block, with the present children and training mode of this one."""
+        """The original block, with this block's current children and training mode."""
         original = self.original[0]
         for name, child in self.named_children():
             setattr(original, name, child)

@@ -1,4 +1,4 @@
-"""Which engine computes a layer outside of training, chosen from what the layer's own calls have counted.
+"""Chooses the engine of a layer outside of training, from the counts of the layer's own earlier calls.
 
 Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
 not wait for it; a later call finds the counts there, and chooses the engine for itself and the calls after it. Calls of
@@ -6,15 +6,15 @@ few tokens (decoding), of many, and of numbers in between are counted and chosen
 What is kept for calls of few and of many tokens is a plan. Numbers in between, 65 to 1,535, are too unlike for one
 plan: what is kept is the nonzeros per token, and each call's engine is chosen by that and its own number of tokens.
 
-Since the host never waits for counts, the call from which on a new choice holds may differ from run to run, and with it
-the last bits of results. While a CUDA graph is captured nothing is counted, and W_d is not copied: the graph keeps the
-engines that it was captured with, chosen from what the calls before the capture have counted.
+The host never waits for counts, so the call at which a new choice takes effect may differ between runs, and with it the
+last bits of results. During a CUDA graph capture nothing is counted and W_d is not copied: the graph keeps the engines
+of its capture, chosen from the counts of earlier calls.
 
-Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward`, and passes a `handle`: a tensor of
-one byte on the layer's device, whose address names the layer. The operator looks the layer's choice up when it runs. So
-nothing of the choice is traced, no hook breaks a graph, and a new choice recompiles nothing. Two other ways would not
-do: a number in the handle's place would be a constant of the graph, so each of the layers that share code would compile
-anew; a plan on the CPU would keep torch from making CUDA graphs.
+Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward` and passes a `handle`: a one-byte
+tensor on the layer's device, whose address identifies the layer. The operator looks up the layer's choice at run time.
+So the choice is not traced, no hook breaks a graph, and a new choice recompiles nothing. Two alternatives fail: a
+Python number instead of the handle would be a constant of the graph, so every layer would be compiled separately; a
+plan on the CPU would prevent torch from using CUDA graphs.
 """
 
 import threading
@@ -33,29 +33,27 @@ from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_m
 from sparsellm.policy import Policy
 from sparsellm.policy.costs import room_for
 
-FEW, BETWEEN, MANY = range(3)  # kinds of calls, by their tokens
-# Of so many calls of each kind, one is counted. Counting takes the host as long as the call itself, and in decoding the
-# host's time is the model's time: so seldom there. Calls of many tokens are counted more often. Their time is the
-# device's, and calls whose nonzeros no longer have room in the tile engine's lists take ten times as long, until a
-# count gives them more room.
+FEW, BETWEEN, MANY = range(3)  # kinds of calls, by number of tokens
+# One in this many calls of each kind is counted. Counting costs as much host time as the call itself, and decoding is
+# host-bound, so it is rare there. Calls of many tokens are device-bound and are counted more often: when their nonzeros
+# overflow the tile engine's lists, they take ten times as long until a count enlarges the lists.
 COUNT_EVERY = (64, 64, 16)
-UNDER_WAY = -1  # in place of counts that have not arrived
+UNDER_WAY = -1  # placeholder for counts that have not arrived
 DENSE, ROW = Plan(), Plan.of("row")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class NeuronMajor(NamedTuple):
-    """W_d as the sparse engines read it: one contiguous row of K values for each neuron."""
+    """W_d in the layout of the sparse engines: one contiguous row of K values per neuron."""
 
     weight: Tensor  # [N, K], the dtype of w_down
-    source: Tensor  # w_down itself, kept alive so that no other tensor can take its place in memory
-    state: tuple[int, int]  # w_down's `state_of` when it was copied
+    source: Tensor  # w_down itself, kept alive so that its address is not reused
+    state: tuple[int, int]  # `state_of(w_down)` at the time of the copy
 
     @classmethod
     def of(cls, w_down: Tensor, into: Tensor | None) -> "NeuronMajor":
-        """w_down [K, N] transposed, without gradients; in the memory of `into` if that has its shape, dtype and
-        device."""
+        """w_down [K, N] transposed, without gradients; reuses `into` if its shape, dtype and device match."""
         source = w_down.detach()
         wanted = source.t()
         if into is None or (into.shape, into.dtype, into.device) != (wanted.shape, wanted.dtype, wanted.device):
@@ -64,10 +62,10 @@ class NeuronMajor(NamedTuple):
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """(address, version): which tensor a weight is, and how often it has been changed in place. A copy is stale if this
-    has changed since. What is written in place through `weight.data` has a version of its own, and is not seen here.
+    """(address, version): which tensor a weight is, and how often it was changed in place. A copy is stale if this has
+    changed since. In-place writes through `weight.data` have their own version counter and are not detected.
 
-    Raises ValueError for a tensor made in inference mode, which has no version.
+    Raises ValueError for a tensor created in inference mode, which has no version.
     """
     if weight.is_inference():
         raise ValueError("a weight of an accelerated model was made in inference mode: make it outside of it")
@@ -75,20 +73,20 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 
 class Checked(NamedTuple):
-    """Weights of a block that have been checked: bfloat16, contiguous and aligned, on a GPU where the CUDA kernels
-    compute. A tensor that passed may hold something else later and still be the same object. After `model.to(...)` and
-    its like the block forgets what was checked (SparseFeedForward._apply); `weight.data = ...` changes an address."""
+    """A block's weights that passed the check: bfloat16, contiguous and aligned, on a GPU on which the CUDA kernels
+    run. The same tensor object may change later. `model.to(...)` and the like make the block forget what was checked
+    (SparseFeedForward._apply); `weight.data = ...` changes an address."""
 
     w_gate: Tensor | None
     w_up: Tensor
     w_down: Tensor
     width: int  # K
     device: torch.device
-    addresses: tuple[int, int]  # of w_gate (0: there is none) and w_up
+    addresses: tuple[int, int]  # of w_gate (0 if not gated) and w_up
 
 
 class EngineChoice:
-    """One layer's plans, its copy of W_d by neuron, and its counts that are on their way to the host."""
+    """One layer's plans, its neuron-major copy of W_d, and the counts in flight to the host."""
 
     def __init__(self, engine: str | None, policy: Policy) -> None:
         """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts."""
@@ -97,16 +95,16 @@ class EngineChoice:
         first = (policy.first_of_few(), DENSE, DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
-        self.per_token: float | None = None  # nonzeros per token of the call in between that was last counted
-        self.size = (0, 0)  # [N, K], once counts were sent
+        self.per_token: float | None = None  # nonzeros per token of the last counted call of medium size
+        self.size = (0, 0)  # [N, K], set when counts are first sent
         self.w_down_t: NeuronMajor | None = None
         self.checked: Checked | None = None
-        self.counted = 0  # tokens of the call whose counts are on their way to the host; 0: no counts are
-        self.counts: Tensor | None = None  # int64 [4] on the host, pinned where the layer is on a GPU
+        self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
+        self.counts: Tensor | None = None  # int64 [4] on the host, pinned if the layer is on a GPU
         self.deciding = threading.Lock()  # held by the one thread that sends or reads counts
 
     def __getstate__(self) -> dict:
-        """What a copy of the model gets. W_d by neuron, and counts on their way, stay with the original."""
+        """The state of a copy of the model, without the neuron-major W_d and the counts in flight."""
         return {"engine": self.engine, "policy": self.policy, "plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
@@ -114,15 +112,15 @@ class EngineChoice:
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
-        """(y, l1, fired, counts) of the operator, without gradients, of inputs that ops.feedforward.check accepts."""
+        """(y, l1, fired, counts) of the operator, without gradients, for inputs that ops.feedforward.check accepts."""
         return self._run(x, w_gate, w_up, w_down, *self._plan(x))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-        """y of `run` alone. A dense call that is not to be counted either computes no statistics.
+        """Only y of `run`. A dense call that is not due to be counted skips the statistics.
 
-        There are two ways to compute such a call. In a CUDA graph only the device's time matters, and the operator
-        takes less of that. Outside, calls of few tokens wait for the host, and PyTorch's own five operators take less
-        of its time.
+        There are two ways to compute such a call. In a CUDA graph only device time matters, and the operator is faster
+        on the device. Outside a graph, calls of few tokens are host-bound, and PyTorch's own five operators cost less
+        host time.
         """
         plan, counting = self._plan(x)
         if x.shape[0] < MANY_TOKENS:
@@ -133,11 +131,11 @@ class EngineChoice:
         return _by_pytorch(x, w_gate, w_up, w_down)
 
     def output_as_before(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor | None:
-        """`output` [..., K] of x [..., K], where this call of fewer than many tokens is like one before, which has been
-        checked. Else None: then `output` is to be asked.
+        """`output` [..., K] of x [..., K] for a call that is not of many tokens and whose weights were checked before;
+        otherwise None, and the caller must use `output`.
 
-        The results are the same, and the host takes less time for them. In eager decoding the device waits for the
-        host, and to check a block's weights at each call would cost more than the kernels win.
+        The results are the same, with less host time. Eager decoding is host-bound: checking a block's weights in each
+        call would cost more than the kernels gain.
         """
         known = self.checked
         if known is None or self.counted or in_forward_mode() or torch.is_autocast_enabled(known.device.type):
@@ -173,7 +171,7 @@ class EngineChoice:
         return self.plans[kind]
 
     def _note(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
-        """Remember weights that have been checked, if `output_as_before` can compute with them."""
+        """Remember weights that passed the check, if `output_as_before` can use them."""
         weights = [w for w in (w_gate, w_up, w_down) if w is not None]
         ready = all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % cuda.ALIGNMENT == 0 for w in weights)
         ready = ready and backend.loaded() == "cuda" and sparse_engines_take(x)
@@ -185,7 +183,7 @@ class EngineChoice:
         m = x.shape[0]
         kind = kind_of(m)
         if not sparse_engines_take(x):
-            self.w_down_t = None  # frees a copy from when the model was bfloat16 on a GPU
+            self.w_down_t = None  # frees the copy made while the model was bfloat16 on a GPU
             if x.is_cuda and self.engine is None:
                 _say_dense(x.dtype)
             return (DENSE if self.engine is None else self.plans[kind]), False
@@ -207,7 +205,7 @@ class EngineChoice:
         sending: bool,
         returning: bool = True,
     ) -> Results:
-        """sending, returning: whether the host, and the caller, are to have the call's statistics."""
+        """sending, returning: whether the statistics go to the host, and to the caller."""
         w_down_t = None
         if plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
@@ -217,10 +215,10 @@ class EngineChoice:
         return results
 
     def neuron_major(self, w_down: Tensor) -> NeuronMajor:
-        """W_d by neuron. If the weight has changed since the copy was made, the copy is made anew in the same memory.
-        Only then does the host wait: other threads may take the copy at once, on other streams.
+        """The neuron-major W_d. If the weight has changed since the last copy, it is copied again into the same memory,
+        and only then does the host wait, because other threads may use the copy immediately on other streams.
 
-        Raises ValueError if that is due while a CUDA graph is being captured.
+        Raises ValueError if a copy is needed during a CUDA graph capture.
         """
         kept = self.w_down_t
         if kept is not None and kept.state == state_of(w_down):
@@ -237,7 +235,7 @@ class EngineChoice:
         self.w_down_t = made
         return made
 
-    @torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
+    @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside of it
     def _send(self, m: int, counts: Tensor, weight: Tensor) -> None:
         """Start the copy of a call's counts to the host."""
         if is_capturing() or not self.deciding.acquire(blocking=False):
@@ -256,10 +254,10 @@ class EngineChoice:
             self.deciding.release()
 
     def _read(self) -> None:
-        """Choose from the counts that were sent, if they have arrived: the copy has then overwritten every UNDER_WAY.
+        """Choose from the counts that were sent, if they have arrived, that is if no UNDER_WAY is left.
 
-        No CUDA event is asked for that, because it is forbidden while a graph is captured. Yet counts must be read
-        then: those of torch's warm-up, the call before, should choose the engines that are captured.
+        This cannot query a CUDA event, which is forbidden during a graph capture. Counts must be readable then, because
+        those of torch's warm-up call, right before the capture, should choose the captured engines.
         """
         if not self.deciding.acquire(blocking=False):
             return
@@ -284,7 +282,7 @@ def _addresses(w_gate: Tensor | None, w_up: Tensor) -> tuple[int, int]:
 
 
 def _by_pytorch(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-    """y by PyTorch's own five operators (three, where w_gate is None)."""
+    """y by PyTorch's own five operators (three if w_gate is None)."""
     h = F.linear(x, w_up if w_gate is None else w_gate).relu_()
     if w_gate is not None:
         h.mul_(F.linear(x, w_up))
@@ -297,7 +295,7 @@ def kind_of(tokens: int) -> int:
 
 
 def sparse_engines_take(tensor: Tensor) -> bool:
-    """Whether a tensor has the device and dtype that the sparse engines compute on."""
+    """Whether the sparse engines support the tensor's device and dtype."""
     return tensor.is_cuda and tensor.dtype == torch.bfloat16
 
 
@@ -315,15 +313,15 @@ def _say_dense(dtype: torch.dtype) -> None:
     )
 
 
-# What compiled code calls.
+# Operators that compiled code calls.
 
-# By the addresses of their handles.
+# Keyed by the address of the handle.
 _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()
 
 
 def register(handle: Tensor, choice: EngineChoice) -> None:
-    """Let compiled code find `choice` by the address of `handle`, for as long as the caller keeps both. On the meta
-    device it has none yet."""
+    """Let compiled code find `choice` by the address of `handle`, as long as the caller keeps both alive. On the meta
+    device the handle has no address yet."""
     if not handle.is_meta:
         _choices[handle.data_ptr()] = choice
 

@@ -1,21 +1,20 @@
-"""Text from a decoder, token by token: fixed memory for keys and values, and one CUDA graph for each shape of a batch.
+"""Generates text with a decoder: a static key/value cache, and one CUDA graph per batch shape.
 
     generator = Generator.load("runs/NAME/checkpoints/step_100/hf")
-    for tokens in generator.stream([[5, 17], [3]], 64): ...    # an id of each sequence, None where it has ended
+    for tokens in generator.stream([[5, 17], [3]], 64): ...    # one id per sequence, None once it has ended
     generator.text(["The water", "Why"], 64)                   # both continuations, as text
 
-Prompts of different lengths are computed without padding, but for attention: the feedforward layers see the tokens that
-there are, and count those alone. A decoding step is one CUDA graph: embedding, layers, head, and the choice of the next
-token, so the host only starts it and reads the tokens of the step before. The graph is captured after two steps that
-run one kernel after the other, from whose counts each layer has chosen its engine; it keeps these engines. What a layer
-computes is in sparsellm.inference.layer_forward.
+Prompts of different lengths are padded for attention only: the feedforward layers compute and count real tokens alone.
+A decoding step is one CUDA graph (embedding, layers, head and sampling), so the host only launches it and reads the
+tokens of the previous step. The graph is captured after two eager steps, whose counts choose each layer's engine; it
+keeps these engines. What a layer computes is in sparsellm.inference.layer_forward.
 
-Several threads may use one generator, and several streams of it may be under way at once: each has memory and graphs of
-its own until it ends or is dropped.
+Several threads may share one generator, with several streams active at once: each has its own memory and graphs until
+it ends or is dropped.
 
-Numerics: weights of the embedding and of all products are in `dtype`, products and attention are computed in it with
-float32 accumulation; residual stream, norms, rotation, logits' softmax and sampling are float32. Letters: B sequences,
-R tokens of a call, all sequences together, K the model's width, V tokens of the vocabulary.
+Numerics: the weights of the embedding and of all products are in `dtype`; products and attention compute in it with
+float32 accumulation; residual stream, norms, rotation, softmax and sampling are float32. Letters: B sequences, R tokens
+of a call over all sequences, K model width, V vocabulary.
 """
 
 import math
@@ -36,12 +35,12 @@ from sparsellm.inference.accelerate import SparseFeedForward, accelerate
 from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward
 from sparsellm.model.rotary import rotary_tables
 
-CACHE_MULTIPLE = 64  # positions: so that prompts of about the same length share a graph
-MOST_PROMPTS = 65_535  # in one call, for which a kernel's grid has room
-UNCAPTURED_STEPS = 2  # the first steps of a shape: engines are chosen from what they count
-# What threads do one at a time on a GPU. A capture begins by waiting for the whole device, which CUDA refuses while
-# another is under way. Loading a kernel may wait for the device, too: prompts and the steps before a capture load them.
-# And prompts change a setting that PyTorch has for the whole process.
+CACHE_MULTIPLE = 64  # round positions up, so that prompts of similar length share a graph
+MOST_PROMPTS = 65_535  # per call: the limit of a kernel's grid
+UNCAPTURED_STEPS = 2  # eager steps of a new shape, whose counts choose the engines
+# Serializes threads on a GPU. A capture first synchronizes the device, which CUDA refuses during another capture.
+# Loading a kernel may synchronize too; prompts and the steps before a capture load kernels. Prompts also change a
+# process-wide setting of PyTorch.
 ALONE = threading.Lock()
 
 
@@ -64,11 +63,12 @@ class Sampling(NamedTuple):
         if self.top_p < 1:
             ordered, tokens = logits.sort(-1, descending=True)
             chances = F.softmax(ordered, -1)
-            ordered = ordered.where(chances.cumsum(-1) - chances < self.top_p, -torch.inf)  # the likeliest always stays
+            ordered = ordered.where(
+                chances.cumsum(-1) - chances < self.top_p, -torch.inf
+            )  # always keeps the most likely token
             logits = torch.empty_like(logits).scatter_(-1, tokens, ordered)
-        # The Gumbel-max trick: the largest of logits - log E, where E is drawn from Exp(1), is each token with its
-        # softmax probability. Unlike torch.multinomial this needs no look at the numbers by the host, and can be
-        # captured.
+        # The Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1) samples from the softmax. Unlike
+        # torch.multinomial it needs no host synchronization, so it can be captured.
         return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
@@ -76,20 +76,20 @@ GREEDY = Sampling()
 
 
 class Batch:
-    """Fixed memory for B sequences of up to S positions: the cache, where each sequence is, and its last token."""
+    """Static memory for B sequences of up to S positions: key/value cache, current lengths, and last tokens."""
 
     def __init__(
         self, config: ModelConfig, size: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         shape = config.num_layers, size, positions, config.kv_heads, config.head_width
-        # Zeros, because PyTorch's attention multiplies what positions hold that are not there yet by zero.
+        # Zeros, because PyTorch's attention multiplies unfilled positions by zero, and NaN times zero is NaN.
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.tables = rotary_tables(positions, config, device)
         self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
-        self.generator = torch.Generator(device)  # of the draws
+        self.generator = torch.Generator(device)  # for sampling
         self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
-        self.steps = 0  # that were taken without a graph
-        self.left: torch.cuda.Event | None = None  # after the last work of the stream that had this memory
+        self.steps = 0  # taken without a graph
+        self.left: torch.cuda.Event | None = None  # after the last work of this memory's previous stream
 
     def memory(self) -> tuple[Tensor, ...]:
         """All its tensors."""
@@ -130,10 +130,10 @@ class Generator:
             accelerate(decoder, kernels, calibrate=calibrate)
         for block in decoder.modules():
             if isinstance(block, SparseFeedForward):
-                block.returns_statistics = False  # nobody looks at them
+                block.returns_statistics = False  # unused here
         self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
         self.merged = [layer_forward.Projection.of(layer.self_attn) for layer in self.layers]
-        self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; no stream that is under way has it
+        self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; used by no active stream
 
     @classmethod
     def load(
@@ -161,7 +161,7 @@ class Generator:
 
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""
-        if isinstance(prompts, str):  # each of its characters would be a prompt
+        if isinstance(prompts, str):  # otherwise each character would be a prompt
             raise ValueError(f"prompts is one text, {prompts!r:.80}: it should be a list of texts")
         made: list[list[int]] = [[] for _ in prompts]
         given = [self.tokenizer(prompt).input_ids for prompt in prompts]
@@ -172,8 +172,8 @@ class Generator:
         return [self.continuation(prompt, sequence) for prompt, sequence in zip(given, made, strict=True)]
 
     def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """The text of the tokens `new` behind those of `prompt`. Some tokenizers, as Llama 2's, leave out the space
-        with which a text begins, so `new` alone might be another text."""
+        """The text of the tokens `new` after `prompt`. `new` cannot be decoded alone, because some tokenizers (Llama
+        2's) drop a leading space."""
         return str(self.tokenizer.decode([*prompt, *new]))[len(self.tokenizer.decode(prompt)) :]
 
     def stream(
@@ -197,7 +197,7 @@ class Generator:
         batch = self._take(len(prompts), positions)
         try:
             batch.generator.manual_seed(seed)
-            with torch.cuda.device_of(batch.tokens):  # where Triton launches kernels
+            with torch.cuda.device_of(batch.tokens):  # Triton launches kernels on the current device
                 self._prefill(batch, prompts, sampling)
             going = [True] * len(prompts)
             read = self._send(batch)
@@ -205,7 +205,7 @@ class Generator:
                 here = read
                 if step + 1 < new_tokens:
                     with torch.cuda.device_of(batch.tokens):
-                        self._step(batch, sampling)  # starts while the host waits for the tokens of the step before
+                        self._step(batch, sampling)  # launched before the host waits for the previous step's tokens
                     read = self._send(batch)
                 tokens = here()
                 yield [token if go else None for token, go in zip(tokens, going, strict=True)]
@@ -239,27 +239,27 @@ class Generator:
         return lengths
 
     def _take(self, size: int, positions: int) -> Batch:
-        """Memory of this size with room for so many positions, which is the caller's until `_leave`."""
+        """Memory for `size` sequences of `positions`, owned by the caller until `_leave`."""
         room = min(-(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE, self.config.context_length)
         batch = self._idle.pop((size, room), None)
         if batch is None:
-            self._idle.clear()  # before there is a larger one beside it
+            self._idle.clear()  # free idle memory before allocating a larger batch
             return Batch(self.config, size, room, self.device, self.dtype)
-        if batch.left is not None:  # perhaps by another thread, whose stream this one's does not follow
+        if batch.left is not None:  # perhaps by another thread, on an unordered stream
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.left)
             for tensor in batch.memory():
-                tensor.record_stream(stream)  # freed, it is nobody's before this stream has done with it
+                tensor.record_stream(stream)  # not reused before this stream's work is done
         return batch
 
     def _leave(self, batch: Batch) -> None:
-        """Keep this memory and its graphs, and those of no other batch, for the next stream of its size."""
+        """Keep this memory and its graphs for the next stream of its size, and drop those of other batches."""
         if self.device.type == "cuda":
             batch.left = torch.cuda.current_stream(self.device).record_event()
         self._idle = {(batch.keys.shape[1], batch.keys.shape[2]): batch}
 
     def _prefill(self, batch: Batch, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Compute all prompts, and draw each one's first new token."""
+        """Compute all prompts, and sample the first new token of each."""
 
         def on_device(numbers: list[int]) -> Tensor:
             there = torch.tensor(numbers)
@@ -278,11 +278,11 @@ class Generator:
         batch.lengths.copy_(lengths)
 
     def _alone(self) -> AbstractContextManager[object]:
-        """ALONE, on a GPU."""
+        """ALONE on a GPU, otherwise no lock."""
         return ALONE if self.device.type == "cuda" else nullcontext()
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [R] -> [R, K] float32, and what is to be added to it, nothing yet, in the dtype of the products."""
+        """tokens [R] -> (residual stream [R, K] float32, the pending addend: zeros in the dtype of the products)."""
         x = self.decoder.embed_tokens(tokens)
         return x.float(), torch.zeros_like(x)
 
@@ -302,7 +302,7 @@ class Generator:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(batch.generator)
             stream = torch.cuda.Stream(self.device)
-            # By thread: other threads may go on with what is forbidden in a capture, such as taking memory.
+            # thread_local: other threads may still do what a capture forbids, such as allocating memory.
             with ALONE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch, sampling)
             batch.graphs[sampling] = graph
@@ -310,7 +310,7 @@ class Generator:
         return None
 
     def _decode(self, batch: Batch, sampling: Sampling) -> None:
-        """One token of each sequence: from batch.tokens, at batch.lengths, to the next ones."""
+        """Advance each sequence by one token, from batch.tokens at batch.lengths."""
         x, y = self._embedded(batch.tokens)
         for i, layer in enumerate(self.layers):
             caches = batch.keys[i], batch.values[i]
@@ -319,7 +319,7 @@ class Generator:
         batch.lengths.add_(1)
 
     def _send(self, batch: Batch) -> Any:
-        """Start the copy of the newest tokens to the host. Returns what waits for them: a function of nothing."""
+        """Start copying the newest tokens to the host. Returns a function that waits for them and returns them."""
         if self.device.type != "cuda":
             tokens = batch.tokens.tolist()
             return lambda: tokens

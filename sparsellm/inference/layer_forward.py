@@ -1,16 +1,16 @@
-"""The layers of a decoder where it generates text: those of prompts, and of one token of each sequence.
+"""The decoder's layers during generation: for prompts, and for one token per sequence.
 
-On a GPU they are a few launches, without torch.compile, which would take longer than it could save in a text: what
-stands between the products is in Triton (sparsellm.ops.triton), and so are the products of a single token. On a CPU
-PyTorch's operators compute the same.
+On a GPU each is a few kernel launches, without torch.compile, whose compile time exceeds what it saves in one text.
+Pointwise work between the products, and the products of a single token, are Triton kernels (sparsellm.ops.triton). On a
+CPU, PyTorch's operators compute the same.
 
-A residual stream comes in two parts: x, and what the layer before has left to be added to it, y. So their sum and the
-norm behind it are one kernel, and for a single token the product behind that, too.
+The residual stream is passed as two parts: x, and the previous layer's output y, not yet added. So one kernel computes
+the sum and the following norm, and for a single token the following product too.
 
-Letters: B sequences, R tokens of a call, all sequences together, T the longest, S positions of the cache, K the model's
-width, H heads of width D, H_kv heads of keys and values, each of which H / H_kv query heads share. Numerics: sums,
-norms, rotation and activations are float32; normalised inputs, rotated heads, activated gates and the results of
-products are rounded to the dtype of the weights.
+Letters: B sequences, R tokens of a call over all sequences, T length of the longest, S cache positions, K model width,
+H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms, rotation and
+activations are float32; normalised inputs, rotated heads, activated gates and the results of products are rounded to
+the dtype of the weights.
 """
 
 from collections.abc import Iterator
@@ -35,19 +35,19 @@ from sparsellm.model.decoder import (
 from sparsellm.ops import backend
 from sparsellm.ops.compiler import KernelsUnavailable
 
-Caches = tuple[Tensor, Tensor]  # of a layer: keys and values [B, S, H_kv, D]
+Caches = tuple[Tensor, Tensor]  # one layer's keys and values [B, S, H_kv, D]
 Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, halves repeated
 
 
 class Projection(NamedTuple):
-    """The projections of queries, keys and values as one, for one product instead of three."""
+    """The query, key and value projections merged: one product instead of three."""
 
     weight: Tensor  # [(H + 2 H_kv) D, K]
     bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight
 
     @classmethod
     def of(cls, attention: Attention) -> Self:
-        """The weights of `attention` become parts of the merged one."""
+        """Merge the projections of `attention`; its weights become views of the merged weight."""
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         weight = torch.cat([proj.weight for proj in projections])
         for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
@@ -57,20 +57,20 @@ class Projection(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the R tokens of prompts are: one sequence after the other, and in attention's input [B, T] padded."""
+    """Where the R prompt tokens are: packed one sequence after the other, and padded to [B, T] for attention."""
 
     lengths: Tensor  # [B] int64
-    ends: Tensor  # [B] int64: up to which of the R tokens each sequence goes
+    ends: Tensor  # [B] int64: end of each sequence among the R tokens
     longest: int  # T
-    padded: Tensor | None  # [R] int64: the place of each among B T; None: all are equally long, so there is no padding
+    padded: Tensor | None  # [R] int64: index of each token among B T; None: equal lengths, no padding
 
     @classmethod
     def of(cls, lengths: Tensor, longest: int, tokens: int) -> Self:
-        """lengths [B] int64. longest, tokens: T and R, which the host knows without waiting for the device."""
+        """lengths [B] int64. longest, tokens: T and R, passed so that the host need not wait for the device."""
         ends, padded = lengths.cumsum(0), None
         if tokens < len(lengths) * longest:
-            # Before the first token of sequence b stand b T places, but only the tokens of earlier sequences: by the
-            # difference each of its tokens is shifted.
+            # Sequence b starts at b T when padded, and at the sum of earlier lengths when packed. The difference is its
+            # shift.
             shifts = torch.arange(len(lengths), device=lengths.device) * longest - (ends - lengths)
             padded = torch.arange(tokens, device=lengths.device)
             padded += shifts.repeat_interleave(lengths, output_size=tokens)
@@ -80,7 +80,7 @@ class Places(NamedTuple):
 def of_prompts(
     layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, places: Places, caches: Caches
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of prompts: x and y [R, K] to the same of this layer. The caches get their keys and values."""
+    """One layer on prompt tokens: x and y [R, K] -> x and y after the layer. Writes keys and values to the caches."""
     x, heads = _heads(layer, merged, x, y)
     queries = _placed(layer.self_attn, heads, tables, places, caches)
     q, k, v = (part[:, : places.longest].transpose(1, 2) for part in (queries, *caches))
@@ -91,8 +91,8 @@ def of_prompts(
 def of_step(
     layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, lengths: Tensor, caches: Caches
 ) -> tuple[Tensor, Tensor]:
-    """One token of each sequence: x and y [B, K] to the same of this layer. The caches have `lengths` [B] int64
-    positions already, and get this one."""
+    """One layer on one token per sequence: x and y [B, K] -> x and y after the layer. Appends to the caches, which hold
+    `lengths` [B] int64 positions."""
     x, heads = _heads(layer, merged, x, y)
     return _after_attention(layer, x, _attend(layer.self_attn, heads, tables, lengths, caches))
 
@@ -109,10 +109,10 @@ def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[T
 
 @contextmanager
 def attention_of_any_shape(device: torch.device) -> Iterator[None]:
-    """Without cuDNN's attention, which PyTorch prefers on Hopper: it takes the host 43 ms for each shape that is new,
-    and prompts are of many. Where a shape comes again it would be faster: 0.67 ms a layer instead of 1.22 for 16
-    prompts of 2,000 tokens. PyTorch has this setting for the whole process: threads must take turns, and the attention
-    of others goes without cuDNN's meanwhile.
+    """Disable cuDNN's attention, which PyTorch prefers on Hopper: it costs 43 ms of host time for each new shape, and
+    prompts have many shapes. For a repeated shape it would be faster: 0.67 ms instead of 1.22 ms per layer for 16
+    prompts of 2,000 tokens. The setting is process-wide: threads must take turns, and other attention calls go without
+    cuDNN in the meantime.
     """
     if device.type != "cuda":
         yield
@@ -126,12 +126,12 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
 
 
 def by_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels compute with x, instead of PyTorch's operators."""
+    """Whether Triton kernels, not PyTorch's operators, compute with x."""
     return x.is_cuda
 
 
 def require_kernels(x: Tensor) -> None:
-    """Raises KernelsUnavailable where x is on a GPU on which Triton's kernels do not run."""
+    """Raises KernelsUnavailable if x is on a GPU that cannot run the Triton kernels."""
     if not by_kernels(x) or torch.version.hip is not None:
         return
     with torch.cuda.device_of(x):
@@ -162,23 +162,23 @@ def _positioned(attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor) -
     q, k, v = heads.split(attention.heads, -2)
     if attention.q_norm is not None:
         return *attention.positioned(q, k, cos, sin), v
-    rotated = rotate(heads[..., : -v.shape[-2], :], cos, sin).to(heads.dtype)  # both at once: half as many operations
+    rotated = rotate(heads[..., : -v.shape[-2], :], cos, sin).to(heads.dtype)  # both at once: half as many launches
     return *rotated.split(attention.heads[:2], -2), v
 
 
 def _norms(attention: Attention) -> tuple[Tensor, Tensor, float] | None:
-    """What the kernels normalise queries and keys with."""
+    """The weights and eps of qk_norm for the kernels; None without qk_norm."""
     if attention.q_norm is None or attention.k_norm is None:
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
 
 
 def _placed(attention: Attention, heads: Tensor, tables: Tables, places: Places, caches: Caches) -> Tensor:
-    """heads [R, H + 2 H_kv, D] of prompts -> rotated queries [B, T, H, D]. The caches get keys and values at their
-    first T positions.
+    """heads [R, H + 2 H_kv, D] of prompts -> rotated queries [B, T, H, D]. Writes keys and values to the first T
+    positions of the caches.
 
-    Behind a sequence's end there are zeros, in the caches too: none of its own tokens looks at them, but attention
-    multiplies by zero what they hold, and memory that an earlier stream has left might hold what is no number.
+    Positions past a sequence's end are zeroed, in the caches too. No token attends to them, but attention multiplies
+    them by zero, and memory reused from an earlier stream might hold NaN.
     """
     if by_kernels(heads):
         from sparsellm.inference.kernels.prompts import place
@@ -195,7 +195,8 @@ def _placed(attention: Attention, heads: Tensor, tables: Tables, places: Places,
 
 
 def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor, caches: Caches) -> Tensor:
-    """One token of each sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. The caches get its keys and values."""
+    """Attention of one token per sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. Appends keys and values to the
+    caches."""
     if by_kernels(heads):
         from sparsellm.inference.kernels.decoding import attend_to_the_past
 
@@ -206,13 +207,13 @@ def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor
     rows, positions = (torch.arange(n, device=heads.device) for n in keys.shape[:2])
     keys[rows, lengths], values[rows, lengths] = k, v
     there = positions <= lengths[:, None]
-    # Query heads that share a head of keys stand where queries of several positions would: [B, H_kv, H / H_kv, D].
+    # Query heads that share a key head take the place of several query positions: [B, H_kv, H / H_kv, D].
     queries, past = q.unflatten(1, (keys.shape[2], -1)), (keys.transpose(1, 2), values.transpose(1, 2))
     return F.scaled_dot_product_attention(queries, *past, attn_mask=there[:, None, None]).flatten(1, 2)
 
 
 def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K] with what attention has found, y [R, H, D]; and the feedforward block's output [R, K], to be added."""
+    """(x [R, K] + the projected attention output y [R, H, D], the feedforward block's output [R, K], not yet added)."""
     norm, block = layer.post_attention_layernorm, layer.mlp
     y = _product(y.flatten(1), layer.self_attn.o_proj.weight)
     if isinstance(block, SparseFeedForward):

@@ -1,11 +1,11 @@
-"""Which modules of a model are feedforward blocks that the operators of sparsellm.ops compute.
+"""Finds the feedforward blocks of a model that the operators of sparsellm.ops can compute.
 
     gated      down(relu(gate(x)) * up(x))    children gate_proj, up_proj, down_proj and act_fn, as in Llama
     non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
 
-Everything else is refused by name: other activations, biases, other children or tensors, hooks, linears that are not
-plain nn.Linear. A block that has the right children may still compute something else: it may scale or clip on the way,
-and not as the other blocks of its class do. So each is tried on random tokens.
+Everything else is refused by name: other activations, biases, extra children or tensors, hooks, linears that are not
+plain nn.Linear. A block with the right children may still compute something else, such as scaling or clipping, so each
+block is also tested on random tokens.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluFeedForward
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
 
-OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return statistics beside y
+OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return y and statistics
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-# The tolerance is relative: a few operations in bfloat16 are each rounded by up to 0.4%.
+# Relative tolerance for a few bfloat16 operations, each with a rounding error of up to 0.4%.
 PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05
 
 
@@ -50,8 +50,8 @@ def kind(thing: object) -> str:
 
 
 def _problems(name: str, module: nn.Module) -> Iterator[str]:
-    """What keeps `module` from being a block, one sentence each. Each check assumes that those before it found nothing:
-    only the first sentence is to be relied on."""
+    """Reasons why `module` is not a supported block. Each check assumes that earlier ones passed, so only the first
+    reason is reliable."""
     projections = {p: getattr(module, p) for p in PROJECTIONS if p in module._modules}
     if isinstance(module, SiluFeedForward):
         yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"
@@ -72,7 +72,7 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
             )
         if linear.bias is not None:
             yield f"{full} has a bias: it should have none"
-        if weight.is_meta and not isinstance(module, OWN):  # which may be accelerated before `to_empty` gives it memory
+        if weight.is_meta and not isinstance(module, OWN):  # OWN may be accelerated before `to_empty` allocates it
             yield f"{full}.weight is on the meta device: it should be loaded, and not offloaded"
         if weight.is_inference():
             yield f"{full}.weight was made in inference mode: it should be loaded outside of torch.inference_mode()"

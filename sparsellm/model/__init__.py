@@ -1,4 +1,4 @@
-"""The decoder, its loss, and its Hugging Face form."""
+"""The decoder and its loss."""
 
 from sparsellm.model.decoder import Decoder, DecoderOutput
 

@@ -1,13 +1,13 @@
-"""Cross entropy of a linear head, a few thousand tokens at a time, because all logits [M, V] at once are too large.
+"""Cross entropy of a linear head, computed in chunks of tokens because the full logits [M, V] are too large.
 
-For 32,768 tokens and 49,152 words, they would take 6.4 GB in float32. Forward computes the logits of one chunk of
-tokens, and from them at once the chunk's loss and gradients; then the next chunk's logits take their place. Backward
-only scales the gradients that forward has kept: dx [M, K] and dw [V, K].
+For 32,768 tokens and a vocabulary of 49,152 they take 6.4 GB in float32. Forward computes the logits of one chunk and,
+from them, the chunk's loss and gradients; the next chunk reuses the memory. Backward only scales the gradients that
+forward saved: dx [M, K] and dw [V, K].
 
-Numerics: logits are the compute dtype's (bfloat16 under autocast) with float32 accumulation; softmax, loss and its sum
+Numerics: logits have the compute dtype (bfloat16 under autocast) with float32 accumulation; softmax, loss and its sum
 are float32; dw accumulates over the chunks in float32.
 
-With a teacher (`distilled_cross_entropy`) its logits come and go with the chunk's own.
+With a teacher (`distilled_cross_entropy`), the teacher's logits are computed and freed chunk by chunk too.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ SoftmaxCrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Lesson(NamedTuple):
-    """What a teacher says of M tokens, and what it counts for: the loss is CE + weight x temperature^2 x KL."""
+    """The teacher's output for M tokens, and its weight: the loss is CE + weight x temperature^2 x KL."""
 
     hidden: Tensor  # [M, K'], in the compute dtype
-    head: Tensor  # [V, K'], likewise: its logits are hidden head^T
+    head: Tensor  # [V, K'], same dtype; the teacher's logits are hidden head^T
     weight: float
     temperature: float
 
@@ -43,7 +43,8 @@ def distilled_softmax_cross_entropy(
     """logits, teacher [M, V], targets [M] int64 -> (loss, ce, kl, the gradient [M, V] of loss, as logits).
 
     Sums over tokens, 0-d float32 or wider: ce, kl = KL(teacher || student) with both logits divided by the temperature,
-    and loss = ce + weight temperature^2 kl, whose factor keeps the gradient of kl of the same size at any temperature.
+    and loss = ce + weight temperature^2 kl. The factor keeps the size of the gradient of kl independent of the
+    temperature.
     """
     ce, gradient = _wide_cross_entropy(logits, targets)
     ours, theirs = ((each.to(gradient.dtype) / temperature).log_softmax(-1) for each in (logits, teacher))
@@ -75,15 +76,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: Sof
 
 
 def distilled_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, lesson: Lesson, kernel: Callable[..., tuple[Tensor, ...]]
+    x: Tensor, weight: Tensor, targets: Tensor, teacher: Lesson, kernel: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, ce, kl) of `distilled_softmax_cross_entropy`, or of a compiled form of it, `kernel`, for the logits
-    x weight^T; only loss has a gradient. x [M, K], weight [V, K], targets [M] int64 in [0, V)."""
+    """(loss, ce, kl) for the logits x weight^T; only loss has a gradient. `kernel` is `distilled_softmax_cross_entropy`
+    or a compiled form of it. x [M, K], weight [V, K], targets [M] int64 in [0, V)."""
 
     def with_teacher(logits: Tensor, targets: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        return kernel(logits, targets, hidden @ lesson.head.T, lesson.weight, lesson.temperature)
+        return kernel(logits, targets, hidden @ teacher.head.T, teacher.weight, teacher.temperature)
 
-    return _LinearLoss.apply(x, weight, _compute_dtype(x), with_teacher, targets, lesson.hidden)
+    return _LinearLoss.apply(x, weight, _compute_dtype(x), with_teacher, targets, teacher.hidden)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -91,15 +92,15 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """`kernel(logits, *per_token)` of each chunk gives sums, and the gradient of the first one by the logits. The sums
-    over all chunks are returned; the first one has a gradient."""
+    """Sums over chunks of `kernel(logits, *per_token)`, which returns sums and the gradient of the first sum with
+    respect to the logits. Only the first sum has a gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, compute: torch.dtype, kernel: Callable[..., tuple[Tensor, ...]],
         *per_token: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        # x and weight are cast in here, not by the caller: else autograd would round dw to the compute dtype.
+        # Cast here, not in the caller: otherwise autograd would round dw to the compute dtype.
         x, weight = x.to(compute), weight.to(compute)
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=torch.promote_types(compute, torch.float32))
@@ -109,7 +110,7 @@ class _LinearLoss(torch.autograd.Function):
             torch.mm(dlogits, weight, out=dc)
             dw += dlogits.T @ c
             sums.append(of_this)
-            del dlogits  # or it would still be there beside the next chunk's logits and their gradient
+            del dlogits  # free it before the next chunk allocates its logits and gradient
         ctx.save_for_backward(dx, dw)
         loss, *others = (torch.stack(of_chunks).sum() for of_chunks in zip(*sums, strict=True))
         ctx.mark_non_differentiable(*others)
@@ -119,6 +120,5 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        # dx is widened before it is multiplied: a product in bfloat16 would round the scale itself, alike for every
-        # token.
+        # Widen dx before scaling: a bfloat16 product would round the scale itself, a systematic error for every token.
         return dx.to(dw.dtype) * dloss, dw * dloss, None, None, *[None] * ctx.others

@@ -1,7 +1,7 @@
 """The decoder: a Llama-style transformer (DESIGN §3) with Hugging Face's parameter names and layout.
 
-Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv heads of keys and
-values, each of which H / H_kv query heads share, V vocabulary; M = B x T.
+Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv key/value heads, each
+shared by H / H_kv query heads, V vocabulary; M = B x T.
 
 Numerics: weights are float32. Under autocast the matrix products, attention and the feedforward operator run in
 bfloat16 with float32 accumulation; the residual stream, normalisation and rotation stay float32. No dropout: a forward
@@ -31,15 +31,15 @@ from sparsellm.ops import FeedForwardOutput
 class DecoderOutput(NamedTuple):
     """Sums over the M tokens of a forward pass; the caller normalises (DESIGN §2)."""
 
-    ce: Tensor  # 0-d float32: the sum of the tokens' cross entropies, in nats
-    l1: Tensor | None  # [L] float32: each layer's sum of |h|; None without a ReLU
-    nnz: Tensor | None  # [L] int64: each layer's count of nonzero activations
-    fired: Tensor | None  # [L, N] bool: the neurons that fired for some token
-    wide_segments: Tensor | None  # [L] int64: wide_segments and rest_calls are those of FeedForwardOutput
+    ce: Tensor  # 0-d float32: summed cross entropy, in nats
+    l1: Tensor | None  # [L] float32: sum of |h| per layer; None without a ReLU
+    nnz: Tensor | None  # [L] int64: nonzero activations per layer
+    fired: Tensor | None  # [L, N] bool: neurons that fired for at least one token
+    wide_segments: Tensor | None  # [L] int64: see FeedForwardOutput, like rest_calls
     rest_calls: Tensor | None  # [L] int64
-    union: Tensor | None  # [L] int64: the neurons active in each 128-token tile, summed; -1: not measured
-    kl: Tensor | None = None  # 0-d float32: the sum of KL(teacher || student); None without a teacher
-    loss: Tensor | None = None  # 0-d float32: ce and kl as the teacher's Lesson weighs them, which has their gradient
+    union: Tensor | None  # [L] int64: active neurons of each 128-token tile, summed; -1: not measured
+    kl: Tensor | None = None  # 0-d float32: summed KL(teacher || student); None without a teacher
+    loss: Tensor | None = None  # 0-d float32: ce + weighted kl, the one with a gradient
 
 
 class RMSNorm(nn.Module):
@@ -70,12 +70,13 @@ class Attention(nn.Module):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.positioned(q, k, cos[:, None], sin[:, None])
-        # Transposed last: attention's output has the layout of q, and o_proj would keep a copy of any other for itself.
+        # Transpose last: attention's output takes the layout of q, and o_proj would save a copy of any other layout.
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         return self.o_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def positioned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [..., D], normalised if the model does that, and rotated; in float32, returned in theirs."""
+        """Queries and keys [..., D], normalised with qk_norm, and rotated. Computed in float32, returned in the input's
+        dtype."""
         dtype = q.dtype
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
@@ -118,7 +119,7 @@ class NonGatedFeedForward(nn.Module):
 class SiluFeedForward(GatedFeedForward):
     """The dense baseline, h = silu(gate(x)) * up(x): nothing is zero, so there is nothing to count."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]  # y alone: there are no statistics
+    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]  # y alone, no statistics
         return (self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)),)
 
 
@@ -130,7 +131,7 @@ def feedforward(config: ModelConfig, activation: Activation) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """x [B, T, K] float32 -> (x, then the feedforward statistics)."""
+    """x [B, T, K] float32 -> (x, *feedforward statistics)."""
 
     def __init__(self, config: ModelConfig, activation: Activation) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class DecoderLayer(nn.Module):
 
 
 def initialize(name: str, parameter: Tensor, std: float) -> None:
-    """Draw a matrix from N(0, std) from torch's default generator, norms are ones, biases zeros."""
+    """Initialize in place: matrices from N(0, std) (torch's default generator), norms to one, biases to zero."""
     if parameter.dim() == 2:
         nn.init.normal_(parameter, std=std)
     else:
@@ -177,15 +178,13 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def compile_parts(self) -> None:
-        """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole: between
-        compiled parts, backward hands gradients to DDP, or to a layer's shards, which reduce them while the next part
-        still runs.
+        """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole, so that
+        backward can hand gradients to DDP or FSDP between compiled parts, which overlaps reduction with compute.
 
-        Each shape is a graph of its own, and dynamo raises at the ninth graph of the layers. A run calls them with
-        gradients in two shapes at most: a size that `runtime.micro_batch_size` gives and the last micro-batch where it
-        does not divide, or the two that `auto` takes (training/micro_batch.py); and without gradients in one, a whole
-        micro-batch (evaluation/perplexity.py). With `sparsity.relu_tokens` each of these exists twice: six graphs. A
-        teacher adds two, and raises the limit."""
+        Each shape compiles one graph, and dynamo raises at the ninth graph of the layers. A run uses at most two shapes
+        with gradients (`runtime.micro_batch_size` and a smaller last micro-batch, or the two that `auto` picks, see
+        training/micro_batch.py) and one without (a whole micro-batch, see evaluation/perplexity.py).
+        `sparsity.relu_tokens` doubles these to six graphs. A teacher adds two and raises the limit."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)
@@ -196,7 +195,7 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """tokens [B, T] int64 -> the normalised last hidden state [B, T, K] float32, and each layer's statistics.
 
-        Raises ValueError for more positions than the model's context.
+        Raises ValueError if T exceeds the model's context.
         """
         length = tokens.shape[1]
         if length > self.config.context_length:
@@ -216,19 +215,19 @@ class Decoder(nn.Module):
         """tokens [B, T] int64 -> logits [B, T, V]."""
         return F.linear(self.hidden(tokens)[0], self.head)
 
-    def forward(self, tokens: Tensor, targets: Tensor, lesson: Lesson | None = None) -> DecoderOutput:
-        """tokens [B, T], targets [C, T] int64 -> sums over tokens. `lesson`: what a teacher says of them.
+    def forward(self, tokens: Tensor, targets: Tensor, teacher: Lesson | None = None) -> DecoderOutput:
+        """tokens [B, T], targets [C, T] int64 -> sums over tokens. `teacher`: the teacher's output for them.
 
-        C is B, and M = B x T; or less, where only the first C sequences count in the cross entropy, and the others give
-        the layers a shape that they are compiled for. The layers' statistics are of all B.
+        Usually C = B. If C < B, only the first C sequences count in the cross entropy; the others pad the batch to a
+        compiled shape. The layers' statistics cover all B.
         """
         x, statistics = self.hidden(tokens)
         if len(targets) < len(x):
             x = x[: len(targets)]
         inputs, kl, loss = (x.flatten(0, 1), self.head, targets.flatten()), None, None
-        if lesson is None:
+        if teacher is None:
             ce = linear_cross_entropy(*inputs, self.softmax_cross_entropy)
         else:
-            loss, ce, kl = distilled_cross_entropy(*inputs, lesson, self.distilled_softmax_cross_entropy)
+            loss, ce, kl = distilled_cross_entropy(*inputs, teacher, self.distilled_softmax_cross_entropy)
         stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
         return DecoderOutput(ce, *stacked)._replace(kl=kl, loss=loss)

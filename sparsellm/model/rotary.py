@@ -1,7 +1,7 @@
-"""Rotary positions: each pair of a head's numbers turns with its position, at a frequency of its own.
+"""Rotary position embedding: each pair of a head's dimensions is rotated by position times the pair's frequency.
 
-Frequencies are theta^(-2 i / D) of pair i, and a model that was trained on short sequences can be given lower ones for
-longer sequences, as `rope_parameters` says; the formulas are those of transformers. Letters: T positions, D head width.
+The frequency of pair i is theta^(-2 i / D). `rope_parameters` lowers frequencies to extend a model trained on short
+sequences to longer ones, with the formulas of transformers. Letters: T positions, D head width.
 """
 
 import math
@@ -29,7 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Radians by position [D / 2] float32, and what cos and sin are multiplied by."""
+    """Radians per position [D / 2] float32, and the factor that multiplies cos and sin."""
     rope, pairs = config.rope_parameters, torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
     plain = config.rope_theta ** -(pairs / config.head_width)
     if rope.rope_type == RopeType.default:
@@ -38,7 +38,7 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
     if rope.rope_type == RopeType.linear:
         return plain / rope.factor, 1.0
     assert rope.original_max_position_embeddings is not None
-    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0, within the context of training
+    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0, within the training context
     if rope.rope_type == RopeType.llama3:
         kept, sharpening = _kept_by_llama3(rope, plain * rotations), 1.0
     else:
@@ -47,19 +47,19 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
 
 
 def _kept_by_llama3(rope: RopeParameters, rotations: Tensor) -> Tensor:
-    """By how much each frequency stays, 0 to 1: by its rotations within the context that the model was trained on."""
+    """How much of each original frequency is kept, 0 to 1, from its rotations within the training context."""
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
     return ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
 
 
 def _kept_by_yarn(rope: RopeParameters, config: ModelConfig, rotations: float, device: torch.device) -> Tensor:
-    """The same: in a straight line over the pairs between those of beta_fast and of beta_slow rotations. `rotations`:
-    those of pair 0."""
+    """How much of each original frequency is kept: a linear ramp over the pairs between beta_fast and beta_slow
+    rotations. `rotations`: those of pair 0."""
     width = config.head_width
 
     def pair(wanted: float) -> float:
-        """Which one has so many: theta^(2 pair / D) times fewer than pair 0."""
+        """The (fractional) pair with `wanted` rotations; pair i has theta^(2 i / D) times fewer than pair 0."""
         return width * math.log(rotations / wanted) / (2 * math.log(config.rope_theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
@@ -73,7 +73,7 @@ def _kept_by_yarn(rope: RopeParameters, config: ModelConfig, rotations: float, d
 
 
 def _sharpening(rope: RopeParameters, factor: float) -> float:
-    """What yarn multiplies cos and sin by, so that attention over more positions is as sharp."""
+    """Yarn's factor for cos and sin, which keeps attention over more positions equally sharp."""
 
     def by(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1

@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint on their way to disk: what each rank copies to the host, and writes through DCP.
+"""Writes the tensors of a checkpoint: what each rank copies to the host and writes through DCP.
 
-    a whole tensor        the same on all ranks: one of them copies and writes it, the main rank the model's
-    a tensor in shards    (a DTensor): each rank its own shard; where nodes hold copies of shards, the first node's
+    a whole tensor        the same on all ranks: one rank copies and writes it; the main rank writes the model's
+    a sharded tensor      (DTensor): each rank writes its own shard; of shards replicated over nodes, the first node's
 
-The main rank exports the model as one file. Of a model in shards it reads the weights back from what the ranks have
-written, so that no GPU ever holds them all.
+The main rank exports the model as one file. It reads a sharded model's weights back from what the ranks have written,
+so that no GPU ever holds all of them.
 """
 
 from pathlib import Path
@@ -31,9 +31,9 @@ def own_copies(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torc
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy with memory of its own. From a GPU it is enqueued into pinned memory: synchronize before reading.
+    """A CPU copy. From a GPU it is asynchronous, into pinned memory: synchronize before reading.
 
-    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch keeps it, and the next ones take 0.1 s.
+    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch caches it, and later saves take 0.1 s.
     """
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
@@ -43,12 +43,12 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def write(
     copies: dict[str, torch.Tensor], shards: dict[str, DTensor], state: Path, ranks: Ranks
 ) -> dict[str, torch.Tensor]:
-    """Write all ranks' `copies` to the folder `state`; on the main rank, return the model's weights, whole, on the CPU.
+    """Write all ranks' `copies` to the folder `state`; on the main rank, return the model's whole weights on the CPU.
 
-    `shards`: the tensors that the copies are shards of, as they are now: their values may have changed since.
-    Collective on `ranks.checkpoint_group`. Raises DCP's CheckpointException, alike on all ranks.
+    `shards`: the sharded tensors of which `copies` are shards; their values may have changed since the copy.
+    Collective on `ranks.checkpoint_group`. Raises DCP's CheckpointException on all ranks.
     """
-    # Copying ahead is for tensors on a GPU; it would open a context on GPU 0 in every rank's thread.
+    # No copying ahead, which is for GPU tensors: it would open a context on GPU 0 in every rank's thread.
     writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
     described = {name: shards.get(name, copy) for name, copy in copies.items()}
     dcp.save(described, storage_writer=writer, planner=_FromCopies(copies), process_group=ranks.checkpoint_group)
@@ -60,7 +60,7 @@ def write(
 
 
 class _FromCopies(dcp.DefaultSavePlanner):
-    """Plans to write the tensors that it is given, and takes their values from copies."""
+    """A DCP planner that takes the tensors' values from copies."""
 
     def __init__(self, copies: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _FromCopies(dcp.DefaultSavePlanner):
 
 
 def _own_shard(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's shard, if it is the one to write it, and if there is any."""
+    """This rank's shard, if it exists and this rank is the one to write it."""
     places = zip(cast(list[int], tensor.device_mesh.get_coordinate()), tensor.placements, strict=True)
     shard = tensor.to_local()
     written_by_another = any(placement.is_replicate() and at > 0 for at, placement in places)
@@ -79,14 +79,14 @@ def _own_shard(tensor: DTensor) -> torch.Tensor | None:
 
 
 def _share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> list[str]:
-    """The names that this rank copies and writes: every tensor has one writer, and the bytes are balanced.
+    """The names of tensors that this rank copies and writes: one writer per tensor, with balanced bytes.
 
-    DCP would spread the writing too, but only after every rank had copied everything: 8 x 25 GB at 2B.
+    DCP would also distribute the writing, but only after every rank had copied everything: 8 x 25 GB at 2B.
     """
     load = [0] * ranks.world_size
     mine = []
     by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-    # The main rank needs the model's weights for the export, so it writes them too; the rest goes around that.
+    # The main rank needs the model's weights for the export, so it writes them too; the rest is balanced around that.
     for name in sorted(by_size, key=lambda name: not name.startswith(MODEL_PREFIX)):
         owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))
         load[owner] += tensors[name].nbytes

@@ -1,1 +1,1 @@
-"""Many runs and what they show together: their expansion, their processes, their table and their figure."""
+"""Sweeps over configurations: expanding the runs, running them, and their table and figure."""

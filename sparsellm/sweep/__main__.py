@@ -1,4 +1,4 @@
-"""python -m sparsellm.sweep : see sparsellm/commands/sweep.py."""
+"""python -m sparsellm.sweep: see sparsellm/commands/sweep.py."""
 
 from sparsellm.cli import run
 

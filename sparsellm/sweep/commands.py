@@ -1,4 +1,4 @@
-"""What a sweep would have a shell run: argument lists for its own use, and quoted text for people and for SLURM."""
+"""The commands of a sweep: as argument lists, as shell text, and as a SLURM script."""
 
 import shlex
 import sys
@@ -8,7 +8,7 @@ from sparsellm.config import quoted
 from sparsellm.sweep.plan import Point, Sweep
 
 GROUP = "logging.wandb_group"
-SAVING = 180  # seconds before its end in which SLURM lets a run save
+SAVING = 180  # seconds before the time limit at which SLURM signals, so that a run can save
 
 
 def train(sweep: Sweep, point: Point) -> list[str]:
@@ -21,12 +21,12 @@ def evaluate(sweep: Sweep, point: Point) -> list[str]:
 
 
 def benchmark(point: Point) -> list[str]:
-    """One process, whatever the runs have."""
+    """One process, regardless of the runs' number of processes."""
     return [sys.executable, "-m", "sparsellm.benchmark", f"checkpoint={quoted(str(point.checkpoint))}"]
 
 
 def text(sweep: Sweep, arguments: list[str]) -> str:
-    """A line of shell for each run, and what `arguments` then gather as a comment."""
+    """One shell line per run, and a comment with the command that then writes the table."""
     lines = []
     for point in sweep.points:
         each = [train(sweep, point)]
@@ -37,9 +37,9 @@ def text(sweep: Sweep, arguments: list[str]) -> str:
 
 
 def slurm_script(sweep: Sweep, arguments: list[str]) -> str:
-    """An array script whose tasks each do one point of the sweep of `arguments`, and then write the table anew.
+    """A SLURM array script. Each task runs one point of the sweep of `arguments` and then rewrites the table.
 
-    The shell becomes the sweep, which alone gets SLURM's signal and hands it on once.
+    `exec` replaces the shell, so that the sweep alone gets SLURM's signal and forwards it once.
     """
     return f"""#!/bin/bash
 #SBATCH --job-name={sweep.name}

@@ -1,4 +1,4 @@
-"""A sweep against the L1 coefficient in one picture: accuracy, nonzeros, cross entropy, dead neurons."""
+"""Plots a sweep over the L1 coefficient: accuracy, nonzeros, cross entropy, dead neurons."""
 
 import math
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from sparsellm.figures import (
 from sparsellm.sweep.plan import COEFFICIENT, Point, Sweep
 from sparsellm.sweep.table import COMPLETE, Row, distinct
 
-WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; a paper's text is so wide
-SMALL = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}  # beside STYLE, for panels of that size
-LABEL_ROOM, MARGIN = 0.11, 0.06  # of the axis: between two labels, and beside the outer coefficients
-BESIDE = 0.012  # of the axis: between points of several lines at one coefficient
+WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; the text width of a paper
+SMALL = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}  # overrides STYLE, for small panels
+LABEL_ROOM, MARGIN = 0.11, 0.06  # fractions of the axis: between labels, and outside the outer coefficients
+OFFSET = 0.012  # fraction of the axis between points of several lines at one coefficient
 
 DENSE = "dense SiLU"
 
@@ -40,13 +40,13 @@ Runs = list[tuple[Point, Row]]
 @dataclass(frozen=True)
 class Panel:
     title: str
-    ylabel: str  # {neurons}: of a layer; {window}: tokens after which a silent neuron is dead
+    ylabel: str  # {neurons}: per layer; {window}: tokens without firing after which a neuron is dead
     value: Value
     percent: bool = False
-    signed: bool = False  # otherwise the axis begins at 0, if it is linear
-    error: Value | None = None  # one standard error of the value: points, and no lines between noise
-    layers: bool = False  # draw each layer's nonzeros too; logarithmic
-    baseline: Value | None = None  # the level of the dense run; by default its value
+    signed: bool = False  # False: the axis starts at 0, if it is linear
+    error: Value | None = None  # one standard error of the value; draws points without lines
+    layers: bool = False  # also draw each layer's nonzeros; logarithmic
+    baseline: Value | None = None  # level of the dense run; default: `value`
 
 
 def _dead_share(point: Point, row: Row) -> float | None:
@@ -71,9 +71,9 @@ PANELS = (
 
 
 def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
-    """The picture as {"png": ..., "pdf": ...}, of the finished runs; None if they have fewer than two coefficients.
+    """The figure of the finished runs as {"png": ..., "pdf": ...}; None with fewer than two coefficients.
 
-    Every combination of the other swept values is a line of its own, with its own run without L1 and baseline.
+    Every combination of the other swept values is one line, with its own run without L1 and its own baseline.
     """
     runs = [(p, r) for p, r in zip(sweep.points, table, strict=True) if r["status"] == COMPLETE]
     sparse, dense = ([(p, r) for p, r in runs if p.baseline == wanted] for wanted in (False, True))
@@ -106,16 +106,16 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
 
 
 def _values(panel: Panel, runs: Runs) -> list[float]:
-    """Of `runs`, all of which have one."""
+    """The panel's values of `runs`; every run has one."""
     return [value for run in runs if (value := panel.value(*run)) is not None]
 
 
 def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dict[float, float]) -> None:
-    """`at`: where each coefficient is on the x axis. No line leads from 0 to the others, which no scale connects."""
+    """`at`: the x position of each coefficient. No line connects 0 with the others, because no scale does."""
     span = max(at.values()) - min(at.values())
     for number, (label, runs) in enumerate(lines.items()):
         runs = [run for run in runs if panel.value(*run) is not None]
-        beside = BESIDE * span * (number - (len(lines) - 1) / 2)
+        beside = OFFSET * span * (number - (len(lines) - 1) / 2)
         color = f"C{number}"
         if panel.error:
             x, y = [at[_coefficient(point)] + beside for point, _ in runs], _values(panel, runs)
@@ -137,7 +137,7 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
         if level is None:
             continue
         color, name = "0.35", DENSE
-        if len(dense) > 1:  # each in the colour of its line
+        if len(dense) > 1:  # each in the colour of its own line
             name += f", {_label(point)}"
             of = [runs[0][0].outside_sparsity == point.outside_sparsity for runs in lines.values()]
             color = f"C{of.index(True)}" if True in of else color
@@ -154,25 +154,25 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
 
 
 def _parts(runs: Runs) -> list[Runs]:
-    """The run without L1, and the others: what a line may connect."""
+    """The run without L1, and the other runs: groups that a line may connect."""
     parts = [[run for run in runs if (_coefficient(run[0]) == 0) == zero] for zero in (True, False)]
     return [part for part in parts if part]
 
 
 def _tasks(lines: dict[str, Runs]) -> list[str]:
-    """Those that the mean accuracy is the mean of."""
+    """The tasks in the mean accuracy."""
     return [task for task in TASKS if any(row.get(task) is not None for runs in lines.values() for _, row in runs)]
 
 
 def places(coefficients: list[float]) -> dict[float, float]:
-    """Where each coefficient, in ascending order, is on the x axis: by its logarithm, and 0 left of them."""
+    """The x position of each coefficient, in ascending order: its logarithm, with 0 to the left."""
     at = {c: math.log10(c) for c in coefficients if c > 0}
     first, last = min(at.values()), max(at.values())
     return {c: at.get(c, first - max(0.3, 0.25 * (last - first))) for c in coefficients}
 
 
 def _coefficient_axis(axes: Axes, at: dict[float, float]) -> None:
-    """A tick at every coefficient, a label where there is room for one, and a break after 0."""
+    """A tick at every coefficient, labels where there is room, and an axis break after 0."""
     positions = list(at.values())
     span = positions[-1] - positions[0]
     labels, last = [], None

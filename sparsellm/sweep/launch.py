@@ -1,8 +1,8 @@
-"""One command after another, each with a log, so that signals reach it and nothing of it outlives the sweep unseen.
+"""Runs commands one after another, each with a log; forwards signals, and leaves no unnoticed processes behind.
 
-A command writes to its log itself, and the sweep shows what arrives there. So a sweep that is killed takes no output
-away from the command under it. The log is also the lock of its run: the command inherits it, and whoever starts the
-sweep again waits until it is gone.
+A command writes to its log itself, and the sweep shows what arrives there. So killing the sweep does not cut off the
+command's output. The log is also the lock of its run: the command inherits it, and a restarted sweep waits until the
+command has ended.
 """
 
 import os
@@ -21,22 +21,22 @@ from sparsellm.system import locks, regular
 from sparsellm.system.processes import end_with_parent
 from sparsellm.training.stop import StopSignals
 
-POLL = 0.1  # seconds between looks at a command, its output and the signals for it
-# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 has 30 and reads no variable.
+POLL = 0.1  # seconds between checks of a command, its output and its signals
+# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 ignores this and gives 30.
 SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 
 
 class Launcher(StopSignals):
-    """While entered, SIGTERM and SIGINT go to the running command instead of ending the sweep in its middle.
+    """While entered, SIGTERM and SIGINT are forwarded to the running command instead of ending the sweep at once.
 
-    Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
-    Linux sends them SIGTERM, perhaps once for each thread of the sweep, and a second one ends a run without a
-    checkpoint: then it goes on from its last.
+    Commands have their own sessions, so Ctrl-C reaches them once, through this class. If the sweep is killed with
+    SIGKILL, Linux sends them SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without saving,
+    and it then resumes from its last checkpoint.
     """
 
     @contextmanager
     def claim(self, log: Path) -> Iterator[BinaryIO]:
-        """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
+        """Open `log` for appending once no other process writes to it. A signal ends the wait too."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with regular.to_write(log, "ab") as file:
             locks.take(
@@ -47,7 +47,8 @@ class Launcher(StopSignals):
             yield file
 
     def run(self, command: list[str], log: BinaryIO) -> int:
-        """Run `command` with its output in the claimed `log`, shown as it comes: its exit code, or 128 + signal."""
+        """Run `command` with its output in the claimed `log`, echoed as it arrives. Returns its exit code, or 128 +
+        signal."""
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         with Path(log.name).open("rb") as output:

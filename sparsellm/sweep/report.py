@@ -1,4 +1,4 @@
-"""What a sweep leaves: sweep.csv, sweep.md, sweep.png and sweep.pdf in its folder, always made anew from its runs."""
+"""Writes sweep.csv, sweep.md, sweep.png and sweep.pdf in the sweep's folder, always from the files of its runs."""
 
 from contextlib import suppress
 
@@ -12,9 +12,9 @@ NAME = "sweep"
 
 
 def write_all(sweep: Sweep) -> tuple[str, str | None]:
-    """Write the table and the figure, and sum them up for a screen; also why they cannot be written, or None.
+    """Write the table and the figure. Returns a summary for the screen, and the reason if they cannot be written.
 
-    Tasks of a SLURM array do this side by side: one at a time, so that the last one has seen the results of all.
+    Tasks of a SLURM array call this concurrently and take turns, so that the last one sees all results.
     """
     markdown = ""
     try:
@@ -28,7 +28,7 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             files = {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (pictures or {})
             for kind, content in files.items():
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
-    except Exception as error:  # of a full disk, or of what an evaluation has left: the runs go on
+    except Exception as error:  # a full disk, or bad files of an evaluation: the sweep continues
         with suppress(Exception):
             markdown = markdown or table.as_markdown(sweep, table.rows(sweep))
         return markdown, (

@@ -1,6 +1,6 @@
-"""What the runs of a sweep came to, read from their own files alone: metrics.jsonl, results.json, config.yaml's values.
+"""The results of a sweep's runs, read from their own files: metrics.jsonl, results.json, and benchmark.json.
 
-Nothing is remembered between starts, so a table is the same however often the sweep was interrupted.
+No state is kept between starts, so the table does not depend on interruptions of the sweep.
 """
 
 import csv
@@ -24,7 +24,7 @@ MULTIPLIED = {
     L1Normalization.mean: "the mean over neurons and layers",
     L1Normalization.layer_mean: "the sum over neurons and mean over layers",
 }
-# What of a benchmark stands in a table, and the titles: PHASE_KEY of its JSON.
+# Columns from a benchmark: PHASE_KEY of its JSON, and the title.
 COSTS = {
     "forward_tokens_per_s": "forward tokens/s",
     "training_tokens_per_s": "training tokens/s",
@@ -41,11 +41,11 @@ Row = dict[str, Any]
 
 
 def rows(sweep: Sweep) -> list[Row]:
-    """One per point, all with the same keys; None for what does not exist. An unfinished run has no results.
+    """One row per point, all with the same keys; None for missing values. An unfinished run has no results.
 
-    `ce` and `val_ce` are nats per token of the last step, `nnz_*` nonzeros per token, `dead_neurons` a sum over layers,
-    scores, their `mean` and `mean_acc` fractions, `ce_increase` a fraction of the run without L1 (by `val_ce`, if
-    validated).
+    `ce` and `val_ce` are in nats per token at the last step; `nnz_*` are nonzeros per token; `dead_neurons` is summed
+    over layers; scores, `mean` and `mean_acc` are fractions; `ce_increase` is relative to the run without L1 (from
+    `val_ce` if validated).
     """
     metrics = {point.name: read(point.folder / METRICS) for point in sweep.points}
     finished = {point.name: _numbers(point, metrics[point.name]) for point in sweep.points if point.is_finished()}
@@ -58,7 +58,7 @@ def rows(sweep: Sweep) -> list[Row]:
         begun = metrics[point.name]
         nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
         if last.get("tokens", 0) < point.config.sparsity.dead_after_tokens:
-            dead = None  # too short a run for any neuron to count as dead, which is not that none is
+            dead = None  # the run is too short for any neuron to count as dead; unknown, not 0
         table.append(
             {key: point.values.get(key) for key in sweep.keys}
             | {
@@ -90,7 +90,7 @@ def as_csv(table: list[Row]) -> str:
 
 
 def as_markdown(sweep: Sweep, table: list[Row]) -> str:
-    """The rows rounded for people, as an aligned table, and what its words mean."""
+    """The rows as an aligned Markdown table with rounded numbers, and a legend."""
 
     def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
         return title, ["" if row[key] is None else form.format(row[key]) for row in table]
@@ -124,7 +124,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
 
 
 def unregularised(point: Point, sweep: Sweep) -> Point | None:
-    """The run that `point` is compared with: ReLU, coefficient 0, and in all but `sparsity` the same."""
+    """The run that `point` is compared with: ReLU, coefficient 0, and the same values outside `sparsity`."""
 
     def without_l1(point: Point) -> bool:
         sparsity = point.config.sparsity
@@ -134,7 +134,7 @@ def unregularised(point: Point, sweep: Sweep) -> Point | None:
 
 
 def _numbers(point: Point, rows: list[Row]) -> Row:
-    """The row of a finished run's last step; empty, which is said, if that row is damaged or gone."""
+    """The row of a finished run's last step; empty, with a warning, if that row is damaged or missing."""
     if rows and rows[-1]["step"] == point.config.training.steps:
         return rows[-1]
     warn(f"{point.folder / METRICS} has no row of the last step: its numbers are left out")
@@ -142,7 +142,7 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
 
 
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
-    """The scores of the sweep's own tasks: another evaluation may have left more of them, or fewer."""
+    """The scores of the sweep's own tasks; other evaluations may have written more tasks, or fewer."""
     try:
         path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
         return only(json.loads(regular.content(path)), sweep.tasks) if path.exists() else {}
@@ -152,7 +152,7 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
 
 
 def _costs(sweep: Sweep, point: Point) -> Row:
-    """What a finished point's benchmark measured: on the kernels, if it ran on them, else in PyTorch."""
+    """A finished point's benchmark: on the kernels if it ran on them, otherwise in PyTorch."""
     side: Row = {}
     if point.is_finished() and (path := sweep.benchmark(point)).exists():
         sides = json.loads(regular.content(path))["checkpoints"][0]["sides"]
@@ -160,7 +160,7 @@ def _costs(sweep: Sweep, point: Point) -> Row:
     found = {}
     for key in COSTS:
         phase, _, number = key.partition("_")
-        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has none
+        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has no number
     return found
 
 
@@ -174,7 +174,7 @@ def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | N
 
 
 def _stderr_of_mean(result: dict[str, Any]) -> float | None:
-    """Of the mean of independent scores."""
+    """The standard error of the mean of independent scores."""
     errors = [task["stderr"] for task in result.get("tasks", {}).values()]
     if result.get("mean") is None or not errors or None in errors:
         return None
@@ -187,8 +187,8 @@ def distinct(values: Iterable[Any]) -> str:
 
 
 def _legend(sweep: Sweep, titles: set[str]) -> str:
-    """What the columns of these `titles` mean."""
-    configs = [point.config for point in sweep.points if not point.baseline]  # the dense run has none of this
+    """Explanations of the columns `titles`."""
+    configs = [point.config for point in sweep.points if not point.baseline]  # does not apply to the dense run
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)

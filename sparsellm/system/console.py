@@ -1,4 +1,4 @@
-"""What people read while something goes on: lines on stderr, and how far it has come if it takes minutes."""
+"""Console output during work: lines on stderr, and progress bars."""
 
 import os
 import sys
@@ -8,30 +8,30 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-LINE_EVERY = 10  # seconds, where there is no terminal
+LINE_EVERY = 10  # seconds between progress lines without a terminal
 
 
 def say(text: str) -> None:
-    """A line on stderr, above the bar if one is shown."""
+    """Print a line on stderr, above the progress bar if one is shown."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
 
 
 def warn(text: str) -> None:
-    """The same of what people should know: under the program's name, by which it is found in a log."""
+    """Print a warning on stderr, prefixed with the program's name so that it can be found in a log."""
     say(f"sparsellm: {text}")
 
 
 def is_main_rank() -> bool:
-    """Whether this is the rank that speaks: by what torchrun announces, so before there is a process group, too."""
+    """Whether this is rank 0, from torchrun's environment, so it works before a process group exists."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
 def progress(title: str, total: int, unit: str, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Yields advance(n): a bar on a terminal; elsewhere a line every few seconds, which a log file keeps readable.
+    """Yields advance(n). Shows a bar on a terminal, otherwise a line every few seconds, which keeps log files readable.
 
-    `unit`: what is counted, in the singular. Not `shown`: nothing.
+    `unit`: what is counted, in the singular. shown=False: print nothing.
     """
     if not shown or sys.stderr.isatty():
         with tqdm(total=total, desc=title, unit=unit, disable=not shown) as bar:

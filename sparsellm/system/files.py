@@ -1,12 +1,12 @@
-"""Small files that nothing can go on without: written whole or not at all, and read as if they may be damaged.
+"""Small files: written atomically, and validated when read.
 
-    write_whole(path, content)                 any content; a stop at any instant leaves the old file or the new one
-    whole(path)                                the same for a file that is written piece by piece
-    read_json(path, SomeError, remedy)         a JSON object; whatever is wrong with the file is one sentence
-    write_sealed, read_sealed                  the same with a checksum of the file's own: every changed bit is found
-    unused(path)                               a name beside it for what is set aside
+    write_whole(path, content)                 any content; a kill at any instant leaves the old file or the new one
+    whole(path)                                the same for a file written piece by piece
+    read_json(path, SomeError, remedy)         a JSON object; raises one sentence for any damage
+    write_sealed, read_sealed                  the same with a checksum in the file, which detects any changed bit
+    unused(path)                               a free name in the same folder
 
-A sealed file is a JSON object whose last key, "xxh3", is the checksum of all the bytes before that key.
+A sealed file is a JSON object whose last key, "xxh3", is the checksum of all bytes before that key.
 """
 
 import json
@@ -25,9 +25,9 @@ _SEAL = b',\n "xxh3": "'
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, whole or not at all, and on disk when this returns.
+    """Write `content` to `path` atomically; it is synced to disk when this returns.
 
-    Raises OSError where that fails, as on a full disk, and leaves what was there before.
+    Raises OSError on failure, such as a full disk, and leaves the old file.
     """
     with whole(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -35,10 +35,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """The same for what is written piece by piece: an open file, which takes the place of `path` when the block ends.
+    """`write_whole` for content written piece by piece: yields an open file that replaces `path` when the block ends.
 
-    An exception in the block leaves what was there before. Of several processes that write one path, each waits until
-    the one before it is done. A link at `path` is replaced, not followed.
+    An exception in the block leaves the old file. Processes that write the same path take turns. A link at `path` is
+    replaced, not followed.
     """
     partial = path.with_name(f"{path.name}.partial")
     with _alone(partial) as file:
@@ -48,21 +48,21 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             partial.replace(path)
         except BaseException:
-            partial.unlink(missing_ok=True)  # which would keep a full disk full
+            partial.unlink(missing_ok=True)  # free the space on a full disk
             raise
     sync(path.parent)
 
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[BinaryIO]:
-    """`partial`, open for writing, empty, and locked until the block ends.
+    """Open `partial` for writing, empty and locked until the block ends.
 
-    Whoever held the lock before has renamed or removed the file that was opened here: then another one is. What no
-    writer of ours has left there, a link or a FIFO, is removed: in a folder that others may write to, it may have been
-    planted, and lead to a file of this user.
+    The previous holder of the lock may have renamed or removed the file that was opened here; then it is opened again.
+    A link or a FIFO, which our writers never leave there, is removed: in a folder that others may write to, it may have
+    been planted to redirect the write to another file of this user.
     """
 
-    def keeping(name: str, flags: int) -> int:  # what is in the file, which another process may be writing
+    def keeping(name: str, flags: int) -> int:  # no O_TRUNC: another process may be writing the file
         return regular.itself(name, flags & ~os.O_TRUNC)
 
     while True:
@@ -92,7 +92,7 @@ def _is_at(path: Path, file: BinaryIO) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Bring to disk what a file holds, or which files a folder has: a power failure may undo a rename before this."""
+    """Sync a file, or a folder's list of files, to disk: without it, a power failure may undo a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +101,7 @@ def sync(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3 and so on that does not exist, not even as a link that leads nowhere."""
+    """`path`, or the first of path-2, path-3, ... that does not exist, not even as a dangling link."""
     candidate, number = path, 1
     while os.path.lexists(candidate):
         number += 1
@@ -110,22 +110,22 @@ def unused(path: Path) -> Path:
 
 
 def read_json(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `error` with one sentence that ends in `remedy` if there is none."""
+    """The JSON object in `path`. Raises `error` with one sentence that ends with `remedy` if it cannot be read."""
     return _parsed(_content(path, error, remedy), path, error, remedy)
 
 
 def write_sealed(path: Path, values: dict[str, Any]) -> None:
-    """`write_whole` of `values` as JSON, with a checksum of the file's own as its last key."""
+    """Write `values` atomically as JSON, with a checksum as the last key."""
     body = json.dumps(values, indent=1, allow_nan=False).removesuffix("\n}").encode()
     write_whole(path, body + _ending(body))
 
 
 def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
-    """The values that `write_sealed` wrote. Raises `error` with one sentence for every other content of `path`."""
+    """The values that `write_sealed` wrote. Raises `error` with one sentence for any other content of `path`."""
     content = _content(path, error, remedy)
     body = content.rpartition(_SEAL)[0]
     if content != body + _ending(body):
-        # What cannot be parsed at all has a sentence that says where.
+        # For content that is not JSON, this raises with its position.
         _parsed(content, path, error, remedy)
         _refuse(path, error, "its content is not what its own checksum was made of", remedy)
     values = _parsed(content, path, error, remedy)
@@ -155,7 +155,7 @@ def _parsed(content: bytes, path: Path, error: type[Exception], remedy: str) -> 
         _refuse(path, error, f"byte {problem.start} is not UTF-8", remedy)
     except json.JSONDecodeError as problem:
         _refuse(path, error, f"it is no JSON from line {problem.lineno} column {problem.colno} on", remedy)
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or deeply nested brackets
         _refuse(path, error, f"its JSON cannot be read: {problem}", remedy)
     if not isinstance(values, dict):
         _refuse(path, error, f"it holds a JSON {type(values).__name__}, and should hold an object", remedy)

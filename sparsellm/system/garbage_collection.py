@@ -1,4 +1,4 @@
-"""When Python looks for garbage: objects that only refer to each other, which it otherwise never frees."""
+"""Control of Python's cyclic garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Until the block ends, Python does not look for garbage, and never among the objects that there are by then. What
-    nothing refers to is freed as ever.
+    """Disable the cyclic collector until the block ends, and exclude all objects that exist then from later
+    collections. Reference counting works as usual.
 
-    For a block that makes many objects which stay, as importing a library does: Python would look through all of them
-    again and again as their number grows, and once more when the process ends.
+    For blocks that create many permanent objects, such as imports: the collector would traverse them repeatedly as
+    their number grows, and once more at exit.
     """
     enabled = gc.isenabled()
     gc.disable()

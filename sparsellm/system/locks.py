@@ -1,7 +1,7 @@
 """Locks between processes, by filelock: an open file that one process holds until it closes it or ends.
 
 The caller opens the file (sparsellm.system.regular), because the locked file is often the one that is written: a log, a
-partial file, a run's lock with its signature. filelock's own `FileLock` would open a path of its own.
+partial file, a run's lock with its signature. filelock's own `FileLock` would open another path.
 """
 
 import time
@@ -20,7 +20,7 @@ def take(
 ) -> bool:
     """Lock the open `file` until it is closed. Returns whether that succeeded: False once `give_up()` is true.
 
-    Where another process holds the lock, this calls `waiting` once, to say so, and waits.
+    If another process holds the lock, this calls `waiting` once and waits.
     """
     taken = lock_descriptor(file.fileno(), blocking=False)
     if not taken and not give_up():

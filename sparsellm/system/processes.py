@@ -1,7 +1,7 @@
-"""How processes start and end together.
+"""Processes that start and end together.
 
-On Linux a process may ask for a signal at the end of its parent, however that ended. The kernel sends the signal when
-the thread ends that started the process, perhaps once for each thread of the parent.
+On Linux a process can request a signal for when its parent ends, however it ends. The kernel sends the signal when the
+thread that started the process ends, perhaps once per thread of the parent.
 """
 
 import ctypes
@@ -10,14 +10,14 @@ import os
 import signal
 import sys
 
-PARENT_ENDED = signal.SIGUSR2  # kills by default; a run takes it as one request to stop, however often it comes
+PARENT_ENDED = signal.SIGUSR2  # kills by default; a run treats it as one stop request, however often it arrives
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int) -> None:
-    """Ask for signal `number` at the end of this process's parent. Does nothing where the system has no such signal."""
+    """Request signal `number` for when this process's parent ends. Does nothing on systems without this feature."""
     if _libc is None:
         return
     _libc.prctl(PR_SET_PDEATHSIG, int(number))
@@ -27,7 +27,7 @@ def end_with_parent(number: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Ask for PARENT_ENDED at the end of torchrun, if torchrun started this process: its other ranks do the same."""
+    """Request PARENT_ENDED for when torchrun ends, if torchrun started this process. All ranks do this."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(PARENT_ENDED)
 
@@ -36,10 +36,10 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by 
 
 
 def rank_mistake() -> str | None:
-    """What is wrong with the variables that tell this process its rank: some are left over, or not set."""
+    """What is wrong with the environment variables that give this process its rank: some are stale or missing."""
     found = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
-        return None  # alone
+        return None  # a single process
     remedy = f"`unset {' '.join(found)}` to start one process, or start the ranks with torchrun --nproc_per_node=N"
     if missing := [name for name in RANK_VARIABLES if name not in found]:
         there = ", ".join(f"{name}={found[name]}" for name in ("RANK", "WORLD_SIZE") if name in found)

@@ -1,10 +1,10 @@
-"""Opens regular files in folders that others may write to as well, or raises an OSError that says what is there.
+"""Opens regular files in folders that others may write to, or raises an OSError that says what is there instead.
 
-    to_write(path, mode)   the file itself: a link in its place would lead to a file elsewhere
-    to_read(path)          through links, as `runs` may be one
-    content(path)          all of a file that is small where nobody has tampered with it
+    to_write(path, mode)   the file itself: a link in its place could lead to a file elsewhere
+    to_read(path)          follows links, because `runs` may be one
+    content(path)          the whole content of a file that should be small
 
-Opened by `open` alone, a FIFO in a file's place would wait for ever, and a device would be written to.
+With plain `open`, a FIFO in a file's place would block for ever, and a device would be written to.
 """
 
 import errno
@@ -17,7 +17,7 @@ MOST = 1 << 28  # bytes of a small file; the largest tokenizers take 35 MB
 
 
 def to_write(path: Path, mode: str, buffering: int = -1) -> Any:
-    """`open(path, mode, buffering)` of a regular file that is no link, and is made if need be. Raises OSError."""
+    """`open(path, mode, buffering)` of a regular file, created if needed; links are refused. Raises OSError."""
     return open(path, mode, buffering, opener=itself)
 
 
@@ -27,7 +27,7 @@ def to_read(path: Path, buffering: int = -1) -> Any:
 
 
 def content(path: Path, most: int = MOST) -> bytes:
-    """The bytes of a regular file, `most` of them at the most. Raises OSError."""
+    """The bytes of a regular file of at most `most` bytes. Raises OSError."""
     with to_read(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and should have {most:,} at the most", str(path))
@@ -36,7 +36,7 @@ def content(path: Path, most: int = MOST) -> bytes:
 
 
 def itself(name: str, flags: int) -> int:
-    """An opener for `open`, of `to_write`."""
+    """The opener that `to_write` passes to `open`."""
     try:
         return _regular(name, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -46,12 +46,12 @@ def itself(name: str, flags: int) -> int:
 
 
 def _regular(name: str, flags: int) -> int:
-    # Without O_NONBLOCK a FIFO opens when somebody opens its other end; it changes nothing for a regular file.
+    # O_NONBLOCK keeps the open of a FIFO from blocking; it has no effect on regular files.
     truncated = flags & os.O_TRUNC
     try:
         descriptor = os.open(name, (flags & ~os.O_TRUNC) | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
             raise _irregular(name) from None
         raise
     try:

@@ -1,11 +1,11 @@
-"""Standard output and standard error that do not end a command.
+"""Standard output and standard error whose failures do not end a command.
 
-A log on a full disk, a pipe that nobody reads any more (`| head`, a killed `tee`), a closed terminal, a stream closed
-from the start (`>&-`): Python raises at the next print, or complains as it exits with a code of its own. A reader that
-has stopped (`| less`, a terminal after Ctrl-S) blocks the writer for as long as it likes. After `outlast()` a line that
-cannot be written is lost, and the work goes on. The other stream says so once; where lines can be written again, a line
-says how many are missing. Only where the printed text is the command's whole result (`result`), as for --help and
-`generate`, does a write wait without end, and raise OutputLost where it fails.
+With a log on a full disk, a closed pipe (`| head`, a killed `tee`), a closed terminal or a stream that was never open
+(`>&-`), Python raises at the next print, or complains at exit and changes the exit code. A stopped reader (`| less`, a
+terminal after Ctrl-S) blocks the writer indefinitely. After `outlast()`, a line that cannot be written is dropped and
+the work continues. The other stream reports this once; when writing works again, a line says how many lines are
+missing. Only if the printed text is the command's whole result (`result`), as for --help and `generate`, does a write
+block indefinitely and raise OutputLost on failure.
 """
 
 import errno
@@ -18,21 +18,21 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 NAMES = {1: "standard output", 2: "standard error"}
-PAUSE = 60  # seconds that a write waits for a reader that has stopped
+PAUSE = 60  # seconds that a write waits for a stopped reader
 
 
 class OutputLost(Exception):
-    """The result cannot be written. No OSError, so that no command takes it for an error of a file of its own."""
+    """The result cannot be written. Not an OSError, so that no command mistakes it for an error of its own files."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"the result cannot be written: {NAMES[1]} fails ({error.strerror})")
-        # Like other tools of a pipe (`seq 1000000 | head -1`): without a word, and with the exit code of SIGPIPE.
+        # On a closed pipe, exit silently with the code of SIGPIPE, like other tools (`seq 1000000 | head -1`).
         self.unread = error.errno == errno.EPIPE
         self.exit_code = 128 + signal.SIGPIPE if self.unread else 1
 
 
 def outlast(result: bool = False) -> None:
-    """Have no failed write to standard output or standard error end this process. `result`: see above."""
+    """Keep failed writes to standard output or standard error from ending this process. `result`: see above."""
     _open_closed()
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
     raw = getattr(sys.stdout, "buffer", None)
@@ -42,9 +42,9 @@ def outlast(result: bool = False) -> None:
 
 
 def write_now(text: str) -> None:
-    """Write to standard error without Python's buffers, whose locks other threads or the interrupted code may hold.
+    """Write to standard error without Python's buffers: other threads or the interrupted code may hold their locks.
 
-    Drops `text` where that would wait.
+    Drops `text` if the write would block.
     """
     with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
@@ -52,7 +52,7 @@ def write_now(text: str) -> None:
 
 
 class _Lasting(io.FileIO):
-    """The file under a standard stream."""
+    """The raw file of a standard stream."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -60,7 +60,7 @@ class _Lasting(io.FileIO):
         self.result, self.lost, self.said = False, 0, False
 
     def write(self, data: Any) -> int:
-        """As of any raw file, but all of `data` counts as written where nothing can be."""
+        """Like any raw file's write, but all of `data` counts as written if writing fails."""
         try:
             if self.lost:
                 self._write(f"\nsparsellm: {self.lost:,} lines could not be written here\n".encode())
@@ -68,7 +68,7 @@ class _Lasting(io.FileIO):
             self._write(data)
         except OSError as error:
             if self.result:
-                self.result = False  # what is still buffered is lost, too, without another error
+                self.result = False  # drop what is still buffered without another error
                 raise OutputLost(error) from error
             self.lost += bytes(data).count(b"\n")
             if not self.said:
@@ -87,12 +87,12 @@ class _Lasting(io.FileIO):
             pause = None if self.result else 0 if self.lost else PAUSE
             if not select.select([], [self], [], pause)[1]:
                 raise OSError(errno.EAGAIN, "nobody reads it")
-            rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]  # None, for 0: another process was faster
+            rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]  # None means 0: another process was faster
 
 
 def _open_closed() -> None:
-    """Open /dev/null in place of each standard stream that is closed: the next file would take its number, and get what
-    libraries write there."""
+    """Open /dev/null for each closed standard stream: otherwise the next opened file gets its descriptor, and receives
+    what libraries write there."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -105,19 +105,19 @@ def _open_closed() -> None:
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    """`stream` on a _Lasting file; as it is where it is not Python's own, as under a test that captures it."""
+    """`stream` on a _Lasting file; unchanged if it is not Python's own, for example when a test captures it."""
     own = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     if stream is not own:
         assert stream is not None
         return stream
     raw = _Lasting(descriptor)
-    if not isinstance(stream, io.TextIOWrapper):  # it was closed from the start
+    if not isinstance(stream, io.TextIOWrapper):  # the stream was closed from the start
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
     with suppress(OSError):
         stream.flush()
-    # A character that the encoding lacks is spelled out, as standard error always does.
+    # Escape characters that the encoding lacks, as standard error always does.
     errors = "backslashreplace" if stream.errors == "strict" else stream.errors
-    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)  # without a buffer under python -u
+    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)  # unbuffered under python -u
     return io.TextIOWrapper(
         buffer, stream.encoding, errors, line_buffering=stream.line_buffering, write_through=stream.write_through
     )

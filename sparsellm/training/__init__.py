@@ -1,1 +1,1 @@
-"""The training loop and what it keeps: optimizer, sparsity policy, metrics, checkpoints."""
+"""The training loop: optimizer, sharding, micro-batch size, sparsity, warm start, distillation."""

@@ -1,4 +1,4 @@
-"""What ranks send each other of their gradients: in which buckets, and in which dtype."""
+"""How gradients are communicated between ranks: buckets and dtype."""
 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -7,12 +7,12 @@ from sparsellm.config import DdpCompress, RuntimeConfig
 
 
 def arrange(model: DistributedDataParallel, runtime: RuntimeConfig) -> None:
-    """Have `model` send its gradients as `runtime` says. Collective, before the first step."""
+    """Configure the gradient communication of `model` by `runtime`. Collective, before the first step."""
     if runtime.ddp_compress == DdpCompress.bf16:
         model.register_comm_hook(None, bf16_compress_hook)
     if runtime.deterministic:
-        # DDP arranges its buckets anew after a process's first step. Where three ranks or more add up a bucket, the
-        # order of the terms depends on a gradient's place in it, so a resumed run would round its first step otherwise
-        # than the run that was not interrupted. Arranged now, in the order of the parameters, buckets stay as they are.
+        # DDP rebuilds its buckets after a process's first step. With three ranks or more, the order of summation
+        # depends on a gradient's place in its bucket, so a resumed run would round its first step differently from an
+        # uninterrupted run. Buckets built now, in parameter order, are not rebuilt.
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()

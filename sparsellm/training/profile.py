@@ -1,7 +1,7 @@
-"""A trace of a few steps: torch.profiler's, in Chrome's format, one file a rank, in the run's folder.
+"""Traces a few steps with torch.profiler, in Chrome's format, one file per rank, in the run's folder.
 
-https://ui.perfetto.dev and chrome://tracing open one. It shows what the host and the GPU did, each step under its name.
-Steps outside do nothing for it; those inside are slower, and their rows of metrics.jsonl with them.
+Open a trace with https://ui.perfetto.dev or chrome://tracing. It shows host and GPU work, with each step named. Other
+steps have no overhead; traced steps are slower, which shows in metrics.jsonl.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ PROFILE = "profile"  # in the run's folder
 
 
 class Profile:
-    """Of the steps `steps` = [first, last], both included, or [] for none; what is left of them, after a resume.
+    """Traces steps first to last of `steps` = [first, last], inclusive, or none if []; after a resume, the remaining
+    ones.
 
-    A context around a run. Leaving it early, as a run does that is asked to stop, writes the steps that were done; an
-    exception writes nothing.
+    A context around a run. Leaving it early, when the run is asked to stop, writes the steps so far; an exception
+    writes nothing.
     """
 
     def __init__(self, steps: list[int], folder: Path, ranks: Ranks) -> None:
@@ -32,7 +33,7 @@ class Profile:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The block is this step of the run."""
+        """Context of one step of the run."""
         if step not in self.steps:
             yield
             return
@@ -62,7 +63,7 @@ class Profile:
         return self.ranks.device.type == "cuda"
 
     def _wait(self) -> None:
-        """So that a trace has all of its steps' kernels, and none of others."""
+        """Synchronize, so that a trace has all kernels of its steps and no others."""
         if self._on_gpu:
             torch.cuda.synchronize(self.ranks.device)
 
@@ -72,10 +73,10 @@ class Profile:
         self._profiler.stop()
         trace, self._profiler = self._profiler, None
         path = self.folder / PROFILE / f"steps_{self._first}-{self._done}.rank_{self.ranks.rank:05}.json.gz"
-        partial = path.with_name(f"partial-{path.name}")  # the end of the name says how it is written
+        partial = path.with_name(f"partial-{path.name}")  # the suffix decides the format
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.unlink(missing_ok=True)  # a link in its place would be written through
+            partial.unlink(missing_ok=True)  # otherwise a link in its place would be followed
             trace.export_chrome_trace(str(partial))
             partial.replace(path)
         except OSError as error:

@@ -1,6 +1,6 @@
-"""How far a run is: a line for every logged step, in the same words and columns in a log file and on a terminal.
+"""Progress of a run: one line per logged step, in the same format in a log file and on a terminal.
 
-A terminal keeps the lines in its scrollback, above one live bar.
+On a terminal the lines scroll above one live bar.
 """
 
 import sys
@@ -13,16 +13,16 @@ from tqdm import tqdm
 from sparsellm.runs.metrics import StepClock
 from sparsellm.system.console import say
 
-FIRST = 3  # steps that the first forecast is made from, after the first one of the process, which may compile
+FIRST = 3  # steps used for the first estimate, after the process's first step, which may compile
 BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"
 
 
 class Progress:
-    """Of the steps after `first`, up to `steps`, of `tokens_per_step` tokens each, on stderr."""
+    """Shows progress on stderr for the steps after `first` up to `steps`, of `tokens_per_step` tokens each."""
 
     def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
         self.steps, self.tokens_per_step = steps, tokens_per_step
-        self.early: list[StepClock] | None = []  # of the first steps; None: the forecast is made
+        self.early: list[StepClock] | None = []  # clocks of the first steps; None once the estimate was made
         self.pace = Pace()
         self.bar = None
         if sys.stderr.isatty():
@@ -32,7 +32,7 @@ class Progress:
             )  # fmt: skip
 
     def step(self, step: int, clock: StepClock) -> None:
-        """`step` is under way, or done. Once, waits for the step before it: to say how long the run will take."""
+        """`step` is running or done. Waits once, for the previous step, to estimate how long the run will take."""
         if self.early is not None:
             self.early.append(clock)
             if len(self.early) == FIRST + 2:
@@ -52,7 +52,7 @@ class Progress:
             )
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show a logged step, and the scores of an evaluated one on a line of their own."""
+        """Show a logged step, and scores on a separate line."""
         self.pace.mark(row["step"], time.monotonic())
         say(line(row, self.steps, self.pace.left(self.steps - row["step"])))
         if row["evaluation"] is not None:
@@ -65,26 +65,26 @@ class Progress:
 
 
 class Pace:
-    """How long a step takes, with all that happens between steps: over the later half of what was marked."""
+    """Estimates the time per step, including everything between steps, from the later half of the marks."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[int, float]] = []
         self.seconds_per_step: float | None = None
 
     def mark(self, step: int, now: float) -> None:
-        """`step` was done `now`, in seconds of any clock."""
+        """Mark that `step` was done at time `now`, in seconds."""
         self.marks.append((step, now))
         begun, then = self.marks[(len(self.marks) - 1) // 2]
         if step > begun:
             self.seconds_per_step = (now - then) / (step - begun)
 
     def left(self, steps: int) -> float | None:
-        """Seconds that so many steps will take; None while that is not known."""
+        """Estimated seconds for `steps` steps; None if unknown."""
         return None if self.seconds_per_step is None else steps * self.seconds_per_step
 
 
 def line(row: dict[str, Any], steps: int, left: float | None) -> str:
-    """A logged step in words, in columns; the held-out loss, which few rows have, comes last."""
+    """The line of a logged step, in columns; the held-out loss, which few rows have, comes last."""
     words = [_step(row, steps), f"loss {_nats(row['loss'])}"]
     if row["l1"] is not None:
         words += [f"ce {_nats(row['ce'])}", f"nonzeros {row['nnz_mean']:7,.1f}"]

@@ -1,9 +1,9 @@
-"""A SiLU model becomes a ReLU one step by step (sparsity.relu_tokens).
+"""Anneals the gate from SiLU to ReLU during training (sparsity.relu_tokens).
 
-Over so many tokens the gate is (1 - a) silu(z) + a relu(z), a going from 0 to 1 in a straight line; PyTorch computes
-these layers (sparsellm.ops.mixed). From the step on in which a is 1, the layers are what they would be without this:
-the kernels, where they run. a follows from the tokens alone, so a resume has the same, and it is data on the device: a
-new value recompiles nothing. The change to pure ReLU recompiles the layers once.
+Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), with a linear from 0 to 1; PyTorch computes these
+layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if available. a depends
+only on the number of tokens, so a resume gets the same value, and it is data on the device, so a new value recompiles
+nothing. The switch to pure ReLU recompiles the layers once.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from sparsellm.training.plans import Plans
 
 
 class MixedFeedForward(nn.Module):
-    """A gated block on the mixed operator, with the modules, and so the parameters, of `block`. x [B, T, K] -> y [B, T,
-    K] and the operator's statistics."""
+    """A gated block on the mixed operator, sharing the modules and parameters of `block`. x [B, T, K] -> y [B, T, K]
+    and the operator's statistics."""
 
     mix: Tensor
 
@@ -39,18 +39,18 @@ class MixedFeedForward(nn.Module):
 
 
 class GradualRelu:
-    """Holds the blocks of a decoder at the mix of SiLU and ReLU that a step has."""
+    """Sets the mix of SiLU and ReLU in a decoder's blocks for each step."""
 
     def __init__(self, config: SparsityConfig, decoder: Decoder, plans: Plans | None, device: torch.device) -> None:
-        """`decoder`: on its device, accelerated and in shards already if it is to be; `plans`: those of its layers."""
+        """`decoder`: on its device, and already accelerated and sharded if it will be. `plans`: of its layers."""
         self.config, self.decoder, self.plans = config, decoder, plans
-        self.mix = torch.zeros((), device=device)  # of all layers
+        self.mix = torch.zeros((), device=device)  # a, shared by all layers
         self.share = 0.0
         self.blocks: list[Any] = [layer.mlp for layer in decoder.layers]
         self._take([MixedFeedForward(block, self.mix) for block in self.blocks])
 
     def at(self, tokens: int) -> None:
-        """Be what the step that ends at `tokens` has. Waits for nothing."""
+        """Set the mix of the step that ends at `tokens`. Does not synchronize."""
         before, self.share = self.share, relu_share(tokens, self.config)
         if self.share < 1:
             self.mix.fill_(self.share)

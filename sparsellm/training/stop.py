@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGINT and SIGHUP, and for a subclass others."""
+"""Stop requests by SIGTERM, SIGINT and SIGHUP, and others in subclasses."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from sparsellm.distributed import groups
 from sparsellm.system.processes import PARENT_ENDED
 from sparsellm.system.streams import write_now
 
-# Seconds after a signal within which another one is no second request: torchrun and a scheduler may send one each.
+# Seconds within which a further signal is not a second request: torchrun and a scheduler may send one each.
 SECOND = 2
 STOPPING = "\nstopping at the next logged step, with a checkpoint; once more to stop without\n"
 TORCHRUN_ENDED = "\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n"
@@ -19,9 +19,9 @@ HUNG_UP = "\nthe terminal is closed (SIGHUP): stopping at the next logged step, 
 
 
 class StopSignals:
-    """While entered, remembers NUMBERS instead of dying of them; a subclass may do more by `_remember`.
+    """While entered, records the signals NUMBERS instead of dying from them; subclasses may extend `_remember`.
 
-    SIGHUP stays ignored where it was, as under nohup.
+    SIGHUP stays ignored if it was ignored before, as under nohup.
     """
 
     NUMBERS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -31,7 +31,7 @@ class StopSignals:
 
     @property
     def signal(self) -> int | None:
-        """The first of them, if any."""
+        """The first signal received, if any."""
         return self.received[0] if self.received else None
 
     def __enter__(self) -> Self:
@@ -49,14 +49,15 @@ class StopSignals:
 
 
 class StopRequest(StopSignals):
-    """The stop request of a run, which says what the run will do; a second SIGTERM or SIGINT kills as usual.
+    """The stop request of a run. The first signal prints what the run will do; a second SIGTERM or SIGINT kills as
+    usual.
 
-    The end of torchrun and of the terminal are such requests too. Their signals may come several times, a terminal's
-    from the system and from its shell, and kill at none of them.
+    The end of torchrun or of the terminal is a request too. These signals may arrive several times (for a terminal,
+    from the system and from its shell) and never kill.
 
-    Python runs no handler while the main thread waits inside of a collective, perhaps for a rank that hangs. So a
-    thread hears of every signal from Python's wakeup file: it says what the run will do, has the other ranks no longer
-    wait long for one that does not answer, and ends the process at a second request.
+    Python runs no handler while the main thread waits in a collective, perhaps for a rank that hangs. So a thread reads
+    every signal from Python's wakeup file descriptor: it prints what the run will do, shortens the wait for ranks that
+    do not answer, and ends the process at a second request.
     """
 
     NUMBERS = (*StopSignals.NUMBERS, PARENT_ENDED)
@@ -85,7 +86,7 @@ class StopRequest(StopSignals):
                 signal.signal(each, signal.SIG_DFL)
 
     def _listen(self) -> None:
-        heard: dict[bool, float] = {}  # when a request came first: one by SIGTERM or SIGINT (True), or another
+        heard: dict[bool, float] = {}  # time of the first request, by kind: True for SIGTERM and SIGINT
         while (number := os.read(self._reading, 1)[0]) != 0:
             kills = number not in self.REPEATED
             if number not in self.NUMBERS:
@@ -99,7 +100,7 @@ class StopRequest(StopSignals):
 
 
 def _forget_wakeup_file() -> None:
-    """A forked process shares the pipe: what it is sent is no request to its parent."""
+    """A forked process shares the pipe, but its signals are not requests to its parent."""
     signal.set_wakeup_fd(-1)
 
 

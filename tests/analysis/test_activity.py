@@ -24,7 +24,7 @@ def small_blocks():
 
 
 def gate_inputs(model, blocks):
-    """What each layer's gate reads, recorded apart from what is tested: [L][S * T, K]."""
+    """The input of each layer's gate, recorded independently of the tested code: [L][S * T, K]."""
     seen = []
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
@@ -72,7 +72,7 @@ def test_other_blocks_are_refused_by_name():
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_each_layer_is_timed_on_its_own_inputs(gated):
-    """All but the clock runs on a CPU, where the engine of so few tokens is the dense one."""
+    """Everything except the clock runs on a CPU, with the dense engine for so few tokens."""
     model, blocks = small_model(gated, torch.bfloat16), small_blocks()
     results = []
 

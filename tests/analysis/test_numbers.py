@@ -1,4 +1,4 @@
-"""Counts made by hand, with the answers worked out on paper."""
+"""Hand-made counts, with answers computed on paper."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ class Letters:
 
 
 def constructed():
-    """Two sequences of 8 tokens, two layers of 100 neurons. Whatever stands at the first two positions fires more."""
+    """Two sequences of 8 tokens, two layers of 100 neurons. Tokens at the first two positions fire more."""
     blocks = np.array([[0, 1, 2, 2, 1, 1, 0, 2], [2, 2, 1, 0, 0, 1, 2, 1]])
     nonzeros = np.zeros((2, 8, 2), np.int32)
     nonzeros[:, 0] = 90, 70
@@ -64,7 +64,7 @@ def test_the_most_active_occurrences_come_with_their_text():
     first, second = found[:2]
     assert (first["sequence"], first["position"], first["token"], first["nonzeros"]) == (1, 6, "c", 15)
     assert (first["before"], first["after"]) == ("ccbaab", "b")
-    assert (second["sequence"], second["position"], second["nonzeros"]) == (0, 2, 5)  # the first of equals
+    assert (second["sequence"], second["position"], second["nonzeros"]) == (0, 2, 5)  # the first among equals
 
 
 def test_layers():
@@ -93,7 +93,7 @@ def test_a_layer_that_never_fires_has_no_shares():
 def test_neurons_are_ranked_within_their_layer():
     rows = numbers.neurons(constructed())
     assert len(rows) == 200
-    assert [row["neuron"] for row in rows[:3]] == [98, 99, 96]  # of equals the lower number first
+    assert [row["neuron"] for row in rows[:3]] == [98, 99, 96]  # equal ones by ascending index
     assert [row["fired"] for row in rows[:3]] == [16, 16, 13]
     assert rows[100] == {"layer": 1, "rank": 0, "neuron": 98, "fired": 11, "frequency": 11 / 16}
     assert rows[-1]["fired"] == 0

@@ -1,4 +1,4 @@
-"""Recordings of what fires, and that the benchmarks in scripts/ take them."""
+"""Recordings of firing neurons, and that the benchmarks in scripts/ accept them."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,9 @@ from sparsellm.commands import analyze
 def test_the_benchmarks_read_the_counts_of_the_analysis(run, tmp_path):
     results, folder = analyzed(checkpoint=run, batch_size=4, recordings=tmp_path / "made" / "here")
     recorded = tmp_path / "made/here"
-    assert [path.name for path in recorded.iterdir()] == ["firing_patterns.npz"]  # two layers: there is no layer 4
+    assert [path.name for path in recorded.iterdir()] == [
+        "firing_patterns.npz"
+    ]  # the model has two layers and no layer 4
     tokens = results["text"]["tokens"]
     fired = np.zeros((2, 48), int)
     for row in rows_of(folder / "neurons.csv"):
@@ -29,7 +31,7 @@ def test_the_benchmarks_read_the_counts_of_the_analysis(run, tmp_path):
     assert of_positions.tolist() == pytest.approx(shown)
     with np.load(recorded / "firing_patterns.npz") as arrays:
         assert {arrays[name].dtype for name in arrays if name != "neurons"} == {np.dtype("uint16")}
-    # A model of another size is shaped to the rates: as often per neuron.
+    # A model of another size is shaped to the same rates per neuron.
     rates = shaped_models.layer_rates(4, 96, recorded, None)
     assert rates.shape == (4, 96)
     assert rates[[0, 2]].mean(1) == pytest.approx(fired.mean(1) / tokens, rel=0.05)

@@ -24,7 +24,7 @@ from sparsellm.runs.layout import VALUES, WAITING_ROW
 from sparsellm.runs.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a checksum of what does
+TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a checksum of a file that does
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a command did that nobody disturbed."""
+    """What an undisturbed command did."""
 
     seconds: float
-    calls: dict[str, int]  # that changed files, by the process's name
+    calls: dict[str, int]  # number of calls that change files, by process name
     left: dict[str, object]
 
 
@@ -64,12 +64,12 @@ def start(command: list[str], folder: Path, kill: Kill | None = None, counts: Pa
 
 
 def said(folder: Path) -> Path:
-    """The file with all that the commands in `folder` have said."""
+    """The file with the output of all commands in `folder`."""
     return folder.with_name(f"{folder.name}.said")
 
 
 def left(folder: Path) -> dict[str, object]:
-    """All that is in `folder`, by path: what does not tell the time to the byte."""
+    """{path: content} of `folder`; files that contain times are not compared by content."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -111,7 +111,7 @@ def undisturbed(command: list[str], setup: Callable[[Path], object], folder: Pat
 
 
 def copy(trained: Path, folder: Path) -> None:
-    """The runs of `trained` into `folder`."""
+    """Copy the runs of `trained` into `folder`."""
     shutil.copytree(trained / "runs", folder / "runs")
 
 
@@ -125,7 +125,7 @@ def drawn(draw: random.Random, plain: Undisturbed) -> Kill:
 
 
 def killed(command: list[str], folder: Path, how: Kill, draw: random.Random) -> None:
-    """The command, started and killed like that; if torchrun or a sweep outlives it, until that has ended."""
+    """Start and kill the command; if torchrun or a sweep outlives it, wait until that has ended."""
     process = start(command, folder, how)
     if how.seconds is not None:
         process.join(how.seconds)

@@ -1,4 +1,4 @@
-"""What random attacks are drawn from, and how a test of one attack is counted.
+"""The seed of random attacks, and the count of attacks.
 
 `make attack` counts ATTACK_SEED up from a fresh one, round by round.
 """
@@ -12,7 +12,7 @@ SEED = int(os.environ.get("ATTACK_SEED", "0"))
 
 @contextmanager
 def one(kind: str) -> Iterator[None]:
-    """One attack: it holds if the block raises nothing. The line is one that rounds.py adds up."""
+    """One attack, which passes if the block raises nothing. rounds.py sums the printed lines."""
     held = False
     try:
         yield

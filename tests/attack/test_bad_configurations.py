@@ -11,7 +11,7 @@ from sparsellm.config import AnalyzeConfig, Config, EvaluateConfig, composition,
 from sparsellm.config.checkpoint_rules import analyze_mistakes
 from sparsellm.config.values import flat_types
 
-# What no key of a type may be; of numbers, what none of ours may.
+# Invalid values for every key of a type.
 BAD = {
     int: ["many", "1.5", "true", "[1]", "", "{a: 1}", f"{10**30}", "-1", "1,2", "???", "${a}", "nan"],
     float: ["many", "true", "[1]", "", "{a: 1}", "nan", "inf", "-1", "1,2", "???", "${a}"],

@@ -1,4 +1,4 @@
-"""Broken and malicious checkpoints: each is refused by name, or is the whole model; none is completed or runs code.
+"""Broken and malicious checkpoints: each is refused by name, or loads completely; none is filled in or runs code.
 
 An hf/ folder that is a checkpoint of a run has checksums, and each flipped bit of each of its files is named. Alone it
 has none: there a flipped bit may make another valid configuration, say another rms_norm_eps, which nothing contradicts.
@@ -105,7 +105,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path) -> torch.nn.Module:
-    """All that an evaluation reads."""
+    """Everything that an evaluation reads."""
     config = pretrained.read_config(folder)
     pretrained.read_tokenizer(folder, config.get_text_config().vocab_size)
     return pretrained.read_model(folder)
@@ -181,7 +181,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
 
 
 def test_one_flipped_bit_of_a_bare_folder_is_refused_or_leaves_every_tensor_as_it_is(whole, tmp_path):
-    """Without checksums: never a traceback, never a tensor that is not of the file."""
+    """Without checksums: never a traceback, never a tensor that is not in the file."""
     folder = damaged(whole, tmp_path / "hf", lambda _: None)
     original, written = pretrained.read_config(whole).to_dict(), load_file(whole / WEIGHTS)
     original.pop("_name_or_path", None)
@@ -234,7 +234,7 @@ def whole_tokens(folder: Path) -> list[int]:
 
 
 class Evil:
-    """What a pickle runs when it is read."""
+    """The code that a pickle runs when it is read."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

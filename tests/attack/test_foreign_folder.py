@@ -1,4 +1,4 @@
-"""A run folder in another's hands: whatever stands where a command reads or writes, it answers with a sentence, soon.
+"""A run folder that others tampered with: whatever a command finds, it answers with one sentence, and soon.
 
 What is planted is drawn from all pairs of a path and a kind: no command waits for it, is ended by a traceback, or
 writes through a link.
@@ -67,7 +67,7 @@ def precious(path: Path) -> Path:
 
 
 def plant(path: Path, kind: str) -> None:
-    """Put `kind` in the place of what is at `path`."""
+    """Replace `path` by `kind`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -77,7 +77,7 @@ def plant(path: Path, kind: str) -> None:
 
 
 def answer(command: list[str], folder: Path) -> str | None:
-    """What is wrong with how `command` answers in `folder`; None: nothing."""
+    """What is wrong with the answer of `command` in `folder`; None if nothing."""
     output = folder / "said"
     process = SERVER.Process(target=started, args=(["-m", *command], folder, output))
     process.start()
@@ -138,7 +138,7 @@ def test_a_run_in_anothers_hands(prepared, trained, scored, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_in_anothers_hands(prepared, trained, tmp_path):
-    """Its last checkpoint is gone, so that it is resumed from the one before."""
+    """The last checkpoint is removed, so that the run resumes from the previous one."""
 
     def build(here):
         kills.copy(trained, here)

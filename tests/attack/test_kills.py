@@ -1,4 +1,4 @@
-"""Every command, alone: killed at random instants and calls to the system, it ends as if nobody had disturbed it."""
+"""Every command, alone: killed at random instants and system calls and repeated, it ends as if undisturbed."""
 
 import pytest
 from attack.kills import attack, copy

@@ -1,4 +1,4 @@
-"""What surrounds a command and lets it down: its log, its terminal, its data workers, another rank that hangs.
+"""Failures around a command: its log, its terminal, its data workers, another rank that hangs.
 
 A run ends as it should at a random instant of each, leaves no process behind, and the same command ends as if nobody
 had disturbed it.
@@ -34,7 +34,7 @@ def command(prepared) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(command, tmp_path_factory) -> dict[str, object]:
-    """What the run leaves that nobody disturbed."""
+    """The output of an undisturbed run."""
     folder = tmp_path_factory.mktemp("plain") / "here"
     assert ended(start(command, folder)) == 0, said(folder).read_text()
     return left(folder)
@@ -55,7 +55,7 @@ def start(command: list[str], folder: Path, how: Callable[[], object] | None = N
 
 
 def ended(process) -> int:
-    """The exit code, once neither the process nor any under it is left."""
+    """The exit code, after the process and all its descendants have ended."""
     members = family(process.pid)
     deadline = time.monotonic() + PATIENCE
     while process.is_alive() and time.monotonic() < deadline:
@@ -68,7 +68,7 @@ def ended(process) -> int:
 
 
 def require_as_plain(command: list[str], folder: Path, plain: dict[str, object]) -> None:
-    """The same command, undisturbed, ends like one that always was."""
+    """The same command, now undisturbed, ends like one that was never disturbed."""
     process = start(command, folder)
     assert ended(process) == 0, said(folder).read_text()[-2000:]
     found = left(folder)

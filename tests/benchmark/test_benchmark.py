@@ -1,4 +1,4 @@
-"""The command, on tiny models and a CPU, with stand-ins for kernels and energy: what it measures, shows and refuses."""
+"""The command on tiny models and a CPU, with stand-ins for kernels and energy: measurements, output and refusals."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The operator's reference in the kernels' place, and a counter that every reading finds 1 J further."""
+    """The operator's reference instead of the kernels, and an energy counter that rises by 1 J per reading."""
     counter = iter(range(0, 10**9, 1000))
     monkeypatch.setattr(timing, "energy_mj", lambda _device: next(counter))
     monkeypatch.setattr(study, "energy_mj", lambda _device: 0)
@@ -100,7 +100,7 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
     assert [list(row["sides"]) for row in results["checkpoints"]] == [["kernels", "PyTorch", "baseline"]] * 2
     ours, alone = results["checkpoints"]
     assert (ours["sequence_length"], alone["sequence_length"]) == (32, 192)  # the run's, and the model's context
-    assert (ours["sequences"], alone["sequences"]) == (4, 2)  # as asked, and as far as the text goes
+    assert (ours["sequences"], alone["sequences"]) == (4, 2)  # as requested, and as many as the text allows
     assert ours["baseline"]["activation"] == "silu"
     assert ours["scores"] == {
         "mean": 0.4321,
@@ -133,7 +133,7 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
 def test_scores_of_other_weights_are_not_shown(run):
     output = run / LAST / "evaluation"
     output.mkdir()
-    for identity in ({"identity": "another"}, {}):  # the latter is of no evaluation of ours
+    for identity in ({"identity": "another"}, {}):  # the latter was not written by our evaluation
         (output / "results.json").write_text(json.dumps({**identity, "mean": 0.5}))
         assert Subject.open(locate(str(run)), BenchmarkConfig()).scores is None
 
@@ -157,7 +157,7 @@ def test_kernels_and_pytorch_compute_in_the_side_that_is_named_so(run, kernels):
 
 
 def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch):
-    """Triton's, on a GPU that is no Hopper one: `accelerate` refuses others then."""
+    """The Triton kernels, on a GPU that is not Hopper: `accelerate` then refuses others."""
     subject, taken = Subject.open(locate(str(run)), BenchmarkConfig()), []
     monkeypatch.setattr(phases.backend, "loaded", lambda: "triton")
     monkeypatch.setattr(phases, "accelerate", lambda model, name: taken.append(name) or accelerate(model, "torch"))

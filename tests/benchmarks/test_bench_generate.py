@@ -1,4 +1,5 @@
-"""The benchmark of text, on a tiny model on the CPU: every mode gives as many tokens as it says, and rows are whole."""
+"""The generation benchmark with a tiny model on the CPU: every mode generates the right number of tokens, and rows are
+complete."""
 
 import argparse
 import functools
@@ -44,7 +45,7 @@ def test_every_mode_is_measured(mode, models, monkeypatch, capsys):
             elif mode == "ours":
                 assert [len(step) for step in made] == [3] * new
             else:
-                assert torch.equal(made, text(3, 9)[:, : 9 + new])  # what it was told to go on with
+                assert torch.equal(made, text(3, 9)[:, : 9 + new])  # the given continuation
     rows = bench_generate.run_case(case, given, models, text(3, 9), args, None)
     printed = capsys.readouterr().out
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""bench_memory.py: what it measures and what it prints, where a CPU takes the place of a part of a GPU."""
+"""bench_memory.py: what it measures and prints, on a CPU instead of a part of a GPU."""
 
 import json
 
@@ -9,7 +9,7 @@ from sparsellm.training import micro_batch, plans
 
 
 def test_auto_is_shown_beside_half_as_many_and_twice_as_many_sequences(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that what the script sets is undone
+    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that the script's change is undone
     monkeypatch.setattr(micro_batch, "SETTLED", 4)
     monkeypatch.setattr(micro_batch, "CPU_SEQUENCES", 4)
     monkeypatch.setattr(bench_memory, "WARMUP", 1)

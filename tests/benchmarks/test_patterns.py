@@ -15,7 +15,8 @@ from sparsellm.config import ModelConfig
 
 @pytest.fixture
 def few_neurons_firing() -> torch.Tensor:
-    """bool [384, 96] with what makes recorded patterns hard: hubs, dead neurons, a token that fires a third of all."""
+    """bool [384, 96] with the difficulties of recorded patterns: hubs, dead neurons, a token that fires a third of
+    all."""
     generator = torch.Generator().manual_seed(3)
     rates = torch.rand(96, generator=generator) ** 4 * 0.2
     rates[:30], rates[30:32] = 0, 0.9
@@ -48,7 +49,7 @@ def test_a_synthetic_block_fires_at_the_wanted_rates(mean):
     block = patterns.synthetic(mean, tokens, 128, neurons, "cpu")
     firing = torch.cat(list(patterns.firing_chunks(block.x, block.w_gate)))
     rates = patterns.firing_rates(mean, neurons)
-    # Five binomial deviations, and what rounding to bfloat16 shifts.
+    # Five binomial standard deviations, plus shifts from rounding to bfloat16.
     deviation = np.sqrt(rates * (1 - rates) / tokens)
     found = firing.double().mean(0).numpy()
     assert (np.abs(found - rates) <= 5 * deviation + 0.01 * rates + 5 / tokens).all()

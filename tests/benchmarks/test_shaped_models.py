@@ -1,4 +1,4 @@
-"""Decoders whose neurons fire as often as wanted, and the training benchmark that runs on them; tiny, on the CPU."""
+"""Decoders whose neurons fire at given rates, and the training benchmark that uses them; tiny, on the CPU."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
     # On the calibrating tokens: each count is rounded, and bfloat16 moves what is near the threshold.
     assert nonzeros == pytest.approx(rates.sum(1), rel=1e-3 if precision == torch.float32 else 0.02)
     assert all(nnz < union <= 256 for nnz, union in zip(nonzeros, unions, strict=True))
-    # On others: what a vocabulary of 1,024 vectors allows, for a token's draws repeat 8 times on average.
+    # On others: limited by a vocabulary of 1,024 vectors, because a token's draws repeat 8 times on average.
     deviation = np.sqrt((rates * (1 - rates)).sum(1) * 2 * 8 / tokens.numel())
     found = np.array(fired[3:]) / tokens.numel()
     assert (np.abs(found - rates.sum(1)) <= 5 * deviation + 0.02 * rates.sum(1)).all()
@@ -74,7 +74,7 @@ def test_recorded_rates_spread_over_the_layers_and_neurons_of_any_model(tmp_path
     rates = shaped_models.layer_rates(18, patterns.N, tmp_path, None)
     assert (rates == np.stack([recorded[8 * layer // 18] for layer in range(18)])).all()
     assert shaped_models.layer_rates(18, patterns.N, tmp_path, 36.0).sum(1).mean() == pytest.approx(36)
-    # Fewer neurons, or more: as often as before on average, up to what quantiles lose.
+    # Fewer or more neurons: the same mean rate, up to the error of quantiles.
     for neurons in (96, 8448):
         assert shaped_models.layer_rates(8, neurons, tmp_path, None).mean(1) == pytest.approx(
             np.mean(recorded, axis=1), rel=0.05
@@ -196,7 +196,7 @@ def test_clustered_tokens_differ_by_step_and_rank():
 
 
 def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that what the benchmark sets is undone
+    monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that the benchmark's change is undone
     monkeypatch.setattr(micro_batch, "SETTLED", 4)
     benchmark("--variant", "runtime.micro_batch_size=4", "--rounds", "1")
     assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (8, 4)
@@ -220,4 +220,6 @@ def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
     decoder = Decoder(config, activation)
     decoder.load_state_dict(weights)
     nonzeros, _ = shaped_models.firing_statistics(decoder, tokens)
-    assert sum(nonzeros) / len(nonzeros) == pytest.approx(12, rel=0.2)  # other tokens than those it was shaped with
+    assert sum(nonzeros) / len(nonzeros) == pytest.approx(
+        12, rel=0.2
+    )  # tokens other than those that it was shaped with

@@ -1,4 +1,4 @@
-"""Models beside the paper's: their shapes by name, and what no model can be."""
+"""Models other than the paper's: their shapes by name, and impossible models."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_every_shape_is_held_to_a_published_number():
 
 
 def test_a_model_that_says_nothing_new_has_the_name_that_it_had():
-    """Runs of earlier versions are found by these. tests/config/test_values.py has those of whole experiments."""
+    """Earlier runs are found by these hashes. tests/config/test_values.py has those of whole experiments."""
     assert from_overrides(["experiment=0p5b", "model=tiny"]).run.name == "0p5b-tiny-c82c165d"
     assert from_overrides(["model.qk_norm=true"]).run.name.startswith("smoke-qk_norm_true-")
 

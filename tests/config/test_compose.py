@@ -39,7 +39,7 @@ def test_shipped_groups_are_the_documented_ones():
 
 
 def of(experiment):
-    """The overrides of an experiment, with what its own must be given."""
+    """The overrides of an experiment, with its required values."""
     return [f"experiment={experiment}", *(["data.files=[x.parquet]"] if experiment == "mini" else [])]
 
 
@@ -117,7 +117,10 @@ def test_yaml_round_trip(tmp_path):
         ("sparsity.activation=gelu", "sparsity.activation is gelu: it must be one of relu, silu"),
         ("optimizer.learning_rate=[1,2]", "optimizer.learning_rate is [1,2]: it must be a number"),
         ("data.mix=[a,b]", "data.mix is [a,b]: it must be a list of mappings, as [{a: b}]"),
-        ("training.seed=1,2", "training.seed is 1,2: it takes one value; a list of them is for the command `sweep`"),
+        (
+            "training.seed=1,2",
+            "training.seed is 1,2: it takes one value; a list of them is for the command `sweep`",
+        ),
         ("run.name=${nope}", "run.name is ${nope}: a command line has no interpolations"),
         ("model.num_layers=???", "model.num_layers has no value"),
     ],
@@ -168,7 +171,7 @@ def test_values_are_read_as_people_spell_them():
 
 
 def set_by(group: str, choice: str) -> dict:
-    """The values that the file of a choice sets, with those of the files that it is based on; read without Hydra."""
+    """The values that a choice's file and its base files set, read without Hydra."""
     values = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text())
     based_on = [base for base in values.pop("defaults", []) if base != "_self_"]
     found = {}
@@ -192,7 +195,7 @@ def test_a_list_of_names_is_a_list_whatever_signs_are_in_them(typed, read):
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
-    """Behind the "=" of a key no shell says so: a run would be trained into a folder called "~"."""
+    """Shells do not expand "~" after the "=" of a key: a run would be written to a folder called "~"."""
     monkeypatch.setenv("HOME", "/home/me")
     config = from_overrides(["data.path=~/tokens", "run.root=~/runs", "run.name=a"])
     assert (str(config.data.folder), str(config.run.folder)) == ("/home/me/tokens", "/home/me/runs/a")
@@ -204,7 +207,7 @@ def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
     for group in groups:
         for choice in choices(group):
             if group == "model" and experiment != "smoke" and choice not in SIZES:
-                continue  # one experiment does for shapes that no experiment has
+                continue  # one experiment is enough for shapes without an experiment
             config = flat(to_dict(from_overrides([f"experiment={experiment}", f"{group}={choice}"])))
             for key, value in set_by(group, choice).items():
                 number = float(value) if isinstance(config[key], float) else value
@@ -344,7 +347,7 @@ def test_a_path_comes_back_from_the_command_that_spells_it(path):
 
 
 def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys):
-    """As in a folder of somebody else; here, for the whole path is longer than the system takes."""
+    """As with missing permission; here the path is longer than the system allows."""
     assert refused("import_model", [f"output_dir={'a/' * 2100}", "checkpoint=x"])
     said = capsys.readouterr().err
     assert "a/a cannot be read (File name too long): ask its owner" in said

@@ -15,7 +15,7 @@ VOCABULARY = 400
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Real text and its tokenizer, beside the project where it is developed."""
+    """Real text and its tokenizer, next to the checkout on development machines."""
     folder = Path(__file__).parents[2].parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here")

@@ -1,4 +1,4 @@
-"""Long documents in pieces: where a tokenizer allows it, and that the tokens are those of the whole."""
+"""Long documents in pieces: which tokenizers allow it, and that the tokens equal those of the whole."""
 
 import random
 
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from sparsellm.data import pieces, tokenizer
 
-# What stands between words: what spaces merge with, what is a word of its own, and what only looks like a token.
+# Separators of words: what spaces merge with, what is a separate word, and what only looks like a token.
 BETWEEN = [
     " ",
     " ",

@@ -1,4 +1,4 @@
-"""The records of one file: what is read of it, what is left alone, and how a record that cannot be read is named."""
+"""The records of one file: what is read, what is ignored, and how an unreadable record is reported."""
 
 import bz2
 import codecs
@@ -41,7 +41,7 @@ def read(file: str, column: str = "text") -> list[str | None]:
 def test_other_columns_may_change_their_types_anywhere_in_a_jsonl_file(
     tmp_path: Path, early: dict[str, object], late: dict[str, object]
 ) -> None:
-    text = "word " * 2_500  # so that the second half begins behind the library's first block, of 10 MB
+    text = "word " * 2_500  # so that the second half starts after the library's first block of 10 MB
     records = [{"text": f"{text}{i}", **(early if i < 850 else late)} for i in range(1_700)]
     found = list(rows(written(tmp_path / "a.jsonl", lines(*records)), "text"))
     assert [row.text for row in found] == [record["text"] for record in records]
@@ -117,7 +117,7 @@ GOOD = b'{"text": "one"}\n'
     ],
 )
 def test_a_bad_record_is_named_by_its_line_and_the_others_are_read(tmp_path: Path, bad: bytes, said: str) -> None:
-    head = b'{"text": "' + b"x" * (11 << 20) + b'"}\n\n'  # a blank line is no record, and counts as a line
+    head = b'{"text": "' + b"x" * (11 << 20) + b'"}\n\n'  # a blank line is not a record, but counts as a line
     found = list(rows(written(tmp_path / "a.jsonl", head + GOOD * 48 + bad + b"\n" + GOOD), "text"))
     assert [bool(row.fault) for row in found] == [False] * 49 + [True, False]
     fault = found[49].fault

@@ -1,4 +1,4 @@
-"""Prints what each rank hears of the others. torchrun --nproc_per_node 2 agreeing_ranks.py"""
+"""Prints what each rank receives from the others. torchrun --nproc_per_node 2 agreeing_ranks.py"""
 
 from sparsellm.distributed.groups import MainRankFailed, first_error, gather, on_main, process_group
 

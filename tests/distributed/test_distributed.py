@@ -1,4 +1,4 @@
-"""How ranks agree: what one of two hears of the other."""
+"""How ranks agree: what one of two receives from the other."""
 
 import ast
 import os
@@ -26,7 +26,7 @@ def test_two_ranks_hear_of_each_other():
 
 
 def meeting(said: Path, rank: int, port: int, dies: str | None) -> None:
-    """Be a rank that was started by hand, as under srun, and that may be killed before the ranks have met."""
+    """A rank that was started by hand, as under srun, and may be killed before the ranks have connected."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     lifeline.ARRIVAL = groups.ARRIVAL = 5

@@ -1,4 +1,4 @@
-"""Lifelines between ranks that are threads of one process, where the end of a process is only noted."""
+"""Lifelines between ranks that are threads of one process; ending the process is only recorded."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from sparsellm.distributed.lifeline import KEY, Lifeline, RanksMissing
 
 @pytest.fixture
 def ended(monkeypatch) -> Iterator[dict[int, str]]:
-    """What each rank has ended for."""
+    """The reason for which each rank ended."""
     found, made, begin = {}, [], Lifeline.__init__
 
     def kept(self, *arguments):
@@ -28,7 +28,7 @@ def ended(monkeypatch) -> Iterator[dict[int, str]]:
     monkeypatch.setattr(lifeline, "BEAT", 0.05)
     yield found
     for each in made:
-        each._left.set()  # what is closed later ends nothing
+        each._left.set()  # closing it later ends nothing
 
 
 def joined(store: dist.Store, ranks: list[int], world_size: int) -> list[Lifeline]:
@@ -38,7 +38,7 @@ def joined(store: dist.Store, ranks: list[int], world_size: int) -> list[Lifelin
 
 @pytest.fixture
 def impatient(monkeypatch) -> list[str]:
-    """What is said of ranks that are awaited, for less than a second."""
+    """Messages about ranks that others wait for, with time limits below a second."""
     said = []
     for name, seconds in (("SILENT", 0.3), ("SILENT_LIMIT", 0.8), ("BEHIND", 0.3), ("STEP_PATIENCE", 0.8)):
         monkeypatch.setattr(lifeline, name, seconds)
@@ -52,7 +52,7 @@ def begin(step: int, lines: list[Lifeline]) -> None:
 
 
 def stop(line: Lifeline) -> None:
-    """As by SIGSTOP: it says nothing any more."""
+    """As with SIGSTOP: the rank falls silent."""
     line._tell = lambda _: None
 
 
@@ -67,7 +67,7 @@ def wait_for(ended: dict[int, str], count: int) -> None:
     deadline = time.monotonic() + 10
     while len(ended) < count and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.1)  # in which no other one may end
+    time.sleep(0.1)  # no other rank may end meanwhile
 
 
 def test_ranks_end_with_one_that_fails_and_hear_why(ended):
@@ -80,7 +80,7 @@ def test_ranks_end_with_one_that_fails_and_hear_why(ended):
 
 def test_rank_0_is_heard_of_too(ended):
     lines = joined(dist.HashStore(), [0, 1, 2], 3)
-    lines[0]._left.set()  # it is no more
+    lines[0]._left.set()  # it is gone
     for connection in lines[0]._others.values():
         connection.shutdown(2)
     wait_for(ended, 2)
@@ -93,7 +93,7 @@ def test_who_leaves_in_order_ends_nobody_and_is_ended_by_nobody(ended):
     time.sleep(0.6)
     lines[1].leave(ValueError())
     assert lines[0]._heard.wait(10)
-    lines[0].leave()  # in its own words, within the time for that
+    lines[0].leave()  # with its own error, within GRACE
     time.sleep(0.6)
     assert ended == {}
 
@@ -178,7 +178,7 @@ def test_others_wait_long_for_the_first_step_and_for_a_rank_that_works_alone(end
     assert ended == {}
     begin(2, [lines[1]])
     with lines[0].alone():
-        lines[1].reached()  # an exchange that rank 0 comes to once its work is done
+        lines[1].reached()  # an exchange that rank 0 reaches after its work
         lines[1].hurry()
         until(lambda: len(impatient) == 3)
         time.sleep(1)
@@ -201,7 +201,7 @@ def test_a_rank_that_was_asked_to_stop_waits_less(ended, impatient, monkeypatch)
 
 def test_a_rank_finds_this_start_and_not_the_one_before(ended):
     store = dist.HashStore()
-    joined(store, [0], 1)  # a start that is over: nobody listens at its port
+    joined(store, [0], 1)  # an earlier start: nothing listens on its port
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(Lifeline, store, "localhost", 1, 2)
         time.sleep(0.3)

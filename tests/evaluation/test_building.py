@@ -1,4 +1,4 @@
-"""Building the requests of tasks: lm-eval's requests and tokens, whoever builds them and whenever."""
+"""Building the requests of tasks: they equal lm-eval's requests and tokens."""
 
 import threading
 import weakref
@@ -33,7 +33,7 @@ def requests_of(share):
 
 
 def encoded(lm, pairs):
-    """What the model is asked for these (context, continuation)."""
+    """The tokens that the model gets for these (context, continuation)."""
     asked = []
     lm._loglikelihood_tokens = lambda requests, **_: asked.extend(requests)
     lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
@@ -42,7 +42,7 @@ def encoded(lm, pairs):
 
 @pytest.mark.parametrize("adds_token", [False, True], ids=["no begin token", "its begin token"])
 def test_tokens_are_those_of_encode_pair(folder, rows, adds_token):
-    """Also where whitespace moves to the continuation, a text begins with the begin token, or there is no context."""
+    """Also if whitespace moves to the continuation, a text begins with the begin token, or there is no context."""
     source = SHARED if SHARED.is_dir() else rows
     pairs = [
         pair
@@ -82,7 +82,7 @@ def test_a_text_is_encoded_once_and_in_batches(folder, monkeypatch):
 
 
 def test_the_model_is_let_go_of_with_its_lm(folder):
-    """At once, and not when Python looks for cycles: of a run in shards it is another copy of all weights."""
+    """At once, not at the next garbage collection: for a sharded run it is another copy of all weights."""
     with both(folder) as (ours, theirs):
         model = weakref.ref(ours.model)
     del ours, theirs
@@ -103,7 +103,7 @@ def test_a_template_is_compiled_once(rows, monkeypatch):
 
 @pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "winogrande"])
 def test_what_lm_eval_asks_of_a_row_is_computed_once_for_each_row(rows, name, monkeypatch):
-    """Also of equal rows, which a benchmark may repeat; not for the next share of the task."""
+    """Also for equal rows, which a benchmark may repeat; not for the next share of the task."""
     (loaded,) = load(rows, name)
     asked = {method: [] for method in building.OF_A_ROW}
     for method, of in asked.items():
@@ -132,7 +132,7 @@ def test_the_choices_that_are_kept_of_a_row_cannot_be_changed(rows):
         share.doc_to_choice(row).append("another")
         share.doc_to_choice(row)[0] = "changed"
         assert share.doc_to_choice(row) == before == loaded.task.doc_to_choice(row)
-        assert share.doc_to_choice(row, ["given"]) == ["given"]  # another than the task's own
+        assert share.doc_to_choice(row, ["given"]) == ["given"]  # not the task's own
 
 
 def test_a_share_leaves_the_task_as_it_was(rows):
@@ -178,7 +178,7 @@ def test_the_next_two_tasks_are_built_while_one_is_scored(rows, monkeypatch):
     first = builder.take(loaded[0], 2)
     assert len(first.instances) == 2 * 4
     builder.begun[NAMES[2], 2].result(timeout=60)
-    assert built == [8, 8, 4]  # and the fourth is not begun before the second is taken
+    assert built == [8, 8, 4]  # and the fourth is not started before the second is taken
     monkeypatch.setattr(building, "Share", lambda *_: 1 / 0)
     builder.take(loaded[1], 2)
     builder.take(loaded[2], 2)
@@ -186,5 +186,5 @@ def test_the_next_two_tasks_are_built_while_one_is_scored(rows, monkeypatch):
         builder.take(loaded[3], 2)
     monkeypatch.undo()
     builder.announce(loaded, 2)
-    assert len(builder.take(loaded[2], None).instances) == 6 * 2  # of more rows than were announced
-    assert list(builder.begun) == [(NAMES[0], 2), (NAMES[1], 2)]  # two ahead, whatever is taken
+    assert len(builder.take(loaded[2], None).instances) == 6 * 2  # with more rows than announced
+    assert list(builder.begun) == [(NAMES[0], 2), (NAMES[1], 2)]  # always two ahead

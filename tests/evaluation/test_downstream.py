@@ -1,4 +1,4 @@
-"""The answers of SharedLM beside those of lm-eval's `hf` model, token by token."""
+"""The answers of SharedLM compared with those of lm-eval's `hf` model, token by token."""
 
 import random
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def folder(trained):
 
 @contextmanager
 def both(folder, dtype=torch.float32, autocast=None, **theirs):
-    """(ours, lm-eval's), of one model, in a process group of one."""
+    """(ours, lm-eval's) for one model, in a process group of one."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
     with process_group("cpu") as ranks:
         softmax = None if autocast is None else torch.float32
@@ -58,7 +58,7 @@ def test_answers_are_lm_evals(folder, dtype, autocast):
     pairs += [(tokens(draw, CONTEXT + 1 - after + more), tokens(draw, after)) for after in (1, 4) for more in (0, 1, 9)]
     pairs += [(tokens(draw, 3), tokens(draw, CONTEXT))]  # all that is predicted, and two of the three tokens are cut
     with both(folder, dtype, autocast) as (ours, theirs):
-        for context in (question, tokens(draw, CONTEXT + 5)):  # what the model says by itself
+        for context in (question, tokens(draw, CONTEXT + 5)):  # what the model itself computes
             said = list(context)
             for _ in range(3):
                 logits = theirs._model_call(torch.tensor([said[-CONTEXT:]]))
@@ -72,7 +72,7 @@ def test_answers_are_lm_evals(folder, dtype, autocast):
 
 
 def test_a_batchs_answers_are_asked_for_before_the_next_batch(folder, monkeypatch):
-    """A device does what it is asked in order: a copy that is asked for later waits for the next batch, too."""
+    """A device works in order: a copy that is enqueued later also waits for the next batch."""
     order, draw = [], random.Random(0)
     pairs = [(tokens(draw, 12), tokens(draw, 3)) for _ in range(3 * BATCH)]
     with both(folder) as (ours, _):
@@ -87,7 +87,7 @@ def test_batches_padded_to_a_multiple_have_lm_evals_answers(folder, monkeypatch)
     """As on a GPU: no batch exceeds the context, and the padding behind a sequence changes the last bits at most."""
     draw = random.Random(0)
     pairs = [(tokens(draw, length), tokens(draw, 3)) for length in (1, 14, 15, 40, 100, CONTEXT - 3, CONTEXT + 5)]
-    multiple = 80  # CONTEXT is no multiple of it
+    multiple = 80  # CONTEXT is not a multiple of it
     monkeypatch.setitem(downstream.MULTIPLE, "cpu", multiple)
     requests, lengths = requests_of(pairs), []
     with both(folder) as (ours, theirs):

@@ -86,7 +86,7 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
     assert found["validation"]["perplexity"] == math.exp(found["validation"]["loss"])
     assert found["validation"]["tokens"] == 6 * 32
 
-    # The evaluation beside it does not make the checkpoint look damaged to a resume.
+    # The evaluation inside the checkpoint does not make it look damaged to a resume.
     with process_group("cpu") as ranks:
         assert Checkpoints(run / "checkpoints", ranks, 2, lambda *_: None).find(skip_damaged=False) == 4
 
@@ -140,7 +140,7 @@ def test_two_ranks_score_like_one(run, rows, tmp_path, one_thread):
 
 
 def test_scoring_draws_no_random_numbers(bare, rows):
-    """So it may go on in the middle of a training run."""
+    """So it can run in the middle of training."""
     with process_group("cpu") as ranks, hub.offline(True):
         model = AutoModelForCausalLM.from_pretrained(bare)
         lm = downstream.SharedLM(model, AutoTokenizer.from_pretrained(bare), ranks, "auto")
@@ -197,7 +197,7 @@ def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
     straight = evaluate_checkpoint(EvaluateConfig(**{**vars(config), "output_dir": str(bare.parent / "straight")}))
     assert straight["tasks"] == found["tasks"]
 
-    # All is finished, so the model is not even loaded; another dtype or other rows are another evaluation.
+    # Everything is finished, so the model is not loaded; another dtype or other rows are a new evaluation.
     scored.clear()
     monkeypatch.setattr(checkpoint.Evaluation, "_model", lambda *_: pytest.fail("loaded the model"))
     again = evaluate_checkpoint(config)
@@ -237,7 +237,7 @@ def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows,
     evaluate_checkpoint(EvaluateConfig(**asked))
     assert {path: path.read_bytes() for path in before} == {path: content for path, (content, _) in before.items()}
 
-    # What it was made of is not there any more, or is another, or not all of it is good.
+    # Its inputs are missing, different or damaged.
     for path in (
         output / "results.json", output / "tasks/piqa.json", output / "tasks/validation.json", run / LAST / "COMMITTED",
         run / LAST / "hf/model.safetensors", local / "winogrande/validation.jsonl",
@@ -351,7 +351,8 @@ def test_a_limit_leaves_the_held_out_loss_that_of_the_run(run, rows):
 
 
 def test_results_are_merged_by_task(run, rows):
-    """One task after others leaves theirs; what was measured otherwise says so, and has no mean with them."""
+    """Evaluating one task keeps the others' scores; scores with other settings are marked, and there is no common
+    mean."""
 
     def evaluated(*tasks, **changed):
         options = {"checkpoint": str(run), "data_dir": str(rows), "tasks": list(tasks), "validation": False, **changed}
@@ -512,7 +513,7 @@ def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
             abs(a[0] - b[0]) for k, t in pairs for a, b in zip(k["filtered_resps"], t["filtered_resps"], strict=True)
         ]
         assert max(gaps) < 1  # nats; of sums of bfloat16's roundings over up to 20 tokens with logits of up to 16
-    # A dtype that they do not take is refused where they are demanded, and said where they are not.
+    # An unsupported dtype is refused if kernels are required, and reported if not.
     stored = replace(config, tasks=["piqa"], dtype=Dtype.float32)
     with pytest.raises(checkpoint.EvaluationError, match=r"the weights are torch\.float32: add dtype=bfloat16"):
         evaluate_checkpoint(stored)

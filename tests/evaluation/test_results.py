@@ -32,7 +32,7 @@ def test_a_line_per_task_never_cut():
     assert lines[1].startswith("arc_easy    0.5000  acc_norm  0.4000  0.0100  0.5000    0.0100  1,234  test")
     assert lines[1].endswith("x" * 300)
     assert lines[2] == "winogrande  0.2500  acc       0.2500  0.0100  -         -       1,234  test"
-    assert lines[3] == "mean of 2   0.3750            0.3250"  # of the scores, and under `acc` that of `acc`
+    assert lines[3] == "mean of 2   0.3750            0.3250"  # mean of the scores, and under `acc` the mean of `acc`
     assert lines[4] == "measured with  dtype float32  kernels torch  device cpu  data hub  limit none  lm_eval 0.4.9"
     assert lines[5] == "validation  loss 2.0000  perplexity 7.389  over 1,000 held-out tokens, as the run validates"
     assert len(lines) == 6

@@ -1,4 +1,4 @@
-"""Small models of the families that the decoder holds, with random weights, as transformers makes them.
+"""Small models of the supported families with random weights, created by transformers.
 
 All numbers that could be mixed up differ: width 48, four heads of 16 (of 12 where the width decides), 64 neurons; all
 weights are random, biases and norms too, and epsilon is large enough for a wrong one to be seen.
@@ -14,7 +14,7 @@ SIZE = {
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2}
-# Of sixteen positions, so that the frequencies of 64 are kept, interpolated and divided.
+# Sixteen original positions, so that frequencies for 64 are kept, interpolated and divided.
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 2.0,
     "original_max_position_embeddings": 16,
@@ -58,7 +58,7 @@ TOLERANCE = torch.finfo(torch.float32).eps * (48 + 64 + 64) * 2
 
 
 def stock_model(family, activation="silu", tied=None, **changes):
-    """A model of transformers, float32. tied: as the family has it first."""
+    """A float32 transformers model. tied: default is the family's first value."""
     kind, differs, heads = FAMILIES[family]
     config = AutoConfig.for_model(
         kind, **SIZE | differs | {"hidden_act": activation, "tie_word_embeddings": heads[0] if tied is None else tied}

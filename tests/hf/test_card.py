@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what the run's rows say up to its step, and commands that give the same run."""
+"""The model card of a checkpoint: facts from the run's rows up to its step, and commands that reproduce the run."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def test_a_saved_checkpoint_has_a_card_of_the_rows_up_to_its_step(tmp_path):
     rows = {row["step"]: row for row in read(tmp_path / "run" / METRICS)}
     for step, told, validated in ((8, 8, 4), (12, 12, 12)):  # step 8 was saved before it was validated
         folder = run_folder.checkpoint(tmp_path / "run", step)
-        locate(str(folder)).identity()  # holds hf/ to its checksums
+        locate(str(folder)).identity()  # verifies the checksums of hf/
         text = (folder / "hf/README.md").read_text()
         assert f"step {step}\n" in text
         assert f"| cross entropy, held-out | {rows[validated]['val_ce']:.3f} (step {validated}) |" in text
@@ -96,7 +96,7 @@ def test_its_preparation_makes_as_many_tokens_as_the_run_found():
         assert [each for each in prepare if each.startswith("data.max_tokens")] == ["data.max_tokens=20000"]
         assert [each for each in train if each.startswith("data.max_tokens")] == more
     prepare, _ = card.commands_of(from_overrides(["experiment=smoke"]), 20_000)
-    assert "data.max_tokens" not in prepare  # of the embedded corpus all are prepared
+    assert "data.max_tokens" not in prepare  # the embedded corpus is prepared completely
 
 
 def test_a_checkpoints_card_counts_the_tokens_that_the_run_found(tmp_path):
@@ -161,7 +161,7 @@ def test_names_of_a_card_are_one_cell_of_text_each():
     assert f"| data | {cell} |" in text.splitlines()
     assert f"| initial weights | '{cell}', whose licence counts too |" in text.splitlines()
     for line in text.splitlines():
-        assert "<img" not in line or line.startswith("    ")  # a block of code shows it as it is
+        assert "<img" not in line or line.startswith("    ")  # a code block shows it literally
 
 
 def test_a_command_is_on_one_line_and_the_shell_reads_what_was_meant():

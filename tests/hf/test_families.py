@@ -1,4 +1,4 @@
-"""The models that people have: read, trained for a step and written, with the logits of transformers at each place."""
+"""Common model families: read, trained for a step and written, with the logits of transformers at each stage."""
 
 import json
 import math
@@ -20,12 +20,12 @@ CLASSES = {"mistral": "Llama", "mistral_nemo": "Mistral", "qwen2p5": "Qwen2", "q
 def decoder_of(folder):
     config, activation, weights = conversion.load(folder)
     decoder = Decoder(config, activation)
-    decoder.load_state_dict(weights)  # which raises for a name too many or too few
+    decoder.load_state_dict(weights)  # raises for missing or unexpected names
     return decoder, activation
 
 
 def written(folder):
-    """What stock transformers reads, with nothing missing and nothing left over."""
+    """The model loaded by stock transformers, with no missing or unexpected tensors."""
     stock, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return stock.eval()
@@ -79,7 +79,7 @@ def test_read_train_and_write(family, activation, tied, tmp_path, tokenizer_fold
 def test_generated_tokens_are_those_of_transformers(family, tmp_path):
     theirs = stock_model(family, "relu")
     theirs.save_pretrained(tmp_path)
-    theirs.generation_config.eos_token_id = None  # else generation would end there, and ours would not
+    theirs.generation_config.eos_token_id = None  # otherwise generation would end there, but ours would not
     prompts = [ids(1)[0, :length].tolist() for length in (7, 1, 12)]
     expected = []
     for prompt in prompts:
@@ -102,7 +102,7 @@ def config_json(folder, family, **changes):
 
 
 def test_a_number_that_is_spelled_as_a_whole_one_gives_the_same_configuration(tmp_path):
-    """As config.json often has it; what names a run is the configuration as text."""
+    """As config.json often has it; a run's name depends on the configuration as text."""
     stock_model("llama3").save_pretrained(tmp_path)
     expected = conversion.load(tmp_path)[0]
     whole = {key: int(value) if value in (8.0, 1e4, 2.0) else value for key, value in LLAMA3.items()}
@@ -176,7 +176,7 @@ def test_a_generator_in_bfloat16_takes_biases_and_norms(tmp_path):
     [("mistral", "num_key_value_heads"), ("qwen2p5", "num_key_value_heads"), ("qwen3", "head_dim")],
 )
 def test_a_key_that_transformers_would_make_up_is_asked_for(family, key, tmp_path):
-    """Each has a default that is another than the derived value."""
+    """Each has a default that differs from the derived value."""
     with pytest.raises(pretrained.BrokenModel, match=f"config.json of .* has no {key}"):
         conversion.load(config_json(tmp_path, family, **{key: ABSENT}))
 

@@ -1,4 +1,4 @@
-"""Names on the hub, without a network or of nothing: a line says that the hub is asked, and the end is soon."""
+"""Hub names without a network, or nonexistent ones: a line says that the hub is asked, and the command ends soon."""
 
 import http.server
 import importlib
@@ -20,7 +20,7 @@ SECONDS = 10  # in which the hub's libraries, left alone, would not have asked t
 TOKENIZER = "data.tokenizer=owner/no-such-tokenizer"
 FILES = ["experiment=smoke", "data=files", "data.files=text.txt", "logging=disabled"]
 HUB_DATA = ["data=fineweb_edu", "data.dataset=owner/no-such-data", "data.tokenizer=tokenizer"]
-# What is typed -> what is looked for, and what the last sentence says.
+# Typed name -> what is looked for, and the final message.
 CASES = {
     "evaluate checkpoint=owner/no-such-model": ("checkpoint=owner/no-such-model", "no model of that name can be read"),
     "analyze text=text.txt checkpoint=owner/no-such-model": (

@@ -1,4 +1,4 @@
-"""Published sparse checkpoints (llama_sparse_relu), as the tests write them: read as the stock models that they are."""
+"""Published sparse checkpoints (llama_sparse_relu), written by the tests: read as stock models."""
 
 import json
 from pathlib import Path

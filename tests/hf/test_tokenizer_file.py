@@ -1,4 +1,4 @@
-"""Tokenizers of others give the same tokens always, all of a text, and prompts that can be gone on from."""
+"""Third-party tokenizers always give the same tokens, all tokens of a text, and prompts that can be continued."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_a_tokenizer_that_is_read_beside_a_model_is_one_too_and_a_line_says_so(t
     assert [line.partition(": the tokenizer of")[0] for line in said] == ["sparsellm", "sparsellm"]
     assert "dropout 1 is switched off" in said[0]
     assert "ends every prompt" in said[1]
-    # What transformers puts there by itself, too.
+    # Also what transformers itself adds.
     words().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | {"add_bos_token": True, "add_eos_token": True}))
     theirs = AutoTokenizer.from_pretrained(tmp_path)("why water").input_ids

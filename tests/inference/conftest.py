@@ -16,7 +16,7 @@ from sparsellm.ops import Engine, Plan, build
 
 
 class Hollow:
-    """Stands for the operator of a GPU: `engines` are those asked for, `nnz` and `union` what each call counts."""
+    """Stand-in for a GPU's operator: `engines` are the requested ones, `nnz` and `union` the counts of each call."""
 
     def __init__(self):
         self.engines, self.copies, self.counted, self.nnz, self.union = [], [], [], None, None
@@ -74,7 +74,7 @@ def small_choices(monkeypatch):
 @pytest.fixture
 def hollow(small_choices, monkeypatch):
     stand_in = Hollow()
-    monkeypatch.setattr(engine_choice, "fuses", lambda _tokens: True)  # or PyTorch alone would compute dense calls
+    monkeypatch.setattr(engine_choice, "fuses", lambda _tokens: True)  # otherwise PyTorch would compute dense calls
     monkeypatch.setattr(engine_choice, "forward", stand_in.stand_for_forward(engine_choice.forward))
     monkeypatch.setattr(accelerate, "feedforward", stand_in.stand_for_feedforward(accelerate.feedforward))
     return stand_in

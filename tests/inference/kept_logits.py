@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class KeptLogits:
-    """Takes the place of a Sampling: the likeliest token is drawn, and the logits are kept."""
+    """Replaces Sampling: greedy, and keeps the logits."""
 
     logits: Tensor  # [B, V] float32, of the last draw
 

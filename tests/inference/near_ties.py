@@ -1,4 +1,4 @@
-"""Where greedy texts of two paths to the same model may part: at a near-tie.
+"""Greedy texts of two implementations of the same model may diverge only at a near-tie.
 
 Two paths that compute in bfloat16 round differently, so their logits differ. A near-tie is a position at which float32
 finds both chosen tokens within reach of that rounding from the likeliest one. Let e be the largest difference between

@@ -1,4 +1,4 @@
-"""Small models of each kind that can be accelerated, and what tests ask of them."""
+"""Small models of each kind that can be accelerated, with test helpers."""
 
 import torch
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -103,7 +103,7 @@ def test_gradients_are_right_in_either_mode(name, hollow):
     model = make(name)
     expected = gradients(model)
     sparsellm.accelerate(model, "cuda")
-    with torch.inference_mode():  # what it leaves behind must not get in the way of gradients
+    with torch.inference_mode():  # its leftovers must not interfere with gradients
         logits(model, tokens(9))
     for training, engines in ((False, {"dense"}), (True, {"traced"})):  # the row engine has no backward
         hollow.engines.clear()
@@ -128,7 +128,7 @@ def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own(hollow):
 
 
 class Scaled(nn.Module):
-    """A block that looks like Llama's, and multiplies by a constant."""
+    """A block that looks like Llama's but multiplies by a constant."""
 
     def __init__(self, inner, factor):
         super().__init__()
@@ -244,7 +244,7 @@ def test_engines_are_chosen_by_what_was_measured_of_the_layers(monkeypatch):
     monkeypatch.setattr(module.first_use, "policy_for", policy_for)
     monkeypatch.setattr(module.backend, "load", lambda _: None)
     sparsellm.accelerate(make("llama"), "torch")
-    sparsellm.accelerate(make("llama"), "cuda")  # not loaded, in truth: the GPU is not asked for its name
+    sparsellm.accelerate(make("llama"), "cuda")  # not really loaded: the GPU's name is not queried
     monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
     sparsellm.accelerate(make("llama"), "cuda", engine="dense")
     own = Policy()
@@ -332,7 +332,7 @@ def test_new_plans_and_weights_recompile_nothing(how, hollow):
         hollow.engines.clear()
         assert_same(logits(run, ids), expected)
         assert hollow.engines == engines
-    hollow.nnz = 128 * 64  # as full as can be: what a compiled call counted is heeded by a later one
+    hollow.nnz = 128 * 64  # completely dense: a later call uses what a compiled call counted
     logits(run, ids)
     hollow.engines.clear()
     assert_same(logits(run, ids), expected)
@@ -415,7 +415,7 @@ def test_a_compiled_decoder_trains_the_same_bits_and_validates_on_the_operator()
     assert our_seen == seen
     assert all(torch.equal(a, b) for a, b in zip(weights, our_weights, strict=True))
     torch.testing.assert_close(ours.ce, theirs.ce, rtol=TOLERANCE, atol=0)
-    assert (ours.union >= 0).all()  # which the traced reference does not measure
+    assert (ours.union >= 0).all()  # the traced reference does not measure it
 
 
 def test_importing_the_package_is_light():

@@ -1,4 +1,5 @@
-"""Which engine the blocks of an accelerated model ask for, from earlier counts, and the copy of W_d for sparse ones."""
+"""Which engine the blocks of an accelerated model choose from earlier counts, and the copy of W_d for sparse
+engines."""
 
 import pytest
 import torch
@@ -30,9 +31,9 @@ def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollo
     hollow.nnz, hollow.union = sparse
     assert hollow.of(model, many) == ["dense"] * 2  # unmeasured
     hollow.nnz, hollow.union = full
-    assert hollow.of(model, few) == ["row"] * 2  # unmeasured, too
+    assert hollow.of(model, few) == ["row"] * 2  # also unmeasured
     assert hollow.of(model, few) == ["dense"] * 2
-    assert hollow.of(model, many) == ["row"] * 2  # what few tokens counted is theirs
+    assert hollow.of(model, many) == ["row"] * 2  # counts of few tokens apply only to few tokens
     hollow.nnz, hollow.union = 5 * 6, 5
     hollow.of(model, few)
     assert hollow.of(model, few) == ["row"] * 2
@@ -70,7 +71,7 @@ def test_calls_like_one_before_are_not_checked_again_and_compute_the_same(engine
         block.choice.plans[module.FEW] = Plan.of(engine)
     few = tokens(count)
     slow, expected = slow_calls_and_logits(quick, few)
-    assert slow == 2  # of two blocks
+    assert slow == 2  # two blocks
     slow_calls_and_logits(quick, few)  # reads what was counted
     for block in blocks(quick):
         block.choice.plans[module.FEW] = Plan.of(engine)
@@ -122,7 +123,7 @@ def test_between_few_and_many_tokens_each_call_is_chosen_for_its_own_number_of_t
     model = sparsellm.accelerate(make("llama"), "cuda")
     hollow.nnz, hollow.union = 65 * 10, 1
     assert hollow.of(model, tokens(64)) == ["row"] * 2
-    assert hollow.of(model, tokens(65)) == ["dense"] * 2  # unmeasured: what few tokens count is theirs
+    assert hollow.of(model, tokens(65)) == ["dense"] * 2  # unmeasured: counts of few tokens do not apply
     assert asked == []
     assert hollow.of(model, tokens(65)) == ["dense"] * 2  # 10 per token are too many
     hollow.nnz = 127 * 10
@@ -135,7 +136,9 @@ def test_between_few_and_many_tokens_each_call_is_chosen_for_its_own_number_of_t
         capture.setattr(module, "is_capturing", lambda: True)
         hollow.of(model, tokens(5))
     hollow.of(model, tokens(100))
-    assert [block.choice.counted for block in blocks(model)] == [100] * 2  # not of the graph, which has not counted yet
+    assert [block.choice.counted for block in blocks(model)] == [
+        100
+    ] * 2  # not from the graph, which has not counted yet
     assert hollow.of(model, tokens(128)) == ["dense"] * 2  # unmeasured
     assert hollow.of(model, tokens(128)) == ["row"] * 2
 
@@ -183,7 +186,7 @@ def test_counts_under_way_are_not_waited_for(hollow):
     hollow.nnz, hollow.union = 64 * 5, 5
     hollow.of(model, tokens(5))
     for block in blocks(model):
-        block.choice.counts[3] = module.UNDER_WAY  # as if the copy were not through
+        block.choice.counts[3] = module.UNDER_WAY  # as if the copy were not finished
     hollow.nnz = 1
     for _ in range(2):
         assert hollow.of(model, tokens(5)) == ["row"] * 2
@@ -204,12 +207,12 @@ def test_most_calls_copy_nothing_to_the_host(hollow, monkeypatch):
         sent.append(blocks(model)[0].choice.counted)
     assert [i for i, tokens_ in enumerate(sent) if tokens_] == [0, 8, 16]
     sent.clear()
-    for _ in range(6):  # calls of many tokens are counted by themselves
+    for _ in range(6):  # calls of many tokens are counted separately
         hollow.of(model, tokens(200))
         sent.append(blocks(model)[0].choice.counted)
     assert [i for i, tokens_ in enumerate(sent) if tokens_ == 200] == [0, 4]
     sent.clear()
-    for _ in range(5):  # and so are calls of numbers in between
+    for _ in range(5):  # and so are calls of medium size
         hollow.of(model, tokens(100))
         sent.append(blocks(model)[0].choice.counted)
     assert [i for i, tokens_ in enumerate(sent) if tokens_ == 100] == [0, 2, 4]
@@ -229,7 +232,7 @@ def test_a_graph_is_captured_with_what_the_call_before_it_counted_and_counts_not
 
 @pytest.mark.parametrize("name", MODELS)
 def test_dense_calls_that_nobody_counts_are_the_same(name, hollow, monkeypatch):
-    """PyTorch computes them alone where the block has no statistics to return."""
+    """PyTorch computes them if the block has no statistics to return."""
     monkeypatch.setattr(module, "COUNT_EVERY", (3, 1000, 3))
     monkeypatch.setattr(module, "fuses", lambda tokens: False)
     model = make(name)
@@ -267,7 +270,7 @@ def test_training_makes_no_copies(hollow):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_follows_its_own_plan(name, hollow):
-    """Whatever calls without gradients have left: copies that have become stale, counts under way."""
+    """Leftovers of calls without gradients: stale copies, counts in flight."""
     model = sparsellm.accelerate(make(name).train(), "cuda")
     for block in blocks(model):
         block.training_plan = Plan().tensor()
@@ -291,14 +294,14 @@ def test_other_dtypes_run_dense_without_a_copy(hollow):
     assert hollow.copies == [None] * 2
 
 
-# The neuron-major copy of W_d: the stand-in refuses one that is not of the weight as it is.
+# The neuron-major copy of W_d: the stand-in refuses a copy that does not match the current weight.
 
 
 def test_the_copy_is_made_once_for_each_change_of_the_weight(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda", "row")
 
     def made():
-        """Whether each block's copy was made by this call; the stand-in checks that it is of the weight as it is."""
+        """Whether this call made each block's copy; the stand-in checks that it matches the current weight."""
         before = [block.choice.w_down_t for block in blocks(model)]
         hollow.of(model, tokens(5))
         return [block.choice.w_down_t is not copy for block, copy in zip(blocks(model), before, strict=True)]
@@ -321,7 +324,7 @@ def test_the_copy_is_made_once_for_each_change_of_the_weight(hollow):
 
 
 def test_a_new_weight_never_takes_the_place_of_the_old_one(hollow):
-    """Weights made one after the other, of one size, would else land at one address with one version."""
+    """Otherwise, weights of the same size created one after the other would get the same address and version."""
     model = sparsellm.accelerate(make("llama"), "cuda", "row")
     for _ in range(8):
         blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64))

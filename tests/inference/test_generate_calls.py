@@ -1,4 +1,4 @@
-"""`generate()` of transformers as people call it, on accelerated models: the tokens of the model as it was.
+"""transformers' `generate()` on accelerated models: the tokens equal those of the original model.
 
 On the CPU's float32 both agree whole. Engines are stand-ins (conftest), and change under way.
 """
@@ -91,7 +91,7 @@ WAYS = {
 
 
 class Alternating:
-    """Chooses row and dense in turns, so that engines change in the middle of a text."""
+    """Alternates row and dense, so that engines change in the middle of a text."""
 
     def __init__(self):
         self.calls = 0
@@ -118,7 +118,7 @@ def test_the_tokens_are_those_of_the_model_as_it_was(way, hollow, monkeypatch):
             hollow.nnz, hollow.union = 1, 1
         found.append((WAYS[way](model), graphs()))
     assert {"row", "dense"} <= set(hollow.engines)
-    assert found[0] == found[1]  # new engines compile nothing anew
+    assert found[0] == found[1]  # new engines recompile nothing
     assert (graphs() > 0) == ("compiled" in way)
 
 
@@ -164,7 +164,7 @@ def test_padding_fires_nothing_and_changes_no_bit(build, cache, hollow):
     there = given["attention_mask"].bool()
     settings = GREEDY | cache | {"output_logits": True, "return_dict_in_generate": True}
     before, expected = fired(model, **given, **cache), model.generate(**given, **settings)
-    assert all((nonzeros[~there] > 10).all() for nonzeros in before)  # what it costs a model that is not accelerated
+    assert all((nonzeros[~there] > 10).all() for nonzeros in before)  # the cost in a model that is not accelerated
     sparsellm.accelerate(model, "cuda", "dense")
     for ours, theirs in zip(fired(model, **given, **cache), before, strict=True):
         assert not ours[~there].any()
@@ -186,7 +186,7 @@ def test_padding_counts_nowhere(hollow):
 
 
 def test_padding_fires_nothing_where_attention_gives_a_mean_to_tokens_that_see_nothing(hollow, monkeypatch):
-    """As some of CUDA's kernels do."""
+    """Like some CUDA kernels."""
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def with_means(query, key, value, attn_mask=None, **settings):
@@ -202,7 +202,7 @@ def test_padding_fires_nothing_where_attention_gives_a_mean_to_tokens_that_see_n
 
 @pytest.mark.parametrize("cache", [DynamicCache, lambda config: StaticCache(config=config, max_cache_len=64)])
 def test_a_mask_may_have_more_columns_than_there_are_tokens_so_far(hollow, cache):
-    """As for all that a static cache has room for, or for prompts, padded on the right, that come in two pieces."""
+    """As for the capacity of a static cache, or for prompts, padded on the right, that are computed in two pieces."""
     model, ids = make("llama"), tokens(12).expand(2, 12)
     mask = torch.zeros(2, 64, dtype=torch.int64)
     mask[0, :12], mask[1, :7] = 1, 1

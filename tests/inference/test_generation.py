@@ -1,4 +1,4 @@
-"""Text from the decoder: the tokens that transformers would choose, whatever else is in the batch."""
+"""Text from the decoder: the tokens that transformers would choose, regardless of the rest of the batch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     assert all(0 not in tokens for tokens in expected)
     assert all_of(generator, PROMPTS, 40) == expected
     assert all_of(generator, PROMPTS[1:2], 40) == expected[1:2]
-    assert all_of(generator, PROMPTS, 40) == expected  # in memory that other calls have used
+    assert all_of(generator, PROMPTS, 40) == expected  # in memory used by earlier calls
 
 
 def test_in_bfloat16_texts_part_from_transformers_at_near_ties_only():
@@ -146,12 +146,12 @@ def test_streams_that_are_under_way_at_once_do_not_disturb_each_other():
     generator = Generator(make("decoder"))
     lists = [PROMPTS, [[7], [8, 9, 10], [11]]]  # of one size, and about one length
     alone = [all_of(Generator(make("decoder")), prompts, 20) for prompts in lists]
-    steps = list(zip(*(generator.stream(prompts, 20) for prompts in lists), strict=True))  # in turns
+    steps = list(zip(*(generator.stream(prompts, 20) for prompts in lists), strict=True))  # alternating
     assert [[list(tokens) for tokens in zip(*of_one, strict=True)] for of_one in zip(*steps, strict=True)] == alone
     dropped = generator.stream(PROMPTS, 20)
     next(dropped)
     assert not generator._idle
-    del dropped  # gives its memory back
+    del dropped  # releases its memory
     assert len(generator._idle) == 1
     assert all_of(generator, lists[1], 20) == alone[1]
 

@@ -1,4 +1,4 @@
-"""The decoder against transformers' own models, and its Hugging Face form there and back."""
+"""The decoder compared with transformers' own models, and conversion to Hugging Face and back."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_recomputation_changes_no_gradient():
 
 @pytest.mark.parametrize("architecture", [{}, {"qk_norm": True, "num_key_value_heads": 2, "head_dim": 16}])
 def test_what_attention_returns_is_what_its_output_projection_keeps(architecture, monkeypatch):
-    """Another layout of the heads would be copied: a plane more of every layer, kept until its backward."""
+    """Another layout of the heads would be copied: one more plane per layer, kept until backward."""
     model, returned, taken = decoder(**architecture), [], []
     attend = module.causal_attention
     monkeypatch.setattr(module, "causal_attention", lambda *qkv: returned.append(attend(*qkv)) or returned[-1])

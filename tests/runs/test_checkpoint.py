@@ -1,4 +1,4 @@
-"""Checkpoints: every bit comes back, every damage is found before anything is read, no kill loses the one before."""
+"""Checkpoints: every bit is restored, every damage is found before anything is read, no kill loses the previous one."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def open_(folder, ranks, keep=2):
 
 
 def state(version, size=1000):
-    """Tensors that all tell their version, so that a mixture of two saves shows."""
+    """Tensors that all encode their version, so that a mixture of two saves is detected."""
     return {
         "model.weight": torch.full((size,), float(version)),
         "optimizer.exp_avg.weight": torch.full((size,), float(version)),
@@ -236,7 +236,7 @@ def test_a_link_in_the_place_of_what_a_kill_leaves_is_removed_alone(tmp_path, ra
         (folder / f"step_{step:08}.{kind}").symlink_to(target)
 
     checkpoints = open_(folder, ranks)
-    # `replaced` is put back, and is a damaged checkpoint then.
+    # `replaced` is restored, and is then a damaged checkpoint.
     back = ["step_00000003", "step_00000005"] if kind == "replaced" else []
     assert names(folder) == sorted([*back, "step_00000004"])
     for name in back:
@@ -442,7 +442,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, ranks):
 
 
 def victim(store, folder, first, fatal):
-    """Saves steps without end; with `fatal`, replaces step 2, saves 3, and kills itself before that file operation."""
+    """Saves steps endlessly; with `fatal`, replaces step 2, saves 3, and kills itself before that file operation."""
     with joined(store) as ranks:
         checkpoints = open_(folder, ranks)
         if fatal is not None:

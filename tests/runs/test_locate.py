@@ -1,4 +1,4 @@
-"""What a checkpoint's name means."""
+"""Which model a checkpoint's name refers to."""
 
 import os
 import shutil

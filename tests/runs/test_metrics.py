@@ -117,7 +117,7 @@ def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_i
     whole, written = file._file, []
 
     class Full:
-        """Takes three bytes of a row, and no more."""
+        """Accepts three bytes of a row, and no more."""
 
         def write(self, content):
             if written:

@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else wrote runs nothing on resume, and what ours hold is read whole."""
+"""A checkpoint from someone else runs nothing on resume, and our own checkpoints are read completely."""
 
 import os
 import pickle
@@ -60,7 +60,7 @@ def led_away(found):
         info.relative_path = f"../../../{info.relative_path}"
 
 
-# What stands in .metadata, by the name that is refused.
+# Content of .metadata, by the refused name.
 PLANTED = {
     "posix.system": lambda file, marker: pickle.dumps(Calls(os.system, f"touch {marker}")),
     "builtins.exec": lambda file, marker: pickle.dumps({"a": Calls(exec, f"open({str(marker)!r}, 'w')")}),
@@ -84,7 +84,7 @@ def test_what_no_checkpoint_of_ours_holds_is_refused_by_name_and_does_not_run(sa
     file = step / STATE / ".metadata"
     file.write_bytes(PLANTED[named](file, marker))
     (step / COMMITTED).unlink()
-    _seal(step, 1)  # as who plants it would
+    _seal(step, 1)  # as an attacker would
 
     checkpoints = Checkpoints(tmp_path / "c", ranks, 1, lambda weights, folder: None)
     assert checkpoints.find(skip_damaged=False) == 1

@@ -1,4 +1,4 @@
-"""Weights & Biases: where a run's record is, that there is one of them, and what it holds."""
+"""Weights & Biases: where a run's record is, that there is only one, and its content."""
 
 import errno
 import os
@@ -64,7 +64,7 @@ def real(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb_record.shutil, "which", lambda _: "bin/wandb")
     yield tmp_path
     wandb.teardown()
-    wandb.run = None  # which a run stays whose process has died
+    wandb.run = None  # it stays a run whose process has died
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
 
@@ -313,7 +313,7 @@ def test_a_part_that_a_kill_left_without_a_row_is_removed_for_it_would_keep_the_
 
 @pytest.mark.slow
 def test_every_start_of_a_run_is_a_part_of_one_record_and_the_command_finds_them_all(tmp_path, monkeypatch):
-    """As wandb itself says, which reads the folders without a network."""
+    """According to wandb itself, which reads the folders without a network."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr(wandb_record.shutil, "which", lambda _: None)
     folder, options = tmp_path / "run", ["runtime.compile=false", "logging=offline", "run.name=run"]
@@ -335,7 +335,7 @@ ROW = {"step": 1, "loss": 1.5, "plan_per_layer": ["dense"]}
 
 
 class FullDisk(Record):
-    """As wandb on a full disk, of which some calls hear."""
+    """Like wandb on a full disk, where only some calls raise."""
 
     def log(self, values, step):
         super().log(values, step)

@@ -58,7 +58,7 @@ def process(tmp_path):
 
     yield start
     for each in running:
-        each.kill()  # what is under it ends with it
+        each.kill()  # its child processes end with it
         each.wait()
 
 
@@ -123,7 +123,7 @@ def test_all_runs_are_trained_evaluated_and_compared_once(sweep, tmp_path):
     assert (tmp_path / "sweeps/s/sweep.md").read_text().splitlines()[2] in output
     assert f"training {NAMES[1]}\n" in (tmp_path / "sweeps/s/logs" / f"{NAMES[1]}.log").read_text()
 
-    # Once more: nothing is trained, and the files are the same.
+    # Again: nothing is trained, and the files are the same.
     before = results(tmp_path)
     code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.baseline=true", "evaluate.limit=7", "sweep.evaluate=false")
     assert code == 0
@@ -186,7 +186,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_taken_for_finished(sweep,
         committed.write_text(content)
         code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.evaluate=false")
         assert "2 of them trained" in output
-        assert code == 1  # the stand-in, which knows no resume, fails; the others are as they were
+        assert code == 1  # the stand-in, which cannot resume, fails; the others are unchanged
         assert [row["ce"] != "" for row in rows(tmp_path)] == [True, False, True]
 
 
@@ -270,7 +270,7 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
     nonzeros = [float(row["nnz_mean"]) for row in rows(tmp_path)]
     assert nonzeros[1] < nonzeros[0]
 
-    # With scores; and once more, when nothing is left that would need a process.
+    # With scores; and again, when no process is needed.
     write_rows(tmp_path / "rows", "piqa", "validation")
     scored = [*small[:-1], f"evaluate.data_dir={tmp_path}/rows", "evaluate.tasks=[piqa]", "evaluate.device=cpu"]
     assert process("-m", "sparsellm.sweep", *scored).wait() == 0, (tmp_path / "output").read_text()

@@ -1,4 +1,4 @@
-"""The table and the figure, from the files that runs leave and from nothing else."""
+"""The table and the figure, from the files of runs alone."""
 
 import csv
 import errno
@@ -155,7 +155,7 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
 
 def test_the_markdown_table_explains_no_column_that_it_does_not_have(swept):
     sweep = swept("sparsity.l1_coefficient=0,1e-3")
-    leave(sweep.points[0], tokens=99_999)  # in so few nobody is dead yet
+    leave(sweep.points[0], tokens=99_999)  # too few tokens for dead neurons
     text = table.as_markdown(sweep, table.rows(sweep))
     assert "- CE increase: over the ReLU run" in text
     assert "- dead: " not in text

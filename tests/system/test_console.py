@@ -1,4 +1,4 @@
-"""What a log file gets of something that takes minutes."""
+"""Progress output in a log file."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small files: whole or not at all, and whatever they hold, one sentence."""
+"""Small files: written atomically; any bad content gives one sentence."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""When Python looks for garbage."""
+"""Control of the garbage collector."""
 
 import gc
 import weakref

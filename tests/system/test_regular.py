@@ -1,4 +1,4 @@
-"""Files in a folder that others may write to: no link is written through, and nothing that is no file is waited for."""
+"""Files in a folder that others may write to: links are not followed for writing, and only regular files are opened."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def victim(folder: Path) -> Path:
     return path
 
 
-# What stands where a file should, by what is said of it.
+# What is in place of a file, by the message about it.
 PLANTED = {
     "a link, which is not followed": lambda path: path.symlink_to(path.parent / "victim"),
     "a link, which is not followed ": lambda path: path.symlink_to(path.parent / "nothing"),

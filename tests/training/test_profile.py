@@ -1,4 +1,4 @@
-"""A trace of the steps that were asked for, and of no others."""
+"""A trace of exactly the requested steps."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def test_a_run_that_stops_among_them_traces_both_parts(tmp_path):
                 signal_after(trainer, last)
             trainer.fit()
     found = {path.name: steps(path) for path in (tmp_path / "profile").iterdir()}
-    # The wish to stop comes in step 4, and is read after its validation.
+    # The stop request arrives in step 4, and is read after its validation.
     assert found == {"steps_2-4.rank_00000.json.gz": [2, 3, 4], "steps_5-6.rank_00000.json.gz": [5, 6]}
 
 

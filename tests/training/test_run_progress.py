@@ -1,4 +1,4 @@
-"""What a run says while it goes on: an opening, a line for every logged step, how long it will take."""
+"""The output of a run: an overview, a line per logged step, and the remaining time."""
 
 import io
 import re
@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 
 
 def told(terminal, monkeypatch):
-    """What a run of 40 steps from step 10 on shows, whose first step takes a minute and the others 2 s."""
+    """The output of a run of 40 steps from step 10 on, whose first step takes a minute and the others 2 s."""
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     shown = Progress("name", 10, 40, 1_000)
@@ -64,7 +64,7 @@ def test_a_terminal_keeps_the_same_lines_above_one_bar(monkeypatch):
     text = told(True, monkeypatch)
     assert lines_of(text) == lines_of(told(False, monkeypatch))
     assert re.search(r"name   50% \S+ +step 20/40  \d+ s left", text)  # the bar
-    assert text.count("\n") == len(lines_of(text))  # the bar never takes a line of its own
+    assert text.count("\n") == len(lines_of(text))  # the bar never takes a separate line
 
 
 def test_scores_stand_on_a_line_of_their_own(monkeypatch):

@@ -1,4 +1,4 @@
-"""The sparsity policy: schedules, normalisations, silent neurons, and drawing them anew."""
+"""The sparsity policy: schedules, normalisations, dead neurons, and their re-initialization."""
 
 import math
 from functools import partial
@@ -159,7 +159,7 @@ def test_a_step_that_is_skipped_ends_no_silence(tmp_path):
 
 
 def test_the_updates_of_a_drawn_row_are_what_the_docstring_says():
-    """Beside a row that has seen the same gradient for 10,000 steps."""
+    """Compared with a row that has seen the same gradient for 10,000 steps."""
     weight = torch.zeros(2, dtype=torch.float64)
     adamw = torch.optim.AdamW([weight], lr=1, betas=(0.9, 0.95), eps=0, weight_decay=0)
     old = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_a_blend_moves_silent_rows_a_little_at_every_draw_until_they_fire(tmp_pa
             return reinitialization.weights[1].detach().clone()
 
         first = reinitialization.weights[1].detach().clone()
-        blended, again = after_draw(2), after_draw(3)  # the second before the silence has passed anew
+        blended, again = after_draw(2), after_draw(3)  # the second before the waiting time has passed again
         reinitialization.blend = 1
         drawn = []
         for step in (2, 3):

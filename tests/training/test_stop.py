@@ -1,4 +1,4 @@
-"""What a run makes of signals, also while its main thread is out of Python's reach."""
+"""How a run handles signals, also while its main thread is in C code."""
 
 import ctypes
 import os

@@ -1,14 +1,13 @@
-"""What decoding computes of one token of each sequence, beside the feedforward operator: attention with all that stands
-before it; and, for one sequence, every product of a layer, with what stands before and behind it.
+"""Decoding kernels for one token per sequence, except the feedforward operator: attention fused with everything before
+it, and, for a single sequence, every product of a layer fused with the operations around it.
 
-Between products of one token a kernel takes about as long as its start. So there are few, and each starts before the
-one ahead of it has ended: a product begins to fetch its weights, which nothing writes while text is generated, and
-attention what earlier steps have left; only then they wait for their input.
+Kernels for one token take about as long as their launch. So there are few of them, and each starts before the previous
+one ends: products prefetch their weights, which are constant during generation, and attention prefetches cache entries
+of earlier steps; only then do they wait for their input.
 
-Letters: B sequences, S positions of the cache, H heads of width D, H_kv heads of keys and values, each of which
-H / H_kv query heads share, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32;
-normalised inputs, rotated heads, weights of attention's sums and the results of products are rounded to the dtype of
-the weights.
+Letters: B sequences, S positions of the cache, H heads of width D, H_kv key/value heads, each shared by H / H_kv query
+heads, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32; normalised inputs,
+rotated heads, attention weights and the results of products are rounded to the dtype of the weights.
 """
 
 import math
@@ -21,22 +20,21 @@ from torch import Tensor
 from sparsellm.inference.kernels.pointwise import FEWEST, activated, await_kernel_ahead, early, padded
 from sparsellm.ops.twell import tiles
 
-Norms = tuple[Tensor, Tensor, float]  # weights [D] float32 of queries' and keys' RMS norms, and their epsilon
+Norms = tuple[Tensor, Tensor, float]  # RMS norm weights [D] float32 for queries and for keys, and epsilon
 LOG2_E = math.log2(math.e)
-# Bytes of keys that a program of `attend` loads in one step, and as many of values: where many programs share the GPU,
-# and where there are at most FEW.
+# Bytes of keys, and of values, that a program of `attend` loads per step: with many programs, and with at most FEW.
 STEP, LONG_STEP = 4 << 10, 16 << 10
-FEW = 132  # programs: one for each multiprocessor of an H100
-SPLIT = 1024  # a cache has a split for so many positions, until there are 2 FEW programs or MOST_SPLITS
-MOST_SPLITS = 32  # a power of two, as all numbers of splits, so that few forms of a kernel are built
-THREAD = 128  # bytes of matrices in a step of one thread of `matrix_vector`
-ROWS = 4  # of each matrix, in a step of one program, at most
-WARPS = 16 * FEW  # of all programs at most, for each reads the whole vector, which costs as much as one or two rows
+FEW = 132  # programs: one per multiprocessor of an H100
+SPLIT = 1024  # cache positions per split, up to 2 FEW programs or MOST_SPLITS
+MOST_SPLITS = 32  # split counts are powers of two, so that few kernel variants are built
+THREAD = 128  # bytes of matrices per thread and step of `matrix_vector`
+ROWS = 4  # most rows of each matrix per program and step
+WARPS = 16 * FEW  # most warps in total: each program reads the whole vector, which costs as much as one or two rows
 
 
 @triton.jit
 def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves of heads [..., D / 2] float32, normalised if NORMED, and rotated."""
+    """Both halves [..., D / 2] float32 of heads, normalised if NORMED, and rotated."""
     if NORMED:
         squares = tl.sum(first * first + second * second, 1)[:, None]
         factor = tl.rsqrt(squares / D + eps)
@@ -47,7 +45,7 @@ def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NOR
 
 @triton.jit
 def to_l2(pointers):
-    """Fetches the lines that these addresses are in, on a GPU of NVIDIA."""
+    """Prefetches the cache lines of these addresses to L2, on an NVIDIA GPU."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, False, 1)
 
 
@@ -58,14 +56,14 @@ def attend(
     SPLITS: tl.constexpr, SHARING: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, FETCHING: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [B, H, SPLITS, D] of heads [B, H + 2 H_kv, D]; the caches [B, S, H_kv, D] get their keys and values at
-    `lengths`. With several splits, each a part of the positions, out are the results of each, float32, and sizes
-    [B, H, SPLITS] the base-2 logarithm of the sum of its weights.
+    """Attention of heads [B, H + 2 H_kv, D] -> out [B, H, SPLITS, D]. Writes keys and values to the caches [B, S, H_kv,
+    D] at `lengths`. With several splits of the positions, out holds each split's result in float32, and sizes [B, H,
+    SPLITS] the base-2 logarithm of its sum of weights.
 
-    positions: S. SCALE: of scores, times log2(e). SHARING, HALF: powers of two, no less than H / H_kv and D / 2.
-    FETCHING: to L2 what is loaded first of the past, while the kernel ahead ends.
-    Program (b, h, split): the query heads of one head of keys. Split 0 computes the new token, too, from registers;
-    what it stores is read by no program of this launch. A split without positions leaves zeros and -inf.
+    positions: S. SCALE: scale of scores times log2(e). SHARING, HALF: powers of two, at least H / H_kv and D / 2.
+    FETCHING: prefetch the first cache entries to L2 while the previous kernel ends. Program (b, h, split): the query
+    heads of one key head. Split 0 also computes the new token, from registers; no program of this launch reads what it
+    stores. A split without positions writes zeros and -inf.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = H // H_KV
@@ -77,7 +75,7 @@ def attend(
     dtype: tl.constexpr = heads.dtype.element_ty
     first = (b * positions) * (H_KV * D) + h * D
     part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
-    if EARLY:  # lengths, and the past that is fetched here, are of earlier steps: no kernel of this one writes them
+    if EARLY:  # lengths and the prefetched entries are from earlier steps: no kernel of this step writes them
         if FETCHING:
             LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
             soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
@@ -115,7 +113,7 @@ def attend(
 
     end = tl.minimum(length, (split + 1) * part)
     of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
-    if EARLY:  # not before: the weights that the next kernel fetches would delay the loads above
+    if EARLY:  # not earlier: the next kernel's prefetch of weights would delay the loads above
         tl.extra.cuda.gdc_launch_dependents()
     for start in range(split * part, end, POSITIONS):
         there = start + step < end
@@ -133,7 +131,7 @@ def attend(
     line = (b * H + h * HEADS + row) * SPLITS + split
     if SPLITS > 1:
         tl.store(sizes + line, most + tl.log2(total), mask=row < HEADS)
-    sums /= tl.maximum(total, 1.0)[:, None]  # the largest weight is 1, so only a split without positions has less
+    sums /= tl.maximum(total, 1.0)[:, None]  # the largest weight is 1, so only an empty split has a smaller sum
     written = (row < HEADS)[:, None] & (whole < D)[None, :]
     tl.store(out + line[:, None] * D + whole[None, :], sums.to(out.dtype.element_ty), mask=written)
 
@@ -142,8 +140,8 @@ def attend(
 def join(
     parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. WIDTH: a power of two, no
-    less than D. Program i: row i. The first split is never empty."""
+    """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. WIDTH: a power of two, at
+    least D. Program i: row i. The first split is never empty."""
     line, i = tl.program_id(0).to(tl.int64) * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     await_kernel_ahead(EARLY)
     size = tl.load(sizes + line)
@@ -156,17 +154,17 @@ def join(
 def attend_to_the_past(
     heads: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lengths: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """heads [B, H + 2 H_kv, D], queries, keys and values -> [B, H, D]. keys and values [B, S, H_kv, D] have `lengths`
-    [B] int64 positions already, fewer than S, and get this one in place.
+    """heads [B, H + 2 H_kv, D] (queries, keys and values) -> [B, H, D]. The caches `keys` and `values` [B, S, H_kv, D]
+    hold `lengths` [B] int64 positions, fewer than S; this position is appended in place.
 
-    norms: what queries and keys are normalised with. cos, sin: tables [S, D] float32, of which the first half of each
-    row is read: the second is the same. All are contiguous.
+    norms: see `Norms`. cos, sin: tables [S, D] float32; only the first half of each row is read, because the second
+    repeats it. All are contiguous.
     """
     size, positions, kv_heads, width = keys.shape
     count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
     few = programs <= FEW
     most = max(1, min(positions // SPLIT, 2 * FEW // programs, MOST_SPLITS))
-    splits = 1 << (most.bit_length() - 1)  # the power of two below
+    splits = 1 << (most.bit_length() - 1)  # round down to a power of two
     out, parts, sizes = heads.new_empty(size, count, width), None, None
     if splits > 1:
         parts = heads.new_empty(size, count, splits, width, dtype=torch.float32)
@@ -178,7 +176,7 @@ def attend_to_the_past(
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
         SHARING=padded(count // kv_heads), HALF=half,
         POSITIONS=max(FEWEST, (LONG_STEP if few else STEP) // (2 * half * heads.itemsize)),
-        FETCHING=few,  # of more programs it cost 1%
+        FETCHING=few,  # with more programs it costs 1%
         num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
     if parts is not None:
@@ -188,7 +186,7 @@ def attend_to_the_past(
 
 @triton.jit
 def rows_of(matrix, row, n, k, K: tl.constexpr):
-    """Rows `row` and columns `k` of a matrix [n, K]; zeros beyond it."""
+    """Rows `row` and columns `k` of a matrix [n, K]; zeros out of bounds."""
     at = row.to(tl.int64)[:, None] * K + k[None, :]
     return tl.load(matrix + at, mask=(row < n)[:, None] & (k < K)[None, :], other=0.0)
 
@@ -199,11 +197,11 @@ def matrix_vector(
     EPS: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), of a [K]: x, or both = x + y, or the RMS norm of either.
-    What is not wanted is None. COLUMNS: a power of two, no less than K.
+    """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), where a [K] is x, or both = x + y, or the RMS norm of
+    either. Unused arguments are None. COLUMNS: a power of two, at least K.
 
-    A program has ROWS rows in each of `steps` steps, and fetches those of the next step before it multiplies. It
-    normalises for itself, while its first rows arrive; the first program writes `both`.
+    A program computes ROWS rows in each of `steps` steps and loads the next step's rows before it multiplies. Each
+    program normalises redundantly while its first rows arrive; the first program writes `both`.
     """
     k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = k < K

@@ -1,5 +1,5 @@
-"""What stands between the products of a layer in inference: a sum with the norm behind it, and a gate times what it
-gates; and how a kernel starts before the one ahead of it has ended.
+"""Pointwise kernels between the products of a layer in inference: a sum fused with the following norm, and the
+activated gate times up; and how a kernel starts before the previous one ends (programmatic dependent launch).
 
 Letters: R tokens of a call, K model width, N neurons. Numerics: sums, norms and activations are float32; normalised
 inputs, the activated gate and its product are rounded to the dtype of the weights, as PyTorch's operators round them.
@@ -14,25 +14,24 @@ from torch import Tensor
 
 from sparsellm.ops.twell import tiles
 
-FEWEST = 16  # numbers in a part of a kernel: what tl.dot multiplies at least
-THREAD = 8  # numbers of a row in one thread of `normed_sum`: 16 bytes in bfloat16
-BLOCK = 2048  # numbers in one program of `gated`
+FEWEST = 16  # smallest dimension of a block: the minimum of tl.dot
+THREAD = 8  # elements of a row per thread of `normed_sum`: 16 bytes in bfloat16
+BLOCK = 2048  # elements per program of `gated`
 
 
 @triton.jit
 def await_kernel_ahead(EARLY: tl.constexpr):
-    """Waits until the kernel ahead, and all before it, have ended; then lets the next kernel start, which so can count
-    on them too."""
+    """Wait until all previous kernels have ended, then let the next kernel start, which can then rely on that too."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """How a kernel that calls `await_kernel_ahead` is launched: before the one ahead of it has ended, where a GPU can
-    (programmatic dependent launch). Until that call it may write nothing, and read only what no kernel writes, or what
-    was written before the last kernel that did not start early. All kernels that start early make such a call, those of
-    `kernels/` too: so whichever has ended, all before it have."""
+    """Launch options for a kernel that calls `await_kernel_ahead`: it starts before the previous kernel ends if the GPU
+    supports programmatic dependent launch. Before that call the kernel must not write, and may read only what no kernel
+    writes or what was written before the last kernel that did not start early. Every kernel that starts early makes
+    such a call, including those of `kernels/`, so when a kernel has ended, all kernels before it have too."""
     return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
 
 
@@ -42,7 +41,7 @@ def _starts_early(device: torch.device) -> bool:
 
 
 def padded(length: int) -> int:
-    """The power of two, no less than FEWEST, that `length` fits in."""
+    """The smallest power of two that is at least `length` and at least FEWEST."""
     return max(FEWEST, triton.next_power_of_2(length))
 
 
@@ -50,7 +49,7 @@ def padded(length: int) -> int:
 def normed_sum(
     x, y, weight, both, normed, EPS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, no less than K. One row a
+    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, at least K. One row per
     program."""
     k = tl.arange(0, COLUMNS)
     within, at = k < K, tl.program_id(0).to(tl.int64) * K + k
@@ -65,7 +64,7 @@ def normed_sum(
 def sum_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [R, K] float32, y [R, K] of any dtype -> (x + y, its RMS norm): [R, K] float32 and [R, K] in `dtype`.
 
-    weight: [K] float32, of the norm. All are contiguous.
+    weight: the norm's [K] float32. All are contiguous.
     """
     rows, width = x.shape
     both, normed, columns = x.new_empty(rows, width), x.new_empty(rows, width, dtype=dtype), padded(width)
@@ -88,7 +87,7 @@ def activated(a, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """gate = act(gate) * up in place, of `count` numbers; up None: act(gate)."""
+    """gate = act(gate) * up in place, for `count` elements; act(gate) if up is None."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     await_kernel_ahead(EARLY)

@@ -1,8 +1,8 @@
-"""What prompts compute between the projections of a layer and its attention, in one kernel.
+"""One kernel for prompts between a layer's projections and its attention: norm, rotation, and writing the caches.
 
-Letters: R tokens of a call, of all B sequences, one sequence after the other; T tokens of the longest sequence, S
-positions of the cache, H heads of width D, H_kv heads of keys and values. Numerics: norms and rotation are float32;
-rotated heads are rounded once, to the dtype of the products.
+Letters: R packed tokens of all B sequences, T length of the longest sequence, S cache positions, H heads of width D,
+H_kv key/value heads. Numerics: norms and rotation are float32; rotated heads are rounded once, to the dtype of the
+products.
 """
 
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.inference.kernels.decoding import Norms, turned
 from sparsellm.inference.kernels.pointwise import await_kernel_ahead, early, padded
 
-BLOCK = 2048  # numbers of a token's heads that a program of `turned_and_placed` computes in one step
+BLOCK = 2048  # elements of a token's heads per program and step of `turned_and_placed`
 
 
 @triton.jit
@@ -41,11 +41,11 @@ def turned_and_placed(
     EPS: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """queries [B, T, H, D], keys and values [B, S, H_kv, D] of heads [R, H + 2 H_kv, D]. positions: S. ROWS, HALF:
-    powers of two, heads of a step and no less than D / 2.
+    """heads [R, H + 2 H_kv, D] -> queries [B, T, H, D], keys and values [B, S, H_kv, D]. positions: S. ROWS: heads per
+    step, a power of two. HALF: a power of two, at least D / 2.
 
-    Program (t, b): place t of sequence b, and zeros where the sequence is shorter. A grid has room for 65,535
-    sequences. Offsets are int64, because b and the loaded lengths are.
+    Program (t, b): position t of sequence b; writes zeros past the sequence's end. A grid allows 65,535 sequences.
+    Offsets are int64, because b and the loaded lengths are.
     """
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     await_kernel_ahead(EARLY)
@@ -69,12 +69,12 @@ def place(
     heads: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, ends: Tensor, lengths: Tensor, longest: int,
     keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
-    """heads [R, H + 2 H_kv, D], queries, keys and values -> the queries, rotated, [B, T, H, D]. The caches `keys` and
-    `values` [B, S, H_kv, D] get those of their first T positions in place. Behind a sequence's end all three are zeros.
+    """heads [R, H + 2 H_kv, D] (queries, keys and values) -> rotated queries [B, T, H, D]. Writes the first T positions
+    of the caches `keys` and `values` [B, S, H_kv, D] in place. All three are zero past a sequence's end.
 
-    norms: what queries and keys are normalised with. cos, sin: tables [S, D] float32, of which the first half of each
-    row is read: the second is the same. ends, lengths [B] int64: up to which of the R tokens a sequence goes, and how
-    many it has. longest: T. All are contiguous.
+    norms: RMS norm weights of queries and keys, and epsilon. cos, sin: tables [S, D] float32; only the first half of
+    each row is read, because the second repeats it. ends, lengths [B] int64: end of each sequence among the R tokens,
+    and its length. longest: T. All are contiguous.
     """
     size, positions, kv_heads, width = keys.shape
     count, half = heads.shape[1] - 2 * kv_heads, padded(width // 2)
