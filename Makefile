@@ -1,6 +1,6 @@
 # make train      sets up .venv, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test       sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": one process)
-# make test-fast  runs the tests of `make test` that are not marked slow
+# make test-fast  runs the tests of `make test` that neither compile, kill nor train for long
 # make test-gpu   runs tests/gpu, on a Hopper GPU
 # make attack     attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations and models
 # make check      runs ruff and mypy

@@ -47,6 +47,7 @@ def run(command, *overrides):
     assert command.main([*RUN, *overrides] if command in (train, prepare_data) else [*overrides], "sparsellm") == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_ends_with_its_own_token_is_prepared_trained_scored_and_generated_with(
     documents, rows, tmp_path, capsys
 ):

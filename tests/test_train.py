@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
-from processes import family, kill
+from processes import SERVER, family, kill, started
 
 from sparsellm.runs.metrics import METRICS, read
 
@@ -33,14 +34,24 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def train(corpus, tmp_path):
-    """train(*overrides, ranks=1, restarts=0, wait=True): a finished process with its output, or a running one."""
+    """train(*overrides, ranks=1, restarts=0, wait=True, forked=True): a finished process with its output, or with
+    wait=False a running one. A finished one was forked from a server that has imported everything, unless forked=False;
+    its stdout and stderr are one file."""
     running = []
 
-    def start(*overrides, ranks=1, restarts=0, wait=True):
+    def start(*overrides, ranks=1, restarts=0, wait=True, forked=True):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
         launcher = [*torchrun, f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
+        if wait and forked:
+            output = tmp_path.with_name(f"{tmp_path.name}-{len(running)}.said")
+            process = SERVER.Process(target=started, args=(command, tmp_path, output, _on_one_thread))
+            process.start()
+            running.append(process)
+            process.join(300)
+            said = output.read_text()
+            return subprocess.CompletedProcess(command, process.exitcode, said, said)
+        command, environment = [sys.executable, *command], os.environ | {"OMP_NUM_THREADS": "1"}
         if wait:
             return subprocess.run(
                 command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -51,7 +62,12 @@ def train(corpus, tmp_path):
     yield start
     for process in running:
         kill(family(process.pid))
-        process.wait()
+        if isinstance(process, subprocess.Popen):
+            process.wait()
+
+
+def _on_one_thread(_name: str) -> None:
+    torch.set_num_threads(1)
 
 
 def wait_for(path: Path, process: subprocess.Popen, seconds=120):
@@ -140,7 +156,7 @@ def test_torchrun_starts_a_run_again_by_itself_when_a_rank_is_killed(train, tmp_
 
 
 def test_a_run_leaves_curves_a_summary_and_a_checkpoint(train, tmp_path):
-    done = train()
+    done = train(forked=False)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("smoke-")
@@ -285,7 +301,7 @@ def test_corrupt_data_is_refused_by_name(train, corpus, tmp_path):
 
 
 def test_wandb_offline_gets_the_rows(train, tmp_path):
-    done = train("run.name=watched", "logging.wandb=online", "training.steps=41")
+    done = train("run.name=watched", "logging.wandb=online", "training.steps=41", forked=False)
     assert done.returncode == 0, done.stderr
     assert "  Weights & Biases    offline, for there is no key" in done.stdout
     (record,) = (tmp_path / "runs/watched/wandb").glob("offline-run-*")
@@ -296,5 +312,5 @@ def test_wandb_offline_gets_the_rows(train, tmp_path):
     assert [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith(upload)] == [
         "runs/watched/wandb"
     ]
-    again = train("run.name=watched", "logging.wandb=online", "training.steps=41")
+    again = train("run.name=watched", "logging.wandb=online", "training.steps=41", forked=False)
     assert upload in again.stdout  # of a finished run too

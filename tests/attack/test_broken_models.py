@@ -180,6 +180,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
     assert held == tried > 1500
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_of_a_bare_folder_is_refused_or_leaves_every_tensor_as_it_is(whole, tmp_path):
     """Without checksums: never a traceback, never a tensor that is not in the file."""
     folder = damaged(whole, tmp_path / "hf", lambda _: None)

@@ -19,7 +19,7 @@ from attack.seed import SEED
 from processes import SERVER, started
 
 PATIENCE = 30  # seconds
-ATTACKS = 5  # of each test
+ATTACKS = 3  # of each test
 RUN = "runs/r"
 LAST = f"{RUN}/checkpoints/step_00000012"
 # What commands look for; "" is the folder itself.

@@ -7,11 +7,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_prepare_data(tiny, tmp_path):
-    attack("prepare_data", ["-m", "sparsellm.prepare_data", *tiny, "data.path=tokens"], lambda _: None, tmp_path, 6)
+    attack("prepare_data", ["-m", "sparsellm.prepare_data", *tiny, "data.path=tokens"], lambda _: None, tmp_path, 4)
 
 
 def test_train(prepared, tmp_path):
-    attack("train", ["-m", "sparsellm.train", *prepared, "run.name=r"], lambda _: None, tmp_path, 6)
+    attack("train", ["-m", "sparsellm.train", *prepared, "run.name=r"], lambda _: None, tmp_path, 4)
 
 
 def test_evaluate(trained, scored, tmp_path):

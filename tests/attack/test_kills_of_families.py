@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 def test_train_under_torchrun(prepared, tmp_path):
     command = [*TORCHRUN, "-m", "sparsellm.train", *prepared, "run.name=r"]
-    attack("train under torchrun", command, lambda _: None, tmp_path, 3)
+    attack("train under torchrun", command, lambda _: None, tmp_path, 2)
 
 
 def test_evaluate_under_torchrun(trained, scored, tmp_path):

@@ -134,6 +134,7 @@ def test_no_changed_bit_and_no_junk_in_progress_is_accepted(unfinished: Config) 
     attack(path, junk(path), lambda: read(path.parent, path.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stride"), [
     ("tokenizer/tokenizer.json", 1), ("tokenizer/tokenizer_config.json", 1),
     ("train.tokens", 41), ("train.documents", 13), ("validation.tokens", 7), ("validation.documents", 3),

@@ -119,6 +119,7 @@ def test_every_byte_of_the_rows(run):
     attack(path, holds, cut)
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_commit(run):
     config, folder = run
     committed = run_folder.checkpoint(folder, STEPS) / COMMITTED
@@ -257,6 +258,7 @@ def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
     assert [row["step"] for row in read(folder / METRICS)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [None, 0, 10_000, 100_000])
 def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, leave):
     """After some rows, so many bytes are free; None: none at the start."""

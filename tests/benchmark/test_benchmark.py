@@ -82,6 +82,7 @@ def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
     assert problems(run / LAST, 4) == []  # the checkpoint is still whole
 
 
+@pytest.mark.slow
 def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, tmp_path, kernels, capsys):
     output = run / LAST / "evaluation"
     output.mkdir()
@@ -176,6 +177,7 @@ def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch
     assert ", the Triton kernels; held-out" in report.measured_on(about | {"kernels": "the Triton kernels"})
 
 
+@pytest.mark.slow
 def test_training_steps_leave_the_weights_and_what_fires(run, monkeypatch):
     subject, made = Subject.open(locate(str(run)), BenchmarkConfig(sequences=4)), []
 
@@ -196,6 +198,7 @@ def test_training_steps_leave_the_weights_and_what_fires(run, monkeypatch):
             assert torch.equal(parameter, subject.weights[name]), name
 
 
+@pytest.mark.slow
 def test_training_that_runs_out_of_memory_is_said_and_the_rest_goes_on(run, monkeypatch, capsys):
     def without_memory(*_):
         raise torch.OutOfMemoryError

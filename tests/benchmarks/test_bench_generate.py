@@ -27,6 +27,7 @@ def text(batch, context):
     return torch.randint(256, (batch, context + NEW), generator=torch.Generator().manual_seed(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", bench_generate.MODES)
 def test_every_mode_is_measured(mode, models, monkeypatch, capsys):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)

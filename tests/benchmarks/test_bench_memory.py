@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from test_shaped_models import TINY
 
 from scripts.benchmarks import bench_memory
 from sparsellm.training import micro_batch, plans
 
 
+@pytest.mark.slow
 def test_auto_is_shown_beside_half_as_many_and_twice_as_many_sequences(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that the script's change is undone
     monkeypatch.setattr(micro_batch, "SETTLED", 4)

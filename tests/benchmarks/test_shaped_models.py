@@ -19,6 +19,7 @@ SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_si
 QWEN3 = ["model.num_key_value_heads=1", "model.head_dim=48", "model.qk_norm=true", "model.tie_embeddings=false"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [["model.gated=true"], ["model.gated=false"], QWEN3], ids=["gated", "not", "qwen3"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
@@ -104,6 +105,7 @@ def benchmark(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monkeypatch, capsys):
     energies, used = iter(range(0, 10_000, 500)), bench_train.measure
     monkeypatch.setattr(bench_train, "energy_mj", lambda _device: next(energies))
@@ -145,6 +147,7 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
     assert "nonzeros per token: mean" in printed
 
 
+@pytest.mark.slow
 def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     local = benchmark("--firing", "8", "--locality", "0.5", "--rounds", "1")
     assert local["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
@@ -195,6 +198,7 @@ def test_clustered_tokens_differ_by_step_and_rank():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypatch, capsys):
     monkeypatch.setattr(plans, "DECIDE_EVERY", 8)  # so that the benchmark's change is undone
     monkeypatch.setattr(micro_batch, "SETTLED", 4)
@@ -206,6 +210,7 @@ def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypat
     assert "micro-batch of runtime.micro_batch_size=auto: 8\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
     shaped_checkpoint.main([
         str(tmp_path / "out"), "model=tiny", "model.num_layers=2", "--mean", "12", "--locality", "0.5",

@@ -201,6 +201,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
     assert (str(config.data.folder), str(config.run.folder)) == ("/home/me/tokens", "/home/me/runs/a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
     groups = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")

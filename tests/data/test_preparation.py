@@ -137,6 +137,7 @@ module.prepare(Request.of(config))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     make_config: MakeConfig, parquet: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

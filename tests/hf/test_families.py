@@ -75,6 +75,7 @@ def test_read_train_and_write(family, activation, tied, tmp_path, tokenizer_fold
     assert_same_logits(after, shared(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "mistral_nemo", "qwen2p5_yarn", "qwen3"])
 def test_generated_tokens_are_those_of_transformers(family, tmp_path):
     theirs = stock_model(family, "relu")

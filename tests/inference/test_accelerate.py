@@ -314,6 +314,7 @@ def fresh_compiler():
     torch._dynamo.utils.counters.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("how", ["whole", "fullgraph", "layers"])
 def test_new_plans_and_weights_recompile_nothing(how, hollow):
@@ -392,6 +393,7 @@ def test_lengths_that_vary_compile_once():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_choices")
 def test_a_compiled_decoder_trains_the_same_bits_and_validates_on_the_operator():
     """What the trainer does: steps with gradients, validation without, compiled layer by layer."""

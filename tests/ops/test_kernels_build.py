@@ -37,6 +37,7 @@ def nvcc():
         pytest.skip(str(reason))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path):
     command = [nvcc, "-c", *compiler.COMPILE, "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path, source]
@@ -74,6 +75,7 @@ def test_split_stores_are_found():
     assert split_stores("st.global.v4.b32 [%rd8], {%r1, %r2, %r3, %r4};") == []
 
 
+@pytest.mark.slow
 def test_the_bindings_compile(nvcc, tmp_path):
     include = Path(torch.__file__).parent / "include"
     command = [nvcc, "-c", *compiler.BINDINGS, "-isystem", include, "bindings.cpp", "-o", tmp_path / "bindings.o"]
@@ -213,6 +215,7 @@ def without_nvcc(monkeypatch, *pip: Path):
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: namespace if pip else None)
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_builds_and_the_other_waits(workshop):
     hold = workshop.hold()
     first = workshop.process()
@@ -239,6 +242,7 @@ def test_who_waited_for_a_build_that_failed_fails_as_it_did(workshop, tmp_path):
     assert not failed.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_that_a_later_one_takes(workshop):
     hold = workshop.hold()
     process = workshop.process()
@@ -485,6 +489,7 @@ def test_make_kernels_shows_a_compile_error(monkeypatch, capsys, workshop):
     assert "an error here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_library_is_linked_without_a_cuda_build_of_torch_and_asks_for_it(nvcc, tmp_path, monkeypatch):
     """Linking passes --no-undefined: everything the kernels need is in torch_cpu, the C library or the stub."""
     folder, sources = tmp_path / "built", tmp_path / "kernels"

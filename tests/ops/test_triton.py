@@ -14,6 +14,8 @@ from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_laye
 
 from sparsellm.ops.triton import limits, tuning
 
+pytestmark = pytest.mark.slow
+
 KB = 1 << 10
 # Shared memory per block, and the block sizes for the GPU.
 GPUS = {
@@ -76,14 +78,17 @@ def test_shapes_that_16_does_not_divide_compile_too():
 def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = [
-        *of_decoding(2048, 32, 32, 64, torch.bfloat16),  # 1.5B, one sequence
-        *of_decoding(2048, 32, 32, 64, torch.bfloat16, batch=16),
         *of_decoding(4096, 32, 8, 128, torch.bfloat16, positions=4096),  # Llama 3 8B, in parts
-        *of_decoding(896, 14, 2, 64, torch.float32),  # Qwen2.5 0.5B
         *of_decoding(1024, 8, 2, 256, torch.float32),
         *of_decoding(640, 8, 8, 80, torch.float16),
     ]
-    assert len(launches) == 43
+    if gpu in (("cuda", 80), ("cuda", 90), ("hip", "gfx942")):  # the first of each kind; code for others differs little
+        launches += [
+            *of_decoding(2048, 32, 32, 64, torch.bfloat16),  # 1.5B, one sequence
+            *of_decoding(2048, 32, 32, 64, torch.bfloat16, batch=16),
+            *of_decoding(896, 14, 2, 64, torch.float32),  # Qwen2.5 0.5B
+        ]
+        assert len(launches) == 43
     for launch, assembly in within_limits(launches, gpu):
         if gpu[0] == "cuda":
             assert "v4.b32" in assembly, f"{launch}: not 16 bytes are read at once"

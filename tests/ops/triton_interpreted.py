@@ -119,8 +119,9 @@ def test_exact_whatever_fires(pattern):
     check(*cases.layer_of(gate, gated=i % 2 == 0), pattern, DTYPES[i // 2 % 2])
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", [p for i, p in enumerate(PATTERNS) if i % 4 in (0, 3)])
 def test_exact_whatever_fires_in_another_order(pattern, ordered):
+    """Half of the patterns, gated and not, of both dtypes: each takes the interpreter seconds."""
     i = PATTERNS.index(pattern)
     gate = cases.small_integers(cases.firing(pattern, 131, 264)).sign()
     check(*cases.layer_of(gate, gated=i % 2 == 1), pattern, DTYPES[i // 2 % 2])

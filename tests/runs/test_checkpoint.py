@@ -454,6 +454,7 @@ def victim(store, folder, first, fatal):
             checkpoints.save(step, state(step, size=300_000), {"version": step}, {"rng": bits(step)}, {})
 
 
+@pytest.mark.slow
 def test_killed_before_any_file_operation(tmp_path, ranks):
     """One victim for each creation, renaming and removal in two saves, with a replaced step and a pruned one."""
     outcomes = set()

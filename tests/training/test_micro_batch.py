@@ -173,6 +173,7 @@ def sizes(rows):
     return [row["micro_batch_size"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_decisions")
 def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_path, capsys):
     """Sparse from the decision of step 6 on: the second such decision is that of step 9. Dense from 15 to 20."""
@@ -189,6 +190,7 @@ def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_
         assert [row[key] for row in rows[:9]] == pytest.approx([row[key] for row in dense[:9]], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_decisions")
 def test_while_layers_are_dense_it_does_not_grow(tmp_path):
     """Although 8 fit by arithmetic, as they did at the start, where real passes said otherwise."""
@@ -197,6 +199,7 @@ def test_while_layers_are_dense_it_does_not_grow(tmp_path):
     assert (sizes(rows), tried) == ([4] * 30, [8, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_decisions")
 def test_a_resumed_run_grows_and_computes_as_one_that_was_not_stopped(tmp_path):
     """Stopped between the decisions that lead to growth, right after it, and later."""

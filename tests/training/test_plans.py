@@ -248,6 +248,7 @@ def test_the_fullest_micro_batch_counts_by_its_own_tokens():
 # In the trainer.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -358,6 +359,7 @@ def test_runs_with_and_without_plans_resume_each_other(tmp_path):
     assert fit(tmp_path / "run", forced=False)[0].keys() == set(range(6, 13))
 
 
+@pytest.mark.slow
 def test_rows_tell_the_plans_and_what_they_save(tmp_path):
     fit(tmp_path / "run", **{"runtime.micro_batch_size": 3})
     rows = read(tmp_path / "run" / METRICS)
