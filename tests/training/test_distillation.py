@@ -125,6 +125,7 @@ def test_two_ranks_have_the_gradient_of_one_big_batch(teacher, tmp_path):
             assert_close(gradients, expected)
 
 
+@pytest.mark.slow
 def test_rows_have_loss_cross_entropy_and_kl_apart(teacher, tmp_path):
     """In bfloat16, whose teacher has its matrices in bfloat16, too."""
     with small_trainer(tmp_path / "run", *overrides(teacher, "logging.every=1", BFLOAT16)) as trainer:
@@ -142,6 +143,7 @@ def test_rows_have_loss_cross_entropy_and_kl_apart(teacher, tmp_path):
     assert rows[-1]["val_ce"] == validated  # of the cross entropy alone
 
 
+@pytest.mark.slow
 def test_a_resume_takes_no_other_teacher_of_the_same_name(teacher, tmp_path):
     folder = shutil.copytree(teacher, tmp_path / "teacher")
     run, given = tmp_path / "run", overrides(folder, "run.name=taught", "run.checkpoint_every=4")

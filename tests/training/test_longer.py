@@ -33,6 +33,7 @@ def rows(root: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys):
     """From step 9 of 12, though checkpoint 8 is the last by run.checkpoint_every, and 12 the last."""
     short = trained(tmp_path / "a", *WSD)
@@ -49,6 +50,7 @@ def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys
     assert names == ["step_00000012.decayed", "step_00000015", "step_00000020"]
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_before_the_tokens_in_which_no_row_is_drawn_where_these_begin_before_the_decay(tmp_path):
     """Of 12 steps no row is drawn in the last 5, and the rate decays in the last 3."""
     drawing = ["sparsity.reinit_dead_after_tokens=640", "sparsity.reinit_every=1", "run.checkpoint_every=100"]

@@ -129,6 +129,7 @@ def test_two_ranks_draw_the_same_rows_and_decide_the_same_plans(tmp_path):
     assert len({str(of_step) for of_step in plans[0]}) == 3
 
 
+@pytest.mark.slow
 def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
     with small_trainer(tmp_path / "run", "runtime.micro_batch_size=3") as trainer:
         loss, ce, l1, hidden, gradients = specified(trainer, tmp_path, 1e-2, "sum")
@@ -262,6 +263,7 @@ def test_a_run_asked_to_stop_while_steps_are_skipped_goes_on_to_one_that_it_can_
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000009"]
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_said_and_the_next_one_tried(tmp_path, capsys):
     with small_trainer(tmp_path / "run", "run.checkpoint_every=4", "logging.every=1") as trainer:
         export, failures = trainer.checkpoints.export, []
@@ -310,6 +312,7 @@ def test_a_failed_save_gives_back_what_it_took_and_says_how_much_it_wanted(tmp_p
             trainer.checkpoints.wait()
 
 
+@pytest.mark.slow
 def test_rows_wait_for_room_and_a_run_whose_rows_find_none_ends_at_its_checkpoint(tmp_path, capsys, monkeypatch):
     options = ["run.checkpoint_every=4", "logging.every=1"]
     with small_trainer(tmp_path / "run", *options) as trainer:
@@ -327,6 +330,7 @@ def test_rows_wait_for_room_and_a_run_whose_rows_find_none_ends_at_its_checkpoin
     assert [row["step"] for row in read(tmp_path / "run" / METRICS)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_run_whose_rows_are_damaged_does_not_go_on_without_a_word(tmp_path):
     with small_trainer(tmp_path / "run") as trainer:
         signal_after(trainer, 4)
@@ -394,6 +398,7 @@ def without_timing(path):
     return [{k: v for k, v in row.items() if k not in TIMING} for row in read(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
