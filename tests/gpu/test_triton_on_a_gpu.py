@@ -11,6 +11,7 @@ from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, layer
 from sparsellm.ops import Plan, backend, borders, feedforward, reference
 from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.ops.feedforward import output_of
+from sparsellm.ops.triton import engines
 
 pytestmark = pytest.mark.gpu
 DL1 = 0.5
@@ -24,7 +25,7 @@ def triton(monkeypatch):
         backend.check("triton")
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(backend, "_triton", True)
+    monkeypatch.setattr(backend, "_triton", engines)
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False
