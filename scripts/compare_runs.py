@@ -29,13 +29,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.evidence_runs import thinned
 from sparsellm.config import load, to_dict
 from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
 from sparsellm.runs.layout import CONFIG
 from sparsellm.runs.metrics import METRICS, read
 
 Rows = list[dict[str, Any]]
+LAST_ROWS, FIRST_ROWS = 48, 32  # kept of a run, evenly and by logarithm
+KEPT = (
+    "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
+    "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
+)  # fmt: skip
 PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
 
@@ -43,6 +47,21 @@ def path(rows: Rows) -> str:
     """Which path computed a run's feedforward layers, a key of PATHS. Rows without engines are PyTorch's."""
     engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
     return "kernels" if engines - {"torch"} else "PyTorch"
+
+
+def thinned(rows: Rows) -> Rows:
+    """KEPT of some rows: denser at the beginning, all validated ones, the first and the last; six digits of numbers."""
+    wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
+    chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
+    return [{key: _short(rows[i].get(key)) for key in KEPT} for i in sorted(chosen)]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _is_relu(rows: Rows) -> bool:

@@ -1,7 +1,11 @@
-"""What the runs of scripts/evidence_runs.py came to: pictures, and Markdown for RESULTS.md.
+"""What finished runs, as those of sweeps, came to: pictures, and Markdown for RESULTS.md.
 
+    python -m scripts.evidence_report runs/mini-* --output runs/mini
     python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
     python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
+
+Runs are given by their folders, or by files with a line of JSON for each: {"name", "config", "rows", "task_rows"}, some
+80 of its rows, and how many rows of each task `evaluate` scored. --save OUT writes such a file.
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the coefficient, and nonzeros and dead
 neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons, compared with the plain run of the same
@@ -13,6 +17,7 @@ logarithms. The standard error of an accuracy is that of its rows; second seeds 
 """
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,13 +30,45 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.evidence_runs import load, spelled
+from scripts.compare_runs import thinned
+from sparsellm.config import definition, load
+from sparsellm.evaluation.results import RESULTS
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
+from sparsellm.runs.layout import CONFIG, EVALUATION, checkpoint
+from sparsellm.runs.metrics import METRICS, read
 
 Row = dict[str, Any]
 LOSSES = 0.01, 0.02  # of cross entropy, whose price in coefficients is asked
 REMEDIES = {"redrawn": "silent rows drawn anew", "blended": "silent rows blended", "warm_up": "coefficient warms up"}
+
+
+def spelled(coefficient: float) -> str:
+    """3.2e-4, and 0."""
+    mantissa, _, exponent = f"{coefficient:e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Those of a file, or the one of a run's folder."""
+    if not path.is_dir():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    config = load(path / CONFIG)
+    rows, tasks = thinned(read(path / METRICS)), {}
+    scores = checkpoint(path, config.training.steps) / EVALUATION / RESULTS
+    if scores.is_file():
+        found = json.loads(scores.read_text())
+        tasks = found["tasks"]
+        rows[-1]["evaluation"] = {name: task["score"] for name, task in tasks.items()} | {"mean": found["mean"]}
+    task_rows = {name: task["rows"] for name, task in tasks.items()}
+    return [{"name": path.resolve().name, "config": definition(config), "rows": rows, "task_rows": task_rows}]
+
+
+def remedy(config: dict[str, Any]) -> str | None:
+    """The key in REMEDIES of what the run of this configuration does about dead neurons."""
+    if config.get("sparsity.reinit_dead_after_tokens") is not None:
+        return "blended" if config["sparsity.reinit_blend"] < 1 else "redrawn"
+    return "warm_up" if config.get("sparsity.l1_warmup_tokens") else None
 
 
 class Run:
@@ -43,7 +80,7 @@ class Run:
         self.coefficient: float = config["sparsity.l1_coefficient"]
         self.relu: bool = config["sparsity.activation"] == "relu"
         self.seed: int = config["training.seed"]
-        self.remedy = next((remedy for remedy in REMEDIES if self.name.endswith(remedy)), None)
+        self.remedy = remedy(config)
         self.neurons: int = config["model.intermediate_size"] * config["model.num_layers"]
         self.width: int = config["model.intermediate_size"]
         self.dead_after: int = config["sparsity.dead_after_tokens"]
@@ -76,10 +113,10 @@ class Run:
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
-        """The mean over tasks, and its standard error."""
-        if not self.scores:
-            return None
+        """The mean over tasks, and its standard error; None where one of them is not known."""
         rows = self.line["task_rows"]
+        if not self.scores or not rows:
+            return None
         variance = sum(p * (1 - p) / rows[task] for task, p in self.scores.items())
         return fmean(self.scores.values()), math.sqrt(variance) / len(self.scores)
 
@@ -311,14 +348,18 @@ def table_of_widths(runs: list[Run]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="of scripts/evidence_runs.py")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or files of their lines")
+    parser.add_argument("--save", type=Path, metavar="OUT", help="a file for the lines of the runs")
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--output", type=Path, help="what the files' names begin with")
     files.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
     args = parser.parse_args(arguments)
-    runs = [Run(line) for line in load(args.results).values()]
-    if not runs:
-        parser.error(f"{args.results} has no runs")
+    lines = [line for path in args.runs for line in lines_of(path)]
+    if not lines:
+        parser.error(f"{args.runs[0]} has no runs")
+    runs = list(map(Run, lines))
+    if args.save is not None:
+        args.save.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
     if args.widths is not None:
         pictures, text = {args.widths: draw_widths(runs)}, table_of_widths(runs)
     else:

@@ -1,146 +1,20 @@
-"""scripts/evidence_runs.py and scripts/evidence_report.py: many runs over several calls, and the report."""
+"""scripts/evidence_report.py: what is made of many runs."""
 
 import json
-import sys
 
 import pytest
-from whole_config import prepare
+from evaluation.conftest import rows, run, tiny, trained
 
-from scripts import evidence_report, evidence_runs
-from sparsellm.config import fingerprint, from_overrides, load, mistakes
+from scripts import evidence_report
+from sparsellm.commands import evaluate
+from sparsellm.config import definition, from_overrides, load
 from sparsellm.evaluation.tasks import TASKS
+from sparsellm.runs.metrics import METRICS, read
 
-# A training that only sleeps and leaves rows: `python -c STAND_IN PACE OVERRIDE...`, PACE seconds for each step.
-STAND_IN = """
-import json, os, pathlib, sys, time
-values = dict(word.split("=", 1) for word in sys.argv[2:])
-folder = pathlib.Path(values["run.root"], values["run.name"])
-folder.mkdir(parents=True, exist_ok=True)
-with open(folder.parent / "starts", "a") as starts:
-    starts.write(f"{folder.name} {time.time()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
-if folder.name in values["logging.wandb_group"]:
-    sys.exit("a stand-in that fails")
-for step in range(1, 11):
-    time.sleep(float(sys.argv[1]))
-    row = {"step": step, "tokens": 100 * step, "ce": 2.123456789, "val_ce": 3.0 if step % 5 == 0 else None,
-           "nnz_mean": 5.0, "evaluation": {"mean": 0.25} if step == 10 else None}
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\\n")
-with open(folder.parent / "starts", "a") as starts:
-    starts.write("- " + str(time.time()) + "\\n")
-"""
+__all__ = ["rows", "run", "tiny", "trained"]  # fixtures
+
 MINI = ["experiment=mini", "data.files=[x.parquet]"]
 SILU = "sparsity=dense_silu"
-THREE = ["--only", "silu,relu,l1_2e-5"]
-
-
-@pytest.fixture
-def runs(tmp_path, monkeypatch):
-    """runs(*arguments, pace=0): the exit code, on stand-ins of so many seconds for each step."""
-
-    def call(*arguments, pace=0.0, failing="", stagger=0):
-        monkeypatch.setattr(evidence_runs, "TRAIN", (sys.executable, "-c", STAND_IN, str(pace)))
-        group = f"logging.wandb_group=of_{failing}"
-        return evidence_runs.main(
-            [
-                str(tmp_path / "results.jsonl"),
-                *MINI,
-                group,
-                "--root",
-                str(tmp_path / "runs"),
-                "--stagger",
-                str(stagger),
-                *arguments,
-            ]
-        )
-
-    monkeypatch.setattr(evidence_runs, "POLL", 0.01)
-    return call
-
-
-def starts(tmp_path):
-    return [line.split()[0] for line in (tmp_path / "runs/starts").read_text().splitlines()]
-
-
-def test_every_run_is_one_of_its_own_and_accepted():
-    runs = evidence_runs.runs(from_overrides(MINI), evidence_runs.RECOMMENDED)
-    configs = {name: from_overrides([*MINI, *overrides]) for name, overrides in runs.items()}
-    assert {name: mistakes(config, 1) for name, config in configs.items() if mistakes(config, 1)} == {}
-    assert len({fingerprint(config) for config in configs.values()}) == len(runs) == 14
-    swept = [name for name in runs if name == "relu" or (name.startswith("l1_") and name.count("_") == 1)]
-    assert sorted(configs[name].sparsity.l1_coefficient for name in swept) == [0, *sorted(evidence_runs.COEFFICIENTS)]
-    recommended = {name: config for name, config in configs.items() if name.startswith("l1_8e-5")}
-    assert {config.sparsity.l1_coefficient for config in recommended.values()} == {evidence_runs.RECOMMENDED}
-    assert len(recommended) == 5
-    assert from_overrides(MINI).sparsity.l1_coefficient == evidence_runs.RECOMMENDED
-
-
-def test_runs_are_several_at_once_and_one_that_is_in_the_results_is_not_trained_again(runs, tmp_path, capsys):
-    assert runs(*THREE, "--at-once", "2", pace=0.15, failing="relu") == evidence_runs.FAILED
-    assert "relu failed (exit code 1)" in (said := capsys.readouterr().out)
-    assert "a stand-in that fails" in said
-    assert starts(tmp_path)[:2] == ["silu", "relu"]
-    assert starts(tmp_path)[2] == "l1_2e-5"  # begun before silu had ended
-    lines = evidence_runs.load(tmp_path / "results.jsonl")
-    assert sorted(lines) == ["l1_2e-5", "silu"]
-    row = lines["silu"]["rows"][-1]
-    assert (row["ce"], row["val_ce"], row["evaluation"]) == (2.12346, 3.0, {"mean": 0.25})
-    assert [row["step"] for row in lines["silu"]["rows"]] == list(range(1, 11))
-
-    (tmp_path / "runs/starts").unlink()
-    assert runs(*THREE) == evidence_runs.COMPLETE
-    assert starts(tmp_path) == ["relu", "-"]
-    with pytest.raises(SystemExit, match=r"has a run silu of another configuration .*: give the overrides that it had"):
-        runs(*THREE, "training.batch_size=32")
-    with pytest.raises(SystemExit, match=r"--only gelu: there are silu, relu"):
-        runs("--only", "gelu")
-
-
-def test_a_folder_of_results_that_is_not_there_is_made_before_the_first_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evidence_runs, "TRAIN", (sys.executable, "-c", STAND_IN, "0"))
-    results, own = tmp_path / "new/results.jsonl", ["--root", str(tmp_path / "runs"), "--run", "a training.seed=1"]
-    assert evidence_runs.main([str(results), *MINI, "logging.wandb_group=none", *own]) == evidence_runs.COMPLETE
-    assert list(evidence_runs.load(results)) == ["a"]
-    with pytest.raises(SystemExit, match="2"):
-        evidence_runs.main([str(results), "experimnt=mini"])
-    assert "experimnt is not a key: did you mean experiment=mini?" in capsys.readouterr().err
-
-
-def test_starts_on_one_gpu_are_staggered(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence_runs.torch.cuda, "device_count", lambda: 2)
-    own = [word for name in "abc" for word in ("--run", f"{name} training.seed={ord(name)}")]
-    assert runs(*own, "--at-once", "2", pace=0.12, stagger=1) == evidence_runs.COMPLETE
-    lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
-    assert {line[0]: line[2] for line in lines if line[0] != "-"} == {"a": "0", "b": "1", "c": "0"}
-    begun = {line[0]: float(line[1]) for line in lines}
-    assert begun["b"] - begun["a"] < 0.7 < begun["c"] - begun["a"]
-    seeds = {
-        name: line["config"]["training.seed"] for name, line in evidence_runs.load(tmp_path / "results.jsonl").items()
-    }
-    assert seeds == {name: ord(name) for name in "abc"}
-
-
-def test_runs_stay_on_the_gpus_that_the_command_may_see(runs, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert runs("--run", "a training.seed=1", "--run", "b training.seed=2") == evidence_runs.COMPLETE
-    lines = [line.split() for line in (tmp_path / "runs/starts").read_text().splitlines()]
-    assert {line[0]: line[2] for line in lines if line[0] != "-"} == {"a": "2", "b": "5"}
-
-
-def test_what_is_not_done_in_time_is_stopped_and_with_last_not_begun(runs, tmp_path, capsys):
-    assert runs(*THREE, "--minutes", "0.01", pace=0.2) == evidence_runs.LEFT
-    assert "silu is stopped" in capsys.readouterr().out
-    assert not (tmp_path / "results.jsonl").exists()
-    assert runs("--only", "silu", pace=0.05) == evidence_runs.COMPLETE  # half a second and more
-    (tmp_path / "runs/starts").unlink()
-    assert runs(*THREE, "--minutes", "0.008", "--last", pace=0.05) == evidence_runs.LEFT
-    assert not (tmp_path / "runs/starts").exists()
-    begun = tmp_path / "runs/l1_2e-5"
-    (begun / "checkpoints/step_00004500").mkdir(parents=True)  # of 4,578: little of it is left
-    (begun / "metrics.jsonl").write_text("")
-    assert runs(*THREE, "--minutes", "0.008", "--last", pace=0.01) == evidence_runs.LEFT
-    assert starts(tmp_path)[0] == "l1_2e-5"  # before relu, which has not begun
-    assert "relu" not in starts(tmp_path)
 
 
 def result(name, ce, nonzeros, *overrides, dead=0.0, scores=None):
@@ -159,6 +33,7 @@ def result(name, ce, nonzeros, *overrides, dead=0.0, scores=None):
     kept = {f"sparsity.{key}": getattr(config.sparsity, key) for key in ("l1_coefficient", "dead_after_tokens")}
     kept |= {"sparsity.activation": config.sparsity.activation.name, "training.seed": config.training.seed}
     kept |= {"model.intermediate_size": width, "model.num_layers": 2}
+    kept |= {"sparsity.reinit_dead_after_tokens": 9 if name.endswith("redrawn") else None, "sparsity.reinit_blend": 1.0}
     return {"name": name, "config": kept, "rows": rows, "seconds": 9.0, "task_rows": dict.fromkeys(TASKS, 400)}
 
 
@@ -233,27 +108,17 @@ def test_runs_of_several_widths_are_compared_with_the_narrowest_dense_one(tmp_pa
     assert drawn == [[[1408, 2816], [1408], [1408, 2816]], [[1408], [1408, 2816]], [[1408], [1408, 2816]]]
 
 
-@pytest.mark.slow
-def test_a_real_run_becomes_a_line_and_a_report(tmp_path):
-    """The whole procedure on a tiny model: prepared text, real training, report."""
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"Sentence {n} says {n * n}, no more. " * 20}) + "\n" for n in range(400))
-    )
-    tiny = [
-        "experiment=mini", f"data.files=[{tmp_path}/text.jsonl]", f"data.path={tmp_path}/data", "model.vocab_size=400",
-        "data.tokenizer_vocab_size=400", "model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=2",
-        "model.num_heads=2", "training.sequence_length=32", "training.batch_size=4", "training.steps=12",
-        "logging.every=1", "logging.validation_every=4", "logging.validation_samples=4", "runtime.data_workers=0",
-        "sparsity.dead_after_tokens=256", "sparsity.reinit_every=2", "runtime.compile=false", "runtime.device=cpu",
-    ]  # fmt: skip
-    prepare(from_overrides(tiny))
-    results = tmp_path / "results.jsonl"
-    name = "l1_8e-5_blended"
-    code = evidence_runs.main([str(results), *tiny, "--root", str(tmp_path / "runs"), "--only", name])
-    assert code == evidence_runs.COMPLETE, (tmp_path / f"runs/{name}.log").read_text()
-    line = evidence_runs.load(results)[name]
-    assert [row["step"] for row in line["rows"]] == list(range(1, 13))
-    assert line["rows"][-1]["val_ce"] > 0
-    assert line["fingerprint"] == fingerprint(load(tmp_path / f"runs/{name}/config.yaml"))
-    evidence_report.main([str(results), "--output", str(tmp_path / "tiny")])
-    assert 0 < evidence_report.Run(line).nonzeros < 64
+def test_a_runs_folder_becomes_a_line_and_a_report(run, rows, tmp_path, capsys):
+    assert evaluate.main([f"checkpoint={run}", f"data_dir={rows}", "device=cpu"], "evaluate") == 0
+    capsys.readouterr()
+    arguments = [str(run), "--output", str(tmp_path / "tiny"), "--save", str(tmp_path / "lines.jsonl")]
+    evidence_report.main(arguments)
+    told = capsys.readouterr().out
+    (line,) = evidence_report.lines_of(tmp_path / "lines.jsonl")
+    assert (line["name"], line["task_rows"]) == ("tiny", dict.fromkeys(TASKS, 6))
+    assert line["config"] == definition(load(run / "config.yaml"))
+    assert [row["step"] for row in line["rows"]] == [row["step"] for row in read(run / METRICS)]
+    assert 0 < evidence_report.Run(line).nonzeros < 48
+    assert evidence_report.Run(line).accuracy is not None
+    evidence_report.main([str(tmp_path / "lines.jsonl"), *arguments[1:3]])
+    assert capsys.readouterr().out == told

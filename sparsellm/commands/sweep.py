@@ -2,24 +2,29 @@
 
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
 
-Every key of sparsellm.train accepts a list of values; each combination is an ordinary run. Runs are trained one after
-another on all GPUs of this machine and evaluated with the options evaluate.*. Run again, the same command resumes and
-skips what is finished. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and a log per run to sweeps/NAME/.
-sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead, sweep.mode=slurm writes an
-array script.
+Every key of sparsellm.train accepts a list of values; each combination is an ordinary run, trained on all GPUs of this
+machine and evaluated with the options evaluate.*. sweep.parallel=N trains N runs at once, each on GPUs of its own. Run
+again, the same command resumes and skips what is finished. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and a log
+per run to sweeps/NAME/. sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead,
+sweep.mode=slurm writes an array script.
 
 Exit codes: 0 complete, 1 if a run failed (the others are still done), 128 + signal when stopped, 2 for a refused
 configuration.
 """
 
+import time
+
 from sparsellm.config import ConfigError, SweepMode
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report as run_report
 from sparsellm.sweep import commands, report
-from sparsellm.sweep.launch import Launcher
+from sparsellm.sweep.launch import Launcher, Work
 from sparsellm.sweep.plan import Point, Sweep, plan
+from sparsellm.sweep.progress import Progress
 from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
+
+POLL = 0.1  # seconds between looks at the commands, their output and signals for them
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -46,43 +51,66 @@ def main(arguments: list[str], program: str) -> int:
 
 def run(sweep: Sweep) -> int:
     """Train and evaluate what is not done yet; write the table and the figure after each run."""
-    count, failures, unwritten = len(sweep.points), [], None
-    numbers = range(count) if sweep.options.point is None else [sweep.options.point]
-    trained = sum(point.is_finished() for point in sweep.points)
+    count, failures, unwritten, text = len(sweep.points), [], None, ""
+    waiting = list(range(count)) if sweep.options.point is None else [sweep.options.point]
+    trained, several = sum(point.is_finished() for point in sweep.points), len(sweep.slots) > 1
     print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
-    with Launcher() as launcher:
-        for number in numbers:
-            point = sweep.points[number]
-            title = f"[{number + 1}/{count}] {point.name}"
-            print(f"\n{title}  {point.describe()}", flush=True)
-            try:
-                failure = do(sweep, point, launcher)
-            except OSError as error:  # of its log, on a full disk
-                failure = f"{error}; see {sweep.log(point)}"
-            if failure:
-                failures.append(f"{title}: {failure}")
-                warn(failures[-1])
-            text, found = report.write_all(sweep)
-            if found not in (None, unwritten):
-                warn(found)
-            unwritten = found
-            if launcher.signal is not None:
-                print(f"{sweep.name}: stopped; the same command goes on", flush=True)
-                return 128 + launcher.signal
+    progress = Progress(sweep.points) if several else None
+    working: dict[int, tuple[int, Work[str | None]]] = {}  # by slot
+    with Launcher(shown=not several) as launcher:
+        while working or (waiting and launcher.signal is None):
+            for slot, environment in enumerate(sweep.slots):
+                if slot not in working and waiting and launcher.signal is None:
+                    number = waiting.pop(0)
+                    point = sweep.points[number]
+                    print("" if several else "\n", title(sweep, number), f"  {point.describe()}", sep="", flush=True)
+                    working[slot] = number, do(sweep, point, launcher, environment)
+            for slot, (number, work) in list(working.items()):
+                failure, point = None, sweep.points[number]
+                try:
+                    next(work)
+                    continue
+                except StopIteration as ended:
+                    failure = ended.value
+                except OSError as error:  # of its log, on a full disk
+                    failure = f"{error}; see {sweep.log(point)}"
+                del working[slot]
+                if failure:
+                    failures.append(f"{title(sweep, number)}: {failure}")
+                    warn(failures[-1])
+                text, found = report.write_all(sweep)
+                if found not in (None, unwritten):
+                    warn(found)
+                unwritten = found
+                if progress is not None:
+                    progress.ended.add(point.name)
+            if progress is not None:
+                progress.show([sweep.points[number] for number, _ in working.values()])
+            if working:
+                time.sleep(POLL)
+        if progress is not None:
+            progress.close()
+        if launcher.signal is not None:
+            print(f"{sweep.name}: stopped; the same command goes on", flush=True)
+            return 128 + launcher.signal
     print(f"\n{text}")
     for failure in [*failures, *([] if unwritten is None else [unwritten])]:
         warn(failure)
     return 1 if failures or unwritten else 0
 
 
-def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
+def title(sweep: Sweep, number: int) -> str:
+    return f"[{number + 1}/{len(sweep.points)}] {sweep.points[number].name}"
+
+
+def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, str]) -> Work[str | None]:
     """Train and evaluate one point as far as that is left to do: what failed, or None, also if a signal came."""
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
         if not run_report.is_drawn(point.folder, point.checkpoint):  # its training was killed while it drew
             run_report.finish(point.config, point.folder)
-    with launcher.claim(log) as file:
+    with (yield from launcher.claim(log)) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
@@ -92,7 +120,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher) -> str | None:
         for step, command in steps:
             if launcher.signal is not None:
                 return None
-            code = launcher.run(command, file)
+            code = yield from launcher.run(command, file, environment)
             if code and launcher.signal is None:
                 return f"its {step} ended with exit code {code}; see {log}"
     return None

@@ -70,7 +70,7 @@ _LATER = {
         "push_mistakes",
     ),
     "command": ("entry_point", "looked_at"),
-    "compose": ("composition", "from_overrides", "load", "save", "typed_values"),
+    "compose": ("Composition", "composition", "from_overrides", "load", "name_by", "save", "typed_values"),
     "groups": ("CONFIGS",),
     "overrides": ("SweepRequest", "quoted", "sweep_request"),
     "rules": (

@@ -187,11 +187,25 @@ def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | No
         if group in typed.groups and value == with_groups[key]:
             groups.append(str(typed.groups[group]))
             continue
+        keys.append((last or group, value))
+    return _joined(experiment, groups, keys, fingerprint)
+
+
+def name_by(swept: list[str], values: Flat, fingerprint: str, choices: dict[str, str | None]) -> str:
+    """EXPERIMENT-relu-seed_1-3f2a91c0: a run's name that says what it has of the keys and groups that are `swept`, in
+    the schema's order. `values`: of every key; `choices`: of every group."""
+    keys = [(key.rpartition(".")[2], value) for key, value in values.items() if key in swept]
+    groups = [str(choices[group]) for group in sorted(choices) if group in swept and group != EXPERIMENT]
+    return _joined(choices.get(EXPERIMENT), groups, keys, fingerprint)
+
+
+def _joined(experiment: str | None, groups: list[str], keys: list[tuple[str, Any]], fingerprint: str) -> str:
+    parts, shown = list(groups), list[str]()
+    for key, value in keys:
         spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
         if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
-            keys.append(f"{last or group}_{spelled}")
-    shown: list[str] = []
-    for part in dict.fromkeys(groups + keys):
+            parts.append(f"{key}_{spelled}")
+    for part in dict.fromkeys(parts):
         if len("-".join([*shown, part])) <= NAME_PARTS:
             shown.append(part)
     return "-".join([experiment or "run", *shown, fingerprint])

@@ -396,13 +396,17 @@ class Config:
 class SweepConfig:
     """How a sweep runs; the swept values are given with the keys of `train`."""
 
-    name: str | None = key(None, "Sweep name. null: EXPERIMENT and an 8-digit hash of the names of its runs.")
+    name: str | None = key(None, "Sweep name. null: EXPERIMENT and an 8-digit hash of its runs.")
     root: str = key("sweeps", "Folder that holds all sweeps.")
     mode: SweepMode = key(SweepMode.run, "Run the sweep here, print its commands, or write a SLURM array script.")
     baseline: bool = key(False, "Add the dense baseline, sparsity=dense_silu.")
     evaluate: bool = key(True, "Evaluate every finished run with the options evaluate.*.")
     benchmark: bool = key(False, "Benchmark speed, memory and energy of every finished run.")
-    nproc_per_node: int | None = key(None, "Processes per run. null: one per GPU of this machine, or 1.")
+    parallel: int = key(1, "Runs at once, each on GPUs of its own; their output goes to their logs only.")
+    share_gpus: bool = key(False, "Let runs at once share GPUs where there are too few for each to have its own.")
+    nproc_per_node: int | None = key(
+        None, "Processes per run. null: one per GPU of this machine, divided by sweep.parallel, or 1."
+    )
     point: int | None = key(None, "Index of the only run to do, from 0; used by the tasks of a SLURM array. null: all.")
 
 

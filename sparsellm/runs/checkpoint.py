@@ -446,9 +446,8 @@ def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
         return [f"{COMMITTED} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
-    recorded, files = (
-        {name: each for name, each in named.items() if name.startswith(inside)} for named in (recorded, _files(folder))
-    )
+    recorded = {name: entry for name, entry in recorded.items() if name.startswith(inside)}
+    files = {name: path for name, path in _files(folder).items() if name.startswith(inside)}
     found = [] if step in (None, committed_step) else [f"{COMMITTED} is that of step {committed_step}"]
     found += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
     found += [f"{name} does not belong to it" for name in sorted(files.keys() - recorded.keys())]

@@ -190,6 +190,12 @@ def room_mistakes(
     ]
 
 
+def names_by_hash(root: Path) -> dict[str, str]:
+    """The names of the runs in `root` that end with a hash of what defines them, by that hash."""
+    runs = sorted(path.parent.name for path in root.glob(f"*/{CONFIG}"))
+    return {found[1]: name for name in runs if (found := re.search(r"-([0-9a-f]{8})$", name))}
+
+
 def saved_steps(folder: Path) -> list[int]:
     """Of the checkpoints in the run's `folder`, by their names."""
     names = (re.fullmatch(STEP, path.name) for path in (folder / CHECKPOINTS).glob("step_*"))

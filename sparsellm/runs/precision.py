@@ -60,6 +60,7 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     # These take a second to import, which most commands need not wait for.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from sparsellm.runs.checkpoint import problems
     from sparsellm.runs.snapshot import MODEL_PREFIX
@@ -80,7 +81,7 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     weights = {
         each: torch.empty(entry.size, dtype=entry.properties.dtype)
         for each, entry in reader.read_metadata().state_dict_metadata.items()
-        if each.startswith(MODEL_PREFIX)
+        if each.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
     try:
         with warnings.catch_warnings(action="ignore"):  # that a single process loads

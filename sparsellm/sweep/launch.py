@@ -1,8 +1,11 @@
-"""Runs commands one after another, each with a log; forwards signals, and leaves no unnoticed processes behind.
+"""The commands of a sweep's runs, each with a log, so that signals reach them and nothing outlives the sweep unseen.
 
-A command writes to its log itself, and the sweep shows what arrives there. So killing the sweep does not cut off the
-command's output. The log is also the lock of its run: the command inherits it, and a restarted sweep waits until the
-command has ended.
+A command writes to its log itself. So a sweep that is killed takes no output away from the commands under it. The log
+is also the lock of its run: the command inherits it, and whoever starts the sweep again waits until it is gone.
+
+What takes time is a generator that yields while there is nothing to do but wait (Work), so one thread does several runs
+at once. It must be one thread: Linux sends a command the signal of its parent's end when the thread ends that started
+the command.
 """
 
 import os
@@ -11,51 +14,63 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from sparsellm.system import locks, regular
 from sparsellm.system.processes import end_with_parent
 from sparsellm.training.stop import StopSignals
 
-POLL = 0.1  # seconds between checks of a command, its output and its signals
-# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 ignores this and gives 30.
+T = TypeVar("T")
+Work = Generator[None, None, T]
+
+# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 has 30 and reads no variable.
 SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 
 
 class Launcher(StopSignals):
-    """While entered, SIGTERM and SIGINT are forwarded to the running command instead of ending the sweep at once.
+    """While entered, SIGTERM and SIGINT go to the running commands instead of ending the sweep in its middle.
 
-    Commands have their own sessions, so Ctrl-C reaches them once, through this class. If the sweep is killed with
-    SIGKILL, Linux sends them SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without saving,
-    and it then resumes from its last checkpoint.
+    Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
+    Linux sends them SIGTERM, perhaps once for each thread of the sweep, and a second one ends a run without a
+    checkpoint: then it goes on from its last.
     """
 
-    @contextmanager
-    def claim(self, log: Path) -> Iterator[BinaryIO]:
-        """Open `log` for appending once no other process writes to it. A signal ends the wait too."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with regular.to_write(log, "ab") as file:
-            locks.take(
-                file,
-                lambda: print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True),
-                lambda: self.signal is not None,
-            )
-            yield file
+    def __init__(self, shown: bool = True) -> None:
+        """shown: what commands write appears on the screen, too."""
+        super().__init__()
+        self.shown = shown
 
-    def run(self, command: list[str], log: BinaryIO) -> int:
-        """Run `command` with its output in the claimed `log`, echoed as it arrives. Returns its exit code, or 128 +
-        signal."""
+    def claim(self, log: Path) -> Work[BinaryIO]:
+        """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = regular.to_write(log, "ab")
+        if not locks.take(file, give_up=lambda: True):
+            print(f"{log} is in use by another start of this sweep: waiting for it to end", flush=True)
+            while self.signal is None and not locks.take(file, give_up=lambda: True):
+                yield
+        return file
+
+    def run(self, command: list[str], log: BinaryIO, environment: Mapping[str, str] | None = None) -> Work[int]:
+        """Run `command` with its output in the claimed `log`: its exit code, or 128 + signal.
+
+        `environment`: variables in addition to this process's.
+        """
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
+        sweep = os.getpid()
+
+        def end_with_the_sweep() -> None:
+            end_with_parent(signal.SIGTERM)
+            if os.getppid() != sweep:  # it ended before the request
+                os._exit(128 + signal.SIGTERM)
+
         with Path(log.name).open("rb") as output:
             output.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=_end_with_the_sweep, env=SHUTDOWN_TIMEOUT | os.environ,
+                preexec_fn=end_with_the_sweep, env=SHUTDOWN_TIMEOUT | os.environ | dict(environment or {}),
             )  # fmt: skip
             passed_on = 0
             while True:
@@ -63,12 +78,9 @@ class Launcher(StopSignals):
                 for number in self.received[passed_on:]:
                     process.send_signal(number)
                     passed_on += 1
-                shutil.copyfileobj(output, sys.stdout.buffer)
-                sys.stdout.flush()
+                if self.shown:
+                    shutil.copyfileobj(output, sys.stdout.buffer)
+                    sys.stdout.flush()
                 if code is not None:
                     return code if code >= 0 else 128 - code
-                time.sleep(POLL)
-
-
-def _end_with_the_sweep() -> None:
-    end_with_parent(signal.SIGTERM)
+                yield

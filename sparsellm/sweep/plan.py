@@ -1,12 +1,13 @@
 """A sweep's command line as the runs that it stands for, each with the commands that train and evaluate it.
 
-A point is an ordinary run: its folder and its name are those that `python -m sparsellm.train` with the same overrides
-uses. So points that were trained before, by hand or by another sweep, are not trained again.
+A point is an ordinary run, named for what is swept. One that was trained before, by hand or by another sweep, keeps the
+name that it has there and is not trained again: names end with a hash of what defines the run.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -16,20 +17,26 @@ import torch
 
 from sparsellm import data
 from sparsellm.config import (
+    Composition,
     Config,
     ConfigError,
     Device,
+    Dtype,
     EvaluateConfig,
     SweepConfig,
     SweepMode,
     SweepRequest,
     composition,
+    fingerprint,
     from_overrides,
     mistakes,
+    name_by,
     quoted,
     sweep_request,
+    to_dict,
 )
 from sparsellm.config.rules import name_mistakes
+from sparsellm.config.values import flat
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
@@ -54,6 +61,7 @@ class Point:
     overrides: list[str]
     config: Config
     experiment: str | None
+    by_hand: str  # the name that `python -m sparsellm.train` with the same overrides gives it
     baseline: bool = False
 
     @property
@@ -90,6 +98,7 @@ class Sweep:
     keys: list[str]  # what the sweep varies
     points: list[Point]
     processes: int  # of one run, on one node
+    slots: list[dict[str, str]]  # for each run at once, what its commands have in their environment
     options: SweepConfig
     evaluate: list[str]
 
@@ -109,6 +118,11 @@ class Sweep:
     def tasks(self) -> list[str]:
         """What its evaluations score."""
         return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
+
+    def dtype(self, point: Point) -> str:
+        """In which a point is evaluated."""
+        typed = from_overrides(self.evaluate, EvaluateConfig).dtype
+        return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
     def evaluation(self, point: Point) -> list[str]:
         """The overrides of the evaluation of a finished point."""
@@ -130,17 +144,34 @@ def plan(arguments: list[str]) -> Sweep:
     if not points:
         raise ConfigError(list(dict.fromkeys(found)))
     options, processes = request.sweep, request.sweep.nproc_per_node
+    devices = [] if all(point.config.runtime.device == Device.cpu for point in points) else gpus()
     if processes is None:
-        on_cpu = all(point.config.runtime.device == Device.cpu for point in points)
-        processes = 1 if on_cpu else max(1, torch.cuda.device_count())
+        processes = max(1, len(devices) // max(1, options.parallel))
     name = options.name
     if name is None:
-        names = sorted(point.name for point in points if not point.baseline)
+        names = sorted(point.by_hand for point in points if not point.baseline)
         name = f"{points[0].experiment or 'sweep'}-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}"
-    sweep = Sweep(name, _swept(request), points, processes, options, request.evaluate)
-    if found := found + _mistakes(sweep, request):
+    slots = _slots(options.parallel, processes, devices)
+    sweep = Sweep(name, _swept(request), points, processes, slots, options, request.evaluate)
+    if found := found + _mistakes(sweep, request, len(devices)):
         raise ConfigError(list(dict.fromkeys(found)))
     return sweep
+
+
+def gpus() -> list[str]:
+    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else list(map(str, range(count)))
+
+
+def _slots(parallel: int, processes: int, devices: list[str]) -> list[dict[str, str]]:
+    """The environment of each of the runs at once: `processes` of the GPUs `devices` for each, in turn."""
+    if parallel <= 1:
+        return [{}]
+    if not devices:
+        return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel  # or their threads, more than cores, would wait by spinning
+    given = [[devices[(slot * processes + i) % len(devices)] for i in range(processes)] for slot in range(parallel)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(each))} for each in given]
 
 
 def _swept(request: SweepRequest) -> list[str]:
@@ -153,6 +184,19 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume what there is"}
     found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in axes]
 
+    trained: dict[str, dict[str, str]] = {}  # by run.root: the name of each run there by its hash
+
+    def named(composed: Composition[Config], keys: Iterable[str]) -> str:
+        """The name of a point, by what it has of `keys`; that of the same run where there is one."""
+        config = composed.config
+        if "run.name" in axes:  # which is refused
+            return str(config.run.name)
+        marked = fingerprint(config)
+        by_sweep = name_by(list(keys), flat(to_dict(config)), marked, composed.choices)
+        runs = trained.setdefault(config.run.root, run_folder.names_by_hash(Path(config.run.root)))
+        there = [name for name in (by_sweep, config.run.name) if name in runs.values()]
+        return [*there, runs.get(marked, by_sweep)][0]
+
     def add(axes: dict[str, list[str]], baseline: bool) -> None:
         for texts in product(*axes.values()):
             values = {key: text.partition("=")[2] for key, text in zip(axes, texts, strict=True) if key in swept}
@@ -160,7 +204,10 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
             wrong = composed.mistakes or warm_start.adopt(composed.config, list(texts))
             found.extend(wrong)
             if not wrong:
-                points.append(Point(values, list(texts), composed.config, composed.experiment, baseline))
+                by_hand = str(composed.config.run.name)
+                composed.config.run.name = named(composed, [*swept, "sparsity"] if baseline else swept)
+                overrides = [*texts, f"run.name={quoted(composed.config.run.name)}"]
+                points.append(Point(values, overrides, composed.config, composed.experiment, by_hand, baseline))
 
     add(axes, baseline=False)
     if request.sweep.baseline:
@@ -169,8 +216,19 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     return points, found
 
 
-def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
+def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     options, found = sweep.options, []
+    if options.parallel < 1:
+        found.append(f"sweep.parallel is {options.parallel}: it must be at least 1")
+    elif options.parallel > 1 and (options.mode == SweepMode.slurm or options.point is not None):
+        found.append(f"sweep.parallel is {options.parallel}, and SLURM starts a sweep's tasks at once: leave it out")
+    elif (
+        not options.share_gpus and options.parallel > 1 and 0 < devices < (needed := options.parallel * sweep.processes)
+    ):
+        found.append(
+            f"sweep.parallel={options.parallel} needs {needed} GPUs, and there are {devices}: give fewer runs at"
+            " once, or sweep.share_gpus=true lets them share the GPUs"
+        )
     if "RANK" in os.environ:
         found.append("a sweep starts torchrun itself, for each of its runs: start it without")
     found += name_mistakes("sweep.name", sweep.name)
@@ -192,7 +250,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest) -> list[str]:
 
     same: dict[str, Point] = {}
     for point in sweep.points:
-        before = same.setdefault(point.name, point)
+        before = same.setdefault(point.by_hand, point)
         if before is not point and "run.name" not in request.axes:
             found.append(
                 f"{' '.join(before.overrides)} and {' '.join(point.overrides)} are the same run: what they differ in"

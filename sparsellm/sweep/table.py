@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sparsellm.config import Activation, L1Normalization
-from sparsellm.evaluation.results import RESULTS, only
+from sparsellm.evaluation.results import RESULTS, STORED, of_dtype, only
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.runs.layout import EVALUATION
 from sparsellm.runs.locate import CheckpointNotFound, locate
@@ -76,6 +76,7 @@ def rows(sweep: Sweep) -> list[Row]:
             | {"dead_neurons": None if dead is None else sum(dead)}
             | {task: result.get("tasks", {}).get(task, {}).get("score") for task in tasks}
             | {"mean": result.get("mean"), "mean_stderr": _stderr_of_mean(result), "mean_acc": result.get("mean_acc")}
+            | {"score_dtype": result.get("dtype", STORED) if result.get("tasks") else None}
             | (_costs(sweep, point) if sweep.options.benchmark else {})
         )
     return table
@@ -95,6 +96,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
         return title, ["" if row[key] is None else form.format(row[key]) for row in table]
 
+    dtypes = distinct(row["score_dtype"] for row in table if row["score_dtype"] is not None)
     tasks = list(table[0])
     tasks = tasks[tasks.index("dead_neurons") + 1 : tasks.index("mean")]
     columns = [
@@ -111,6 +113,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
         *(column(task, task, "{:.1%}") for task in tasks),
         column("mean", "mean", "{:.1%}"),
         column("mean acc", "mean_acc", "{:.1%}"),
+        *([column("dtype", "score_dtype", "{}")] if " or " in dtypes else []),
         *(column(title, key, "{:,.4g}") for key, title in COSTS.items() if key in table[0]),
     ]
     columns = [(title, cells) for title, cells in columns if any(cells)]
@@ -120,7 +123,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     text = "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
-    return text + "\n\n" + _legend(sweep, {title for title, _ in columns}) + "\n"
+    return text + "\n\n" + _legend(sweep, {title for title, _ in columns}, dtypes) + "\n"
 
 
 def unregularised(point: Point, sweep: Sweep) -> Point | None:
@@ -144,7 +147,8 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     """The scores of the sweep's own tasks; other evaluations may have written more tasks, or fewer."""
     try:
-        path = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit) / RESULTS
+        output = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit)
+        path = of_dtype(output, sweep.dtype(point)) / RESULTS
         return only(json.loads(regular.content(path)), sweep.tasks) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         warn(f"the scores of {point.checkpoint} are left out: {error}")
@@ -186,8 +190,8 @@ def distinct(values: Iterable[Any]) -> str:
     return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
 
 
-def _legend(sweep: Sweep, titles: set[str]) -> str:
-    """Explanations of the columns `titles`."""
+def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
+    """Explanations of the columns `titles`. `dtypes`: of the scores."""
     configs = [point.config for point in sweep.points if not point.baseline]  # does not apply to the dense run
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
@@ -204,6 +208,7 @@ def _legend(sweep: Sweep, titles: set[str]) -> str:
         lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
     if titles & TASKS.keys():
         lines.append(
-            f"Scores: zero-shot, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc alone."
+            f"Scores: zero-shot, in {dtypes}, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc"
+            " alone."
         )
     return "\n".join(f"- {line}" for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attack.small_export import cut, damaged, write_export
 
-from sparsellm.config import Activation, ConfigError, from_overrides, sweep_request
+from sparsellm.config import Activation, ConfigError, fingerprint, from_overrides, save, sweep_request
 from sparsellm.sweep import commands
 from sparsellm.sweep.plan import plan
 
@@ -21,16 +21,51 @@ def refused(*arguments):
     return error.value.mistakes
 
 
-def test_points_are_the_product_and_have_the_names_of_the_same_runs_by_hand():
-    sweep = plan(["experiment=smoke", COEFFICIENTS, "training.seed=0,1"])
+def test_points_are_the_product_and_have_names_of_what_is_swept_in_one_order(tmp_path):
+    sweep = plan(["experiment=smoke", COEFFICIENTS, "training.seed=0,1", "training.steps=50", f"run.root={tmp_path}"])
     assert sweep.keys == ["sparsity.l1_coefficient", "training.seed"]
     assert [(float(p.values["sparsity.l1_coefficient"]), p.values["training.seed"]) for p in sweep.points] == [
         (coefficient, seed) for coefficient in (0, 5e-6, 1e-3) for seed in ("0", "1")
     ]
     for point in sweep.points:
-        by_hand = [f"{key}={value}" for key, value in point.values.items()]
-        assert point.name == from_overrides(["experiment=smoke", *by_hand]).run.name
-    assert len({point.name for point in sweep.points}) == 6
+        shown = (
+            f"l1_coefficient_{float(point.values['sparsity.l1_coefficient']):g}-seed_{point.values['training.seed']}"
+        )
+        assert point.name == f"smoke-{shown}-{fingerprint(point.config)}"
+        assert from_overrides(commands.train(sweep, point)[3:]).run.name == point.name
+    turned = plan(["training.seed=0,1", "training.steps=50", COEFFICIENTS, "experiment=smoke", f"run.root={tmp_path}"])
+    assert {point.name for point in turned.points} == {point.name for point in sweep.points}
+    assert turned.name == sweep.name
+
+    # Runs that were trained before, by hand or by another sweep, are these.
+    by_hand = [point.by_hand for point in sweep.points[:2]]
+    for point, name in zip(sweep.points, (by_hand[0], f"mine-{fingerprint(sweep.points[1].config)}"), strict=False):
+        (tmp_path / name).mkdir()
+        save(point.config, tmp_path / name / "config.yaml")
+    (tmp_path / f"empty-{fingerprint(sweep.points[2].config)}").mkdir()
+    again = plan(["experiment=smoke", COEFFICIENTS, "training.seed=0,1", "training.steps=50", f"run.root={tmp_path}"])
+    expected = [by_hand[0], f"mine-{fingerprint(sweep.points[1].config)}"]
+    assert [point.name for point in again.points] == expected + [point.name for point in sweep.points[2:]]
+    assert again.name == sweep.name
+
+
+def test_runs_at_once_have_gpus_of_their_own_or_share_them(monkeypatch):
+    def slots(gpus, *options, visible=None):
+        monkeypatch.setattr("sparsellm.sweep.plan.torch.cuda.device_count", lambda: gpus)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        sweep = plan(["experiment=smoke", "runtime.device=auto", COEFFICIENTS, *options])
+        return sweep.processes, [slot.get("CUDA_VISIBLE_DEVICES") for slot in sweep.slots]
+
+    assert slots(4) == (4, [None])
+    assert slots(4, "sweep.parallel=4") == (1, ["0", "1", "2", "3"])
+    assert slots(4, "sweep.parallel=2") == (2, ["0,1", "2,3"])
+    assert slots(2, "sweep.parallel=2", visible="5,7") == (1, ["5", "7"])
+    assert slots(2, "sweep.parallel=4", "sweep.share_gpus=true") == (1, ["0", "1", "0", "1"])
+    assert slots(0, "sweep.parallel=3") == (1, [None] * 3)
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=4 needs 4 GPUs, and there are 2"):
+        slots(2, "sweep.parallel=4")
 
 
 def test_hydras_grammar_decides_what_is_a_list_of_values():
@@ -55,7 +90,8 @@ def test_baselines_take_every_other_value_and_none_of_sparsity():
     assert sweep.points[-2:] == dense
     assert [p.values for p in dense] == [{"training.seed": s, "sparsity.l1_coefficient": "0"} for s in ("3", "4")]
     by_hand = ["experiment=smoke", "training.seed=3", "sparsity=dense_silu", "sparsity.l1_coefficient=0"]
-    assert dense[0].name == from_overrides(by_hand).run.name
+    assert dense[0].by_hand == from_overrides(by_hand).run.name
+    assert dense[0].name.startswith("smoke-dense_silu-l1_coefficient_0-seed_3-")
 
 
 def test_the_name_follows_from_the_points_alone():
@@ -75,7 +111,8 @@ def test_commands_are_argument_lists_through_torchrun_where_there_are_several_pr
     options = ["sweep.name=s", "evaluate.tasks=[piqa,arc_easy]"]
     one, two = (plan([*arguments, *options, f"sweep.nproc_per_node={n}"]) for n in (1, 2))
     point = two.points[1]
-    overrides = ["experiment=smoke", "sparsity.l1_coefficient=5e-06", "run.root='my runs'", "logging.wandb_group=s"]
+    overrides = ["experiment=smoke", "sparsity.l1_coefficient=5e-06", "run.root='my runs'", f"run.name={point.name}"]
+    overrides += ["logging.wandb_group=s"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert commands.train(one, point) == [sys.executable, "-m", "sparsellm.train", *overrides]
     assert commands.train(two, point) == [sys.executable, *torchrun, "-m", "sparsellm.train", *overrides]
@@ -127,6 +164,8 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["sweep.name=A/B"], "sweep.name is 'A/B'"),
         (["sweep.nproc_per_node=0"], "sweep.nproc_per_node is 0"),
         (["sweep.mode=slurm"], "needs sweep.nproc_per_node"),
+        (["sweep.parallel=0"], "sweep.parallel is 0: it must be at least 1"),
+        (["sweep.parallel=2", "sweep.point=0"], "sweep.parallel is 2, and SLURM starts a sweep's tasks at once"),
         (["sweep.nproc_per_node=3"], "training.batch_size 8 does not divide over 3 ranks"),
         (["evaluate.limits=3"], "evaluate: limits is not a key: did you mean limit?"),
         (["evaluate.limits=3", "sweep.evaluate=false"], "evaluate: limits is not a key: did you mean limit?"),

@@ -10,22 +10,24 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import sweep_with_stand_ins
 from evaluation.small_rows import write_rows
-from processes import family, kill
+from processes import PATIENCE, family
 
 from sparsellm.commands.sweep import main
-from sparsellm.config import from_overrides
 from sparsellm.runs import report as run_report
 from sparsellm.sweep import commands
 from sparsellm.sweep.launch import Launcher
+from sparsellm.sweep.plan import plan
+from sparsellm.sweep.progress import last_step
 
 STAND_INS = Path(sweep_with_stand_ins.__file__)
 STEPS = 6
 SMALL = ["experiment=smoke", f"training.steps={STEPS}", "optimizer.warmup_steps=2", "sweep.name=s"]
 COEFFICIENTS = "sparsity.l1_coefficient=0,1e-3,3e-3"
-NAMES = [from_overrides([*SMALL[:3], f"sparsity.l1_coefficient={c}"]).run.name for c in (0, 1e-3, 3e-3)]
+NAMES = [point.name for point in plan([*SMALL[:3], COEFFICIENTS]).points]
 
 pytestmark = pytest.mark.slow
 
@@ -226,13 +228,27 @@ def test_killed_and_started_again_it_gives_the_table_of_one_that_was_not(sweep, 
         shutil.rmtree(tmp_path / folder)
     (tmp_path / "starts").unlink()
     (tmp_path / "pace").write_text(json.dumps({"seconds": 0.2}))
-    killed = process(STAND_INS, *SMALL, COEFFICIENTS)
-    wait_for_rows(tmp_path / "runs" / NAMES[1], killed)
+    at_once = [*SMALL, COEFFICIENTS, "sweep.parallel=2"]
+    killed = process(STAND_INS, *at_once)
+    for name in NAMES[:2]:
+        wait_for_rows(tmp_path / "runs" / name, killed)
+    below = family(killed.pid)[1:]
+    assert len(below) == 2
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
-    assert sweep(*SMALL, COEFFICIENTS)[0] == 0
-    assert starts(tmp_path) == [NAMES[0], NAMES[1], NAMES[1], NAMES[2]]
+    code, output, errors = sweep(*at_once)  # which waits until nothing of the killed one is left
+    assert code == 0
+    assert not any(child.is_running() for child in below)
+    assert sorted(starts(tmp_path)) == sorted([*NAMES[:2], *NAMES])
     assert results(tmp_path) == straight
+    assert "training" not in output.replace("training tokens", "")  # what runs say is in their logs
+    assert f"[2/3] {NAMES[1]}  sparsity.l1_coefficient=0.001\n" in output
+    assert "of the training tokens" in errors
+    assert f"training {NAMES[2]}\n" in (tmp_path / "sweeps/s/logs" / f"{NAMES[2]}.log").read_text()
+    metrics = tmp_path / "runs" / NAMES[0] / "metrics.jsonl"
+    assert last_step(metrics) == STEPS
+    metrics.write_text(metrics.read_text() + "damaged\n" + '{"step": 9')
+    assert (last_step(metrics), last_step(tmp_path / "none")) == (STEPS, 0)
 
 
 def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
@@ -247,7 +263,7 @@ def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     assert "the same command goes on" in (tmp_path / "output").read_text()
 
 
-def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(process, tmp_path, monkeypatch):
+def test_a_real_sweep_of_runs_at_once_that_is_killed_gives_the_table_of_one_at_a_time(process, tmp_path, monkeypatch):
     small = [
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
         "training.steps=20", "optimizer.warmup_steps=2", "logging=disabled", "run.checkpoint_every=5",
@@ -260,11 +276,13 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
     for folder in ("runs", "sweeps"):
         shutil.rmtree(tmp_path / folder)
 
-    killed = process(*real)
-    wait_until(lambda: list(tmp_path.glob("runs/*/checkpoints/step_00000010/COMMITTED")), killed)
-    kill(family(killed.pid))
-    assert process(*real).wait() == 0, (tmp_path / "output").read_text()
-    assert "resuming after step" in (tmp_path / "output").read_text()
+    at_once = [*real, "sweep.parallel=2"]
+    killed = process(*at_once)
+    wait_until(lambda: list(tmp_path.glob("runs/*/checkpoints/step_00000005/COMMITTED")), killed)
+    below = family(killed.pid)[1:]
+    killed.kill()
+    assert psutil.wait_procs(below, PATIENCE)[1] == []  # nothing is left running
+    assert process(*at_once).wait() == 0, (tmp_path / "output").read_text()
     assert results(tmp_path) == straight
     assert [float(row["sparsity.l1_coefficient"]) for row in rows(tmp_path)] == [0, 1e-2]
     nonzeros = [float(row["nnz_mean"]) for row in rows(tmp_path)]
@@ -283,7 +301,7 @@ def test_a_real_sweep_killed_in_its_middle_gives_the_table_of_one_that_was_not(p
         assert main(scored, "sweep") == 0
     assert results(tmp_path) == straight
     started, run = [], Launcher.run
-    monkeypatch.setattr(Launcher, "run", lambda self, command, log: started.append(command) or run(self, command, log))
+    monkeypatch.setattr(Launcher, "run", lambda self, command, *of: started.append(command) or run(self, command, *of))
     parts[0].unlink()
     assert main(scored, "sweep") == 0
     assert [command[2] for command in started] == ["sparsellm.evaluate"]

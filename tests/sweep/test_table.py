@@ -82,7 +82,7 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
         "sparsity.l1_coefficient": "0", "activation": "relu", "run": none.name, "status": "complete", "step": 40,
         "tokens": 163840, "ce": 3.0, "val_ce": 3.2, "ce_increase": 0.0, "nnz_mean": 20.0, "nnz_layer_00": 30.0,
         "nnz_layer_01": 10.0, "dead_neurons": 12, "arc_easy": 0.6, "piqa": 0.4, "mean": 0.5,
-        "mean_stderr": pytest.approx(0.03 / 2**0.5), "mean_acc": 0.375,
+        "mean_stderr": pytest.approx(0.03 / 2**0.5), "mean_acc": 0.375, "score_dtype": "float32",
     }  # fmt: skip
     assert rows[1]["ce_increase"] == pytest.approx(0.05)
     assert (rows[1]["arc_easy"], rows[1]["piqa"], rows[1]["mean"]) == (0.25, None, 0.25)
@@ -150,7 +150,29 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     }  # fmt: skip
     assert second[3:] == ["not begun"] + [""] * 9
     assert any("silent for the last 100,000 tokens" in line for line in lines)
+    assert any("- Scores: zero-shot, in float32, acc_norm" in line for line in lines)
     assert any("the sum over neurons and layers of |h|" in line for line in lines)
+
+
+def test_scores_in_several_dtypes_say_which_each_is_of(swept):
+    sweep = swept("runtime.precision=bfloat16", "sparsity.l1_coefficient=0,1e-3")
+    for point, folder, result in zip(
+        sweep.points, (".", "bfloat16"), (scored(0.5, piqa=0.5), scored(0.25, piqa=0.25) | {"dtype": "bfloat16"}),
+        strict=True,
+    ):  # fmt: skip
+        leave(point, scores=scored(0.5, piqa=0.5))  # of an earlier version, which says no dtype: float32
+        (point.checkpoint / "evaluation" / folder).mkdir(exist_ok=True)
+        (point.checkpoint / "evaluation" / folder / "results.json").write_text(json.dumps(result))
+    rows = table.rows(sweep)
+    assert [(row["piqa"], row["score_dtype"]) for row in rows] == [(0.5, "float32"), (0.25, "bfloat16")]
+    lines = table.as_markdown(sweep, rows).splitlines()
+    assert [line.split("|")[-2].strip() for line in lines[:4]] == [
+        "dtype",
+        lines[1].split("|")[-2].strip(),
+        "float32",
+        "bfloat16",
+    ]
+    assert lines[-1].startswith("- Scores: zero-shot, in float32 or bfloat16, ")
 
 
 def test_the_markdown_table_explains_no_column_that_it_does_not_have(swept):
@@ -277,8 +299,9 @@ def test_a_sweep_goes_on_where_its_table_or_a_log_cannot_be_written_and_ends_wit
     sweep, done = swept("sparsity.l1_coefficient=0,1e-3"), []
     sweep.folder.mkdir(parents=True)
 
-    def do(_sweep, point, _launcher):
+    def do(_sweep, point, *_):
         done.append(point)
+        yield
         if where == "log":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

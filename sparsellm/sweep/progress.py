@@ -1,0 +1,77 @@
+"""How far a sweep of several runs at once has come: one line, by the rows that its runs have written."""
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from tqdm import tqdm
+
+from sparsellm.runs.metrics import METRICS
+from sparsellm.sweep.plan import Point
+from sparsellm.system.console import LINE_EVERY, say
+
+TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
+SHOWN_EVERY = 1  # seconds, on a terminal
+
+
+class Progress:
+    """Runs done, the share of the training tokens of all `points`, and when the rest will be done at the pace so far.
+
+    On a terminal the line replaces itself; elsewhere a new one appears every few seconds, if something has changed.
+    """
+
+    def __init__(self, points: list[Point]) -> None:
+        self.points, self.ended = points, set[str]()  # names of runs that are done, well or not
+        self.began, self.tokens_before = time.monotonic(), sum(map(trained, points))
+        self.shown, self.line = float("-inf"), ""
+        self.terminal = tqdm(total=0, bar_format="{desc}", leave=False) if sys.stderr.isatty() else None
+
+    def show(self, running: list[Point]) -> None:
+        if time.monotonic() - self.shown < (SHOWN_EVERY if self.terminal is not None else LINE_EVERY):
+            return
+        self.shown = time.monotonic()
+        line = self.text(running)
+        if self.terminal is not None:
+            self.terminal.set_description_str(line)
+        elif line != self.line:
+            say(line)
+        self.line = line
+
+    def text(self, running: list[Point]) -> str:
+        total = sum(point.config.training.steps * point.config.training.tokens_per_step for point in self.points)
+        tokens = {point.name: trained(point) for point in self.points}
+        done = sum(tokens.values())
+        # A run that failed has no rest.
+        rest = sum(
+            point.config.training.steps * point.config.training.tokens_per_step - tokens[point.name]
+            for point in self.points
+            if point.name not in self.ended
+        )
+        pace = (done - self.tokens_before) / (time.monotonic() - self.began)
+        ends = f"ETA {timedelta(seconds=round(rest / pace))}" if pace > 0 else "no ETA yet"
+        count = f"{len(self.ended)}/{len(self.points)} runs done, {len(running)} at work"
+        return f"sweep  {count}, {done / total:.0%} of the training tokens, {ends}"
+
+    def close(self) -> None:
+        if self.terminal is not None:
+            self.terminal.close()
+
+
+def trained(point: Point) -> int:
+    """Tokens up to the last whole row of the point's metrics.jsonl."""
+    return last_step(point.folder / METRICS) * point.config.training.tokens_per_step
+
+
+def last_step(path: Path) -> int:
+    """0 where there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        for line in reversed(file.read().split(b"\n")[:-1]):  # what follows the last newline is being written
+            with suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
+    return 0
