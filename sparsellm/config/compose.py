@@ -239,7 +239,7 @@ def _bomb(text: str) -> str | None:
 
 
 def load(path: Path) -> Config:
-    """The configuration that `save` wrote, as earlier versions did without a checksum. Raises ConfigError."""
+    """The configuration that `save` wrote, also without the line of its checksum. Raises ConfigError."""
 
     def refuse(why: str) -> NoReturn:
         raise ConfigError(

@@ -16,8 +16,8 @@ from sparsellm.config.schema import Config
 # What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records")
-# Keys, and groups of keys, that earlier versions had not: with their defaults a run is what it was without them, and
-# has the same name.
+# Keys, and groups of keys, that were added later: with their defaults they do not count for a run's name, so runs keep
+# the names that they had before.
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
     "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",

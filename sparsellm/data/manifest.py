@@ -69,8 +69,7 @@ class Manifest:
     empty_files: int = 0  # passed over for having no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
-    # After the last document read. None in a folder that was prepared before manifests had checksums.
-    position: dict[str, int] | None = field(default_factory=lambda: {"file": 0, "document": 0})
+    position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
     # In progress.json: the counts and position before the first document of the file at `position`, whose documents can
     # be cut off again. None where the file has no document yet, or has some in a finished folder.
     begun: dict[str, Any] | None = None

@@ -211,7 +211,7 @@ class _Opening:
         as_found = (vocabulary.found or "").encode()
         earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
         if as_found and earlier.is_dir():
-            folder = earlier  # of an earlier version, which left a tokenizer as it was found: its runs go on from here
+            folder = earlier  # of runs started before 0.1.0, when tokenizers were used as they were found
         else:
             tokenizer.save(vocabulary, folder)
         files = corpus.find_files(data)
@@ -291,7 +291,7 @@ class _OfRun:
                     raise DataError(f"{folder / 'manifest.json'} is missing")
                 if source is None and (found := request.recipe_mistakes(ready, folder)):
                     raise DataError("; ".join(found))
-                # The hash of an earlier version is that of the tokenizer as it was found.
+                # Folders prepared before 0.1.0 have the hash of the tokenizer as it was found.
                 if digest != ready.tokenizer_hash and digest != tokenizer.digest(
                     tokenizer.load(str(folder / "tokenizer"), "data.path")
                 ):

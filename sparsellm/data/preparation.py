@@ -276,7 +276,6 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
     if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
         raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
-    assert manifest.position is not None
     if data.source == Source.stdlib_docs:
         documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
     else:
@@ -290,9 +289,9 @@ def _with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> 
     """`manifest` with the source files as they are now: later ones may have changed or gone, and so may the one that is
     being read, which then begins again. Raises DataError if one that was read to its end has, or if there are others.
     """
-    if manifest.position is None:
+    if not manifest.position:  # null in manifests that had no checksum once, and were given one later
         raise DataError(
-            f"{folder} was prepared by an earlier version, whose manifest cannot prove which document comes next:"
+            f"{folder}/manifest.json does not record which document comes next:"
             f" choose another data.path for more tokens, or train on these with data.max_tokens={manifest.train.tokens}"
         )
     before, position = manifest.source_files, manifest.position
@@ -350,7 +349,6 @@ def _before_the_file(folder: Path, manifest: Manifest) -> Manifest:
 
 def _so_far(manifest: Manifest) -> dict[str, Any]:
     """What `_before_the_file` goes back to."""
-    assert manifest.position is not None
     return {
         **{split: asdict(getattr(manifest, split)) for split in SPLITS},
         "empty_documents": manifest.empty_documents,
@@ -388,7 +386,6 @@ class _Read:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        assert manifest.position is not None
         self.manifest, self.verified = manifest, Verified(folder)
         local = [file for file in list(manifest.source_files)[manifest.position["file"] :] if "://" not in file]
         self.written = {file: _written(file) for file in local}
@@ -430,7 +427,6 @@ def _write_tokens(
     limit: int | None,
 ) -> None:
     """Append to the files from `manifest.position` on, keeping progress.json and `manifest` in step with them."""
-    assert manifest.position is not None
     name = f"preparing {folder}"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_Writer(folder, split, manifest)) for split in SPLITS}

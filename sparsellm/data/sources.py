@@ -55,27 +55,20 @@ def names(files: list[str]) -> str:
 
 
 def _read_for(manifest: Manifest) -> list[str]:
-    """The local files that were read. Manifests of earlier versions may contain only sizes."""
-    return [
-        file
-        for file in manifest.source_files
-        if "://" not in file and (file in manifest.source_checksums or manifest.exhausted)
-    ]
+    """The local files that were read."""
+    return [file for file in manifest.source_files if file in manifest.source_checksums]
 
 
 def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified) -> bool:
-    now, size, before = stamp(Path(file)), manifest.source_files[file], manifest.source_checksums.get(file)
+    now, key = stamp(Path(file)), key_of(file)
     assert now is not None
-    if size is not None and now.bytes != size:
+    if manifest.source_files[file] not in (None, now.bytes):
         return True
-    key = key_of(file)
-    if before is None:
-        return False
-    if not verified.knows(key):  # a folder of an earlier version
+    if not verified.knows(key):  # without verified.json, which folders prepared before 0.1.0 lack
         made = stamp(folder / "manifest.json")
         if made is not None and now.mtime_ns < made.mtime_ns:
             return False
-    return verified.checksum(key, Path(file)) != before
+    return verified.checksum(key, Path(file)) != manifest.source_checksums[file]
 
 
 def key_of(file: str) -> str:

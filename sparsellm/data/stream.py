@@ -93,18 +93,15 @@ class TokenStream:
         vocabulary = self._vocabulary()
         identity: dict[str, Any] = {
             "world_size": self.world_size, "rank": self.rank,
-            "begin_of_text": vocabulary.begin_of_text,  # missing in states of earlier versions
-            "tokenizer": tokenizer.digest(vocabulary)[:16],
+            "begin_of_text": vocabulary.begin_of_text, "tokenizer": tokenizer.digest(vocabulary)[:16],
         }  # fmt: skip
         stream, position = self, {"epoch": 0, **corpus.START, "skip_tokens": 0, "group": 0, "given": 0}
         if state is not None:
-            # States of earlier versions have no "tokenizer", or that of the unadapted tokenizer.
-            before = {"tokenizer": identity["tokenizer"], **state}
-            if before["tokenizer"] in {digest[:16] for digest in tokenizer.digests(vocabulary)}:
-                before["tokenizer"] = identity["tokenizer"]
+            digests = {digest[:16] for digest in tokenizer.digests(vocabulary)}
             for key, now in identity.items():
-                if before.get(key) != now:
-                    raise DataError(_other(key, before.get(key), now))
+                before = state.get(key)
+                if before != now and not (key == "tokenizer" and before in digests):
+                    raise DataError(_other(key, before, now))
             stream, position = self._since(state)
         identity |= {
             "files": self._files_digest(),
@@ -139,13 +136,13 @@ class TokenStream:
 
         Raises DataError if files that this rank has read completely have changed.
         """
-        ends, sizes = state.get("ends", {}), state.get("sizes", {})
+        ends, sizes = state["ends"], state.get("sizes", {})  # states saved before 0.1.0 lack sizes
         stream = replace(self, listed=tuple(ends))
         added = [name for name in self.ends if ends and name not in ends]
         gone = {name for name in ends if name not in self.files}
         others = {name for name in ends if ends[name] != self.ends.get(name)}
         others |= {name for name in sizes if sizes[name] != self.files.get(name)}
-        # For hub files, and states of earlier versions without sizes or ends, only the digest can tell.
+        # For hub files, and states without sizes, only the digest can tell.
         if added or (not others and state["files"] != self._files_digest() and not sizes):
             detail = f" ({sources.names(added)} came later)" if added else ""
             raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
@@ -181,7 +178,7 @@ class TokenStream:
 
     def _of_group(self, state: dict[str, Any], order: list[str]) -> set[str]:
         """The files from which the group of `state` may have tokens: those of its epoch in `order`, or fewer."""
-        epoch, last = state.get("reached", (None, None))  # missing in states of earlier versions
+        epoch, last = state.get("reached", (None, None))  # states saved before 0.1.0 lack it
         if epoch == state["epoch"]:
             return set(order[: order.index(last) + 1])
         return set(self.names)

@@ -108,7 +108,7 @@ def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabula
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
     begin = [token for token, _ in special]
     # No begin-of-text token if it equals the end-of-text token. If tokenizer_config.json has another bos_token, only
-    # prompts begin with this token, as in folders of earlier versions.
+    # prompts begin with this token.
     if len(begin) != 1 or begin == [end] or _named("bos_token", [find(_CONFIG)])[1] not in (None, *begin):
         return Vocabulary(tokenizer, end)
     return Vocabulary(tokenizer, end, begin[0])
@@ -199,11 +199,9 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The `digest`, and those of tokens prepared by earlier versions, with the unadapted tokenizer and without a
-    begin-of-text token."""
-    alike = (vocabulary, replace(vocabulary, begin_of_text=None))
+    """The `digest`, and that of the tokenizer as it was found, which tokens prepared before 0.1.0 have."""
     contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
-    return {digest(each, content) for each in alike for content in contents}
+    return {digest(vocabulary, content) for content in contents}
 
 
 def vocabulary_size(vocabulary: Vocabulary) -> int:

@@ -21,7 +21,7 @@ RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out loss among the tasks
 SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # settings that scores must share to be averaged
 
-STORED = "float32"  # the dtype of scores that do not name theirs: earlier versions stored all models so
+STORED = "float32"  # the dtype of scores that do not name theirs: before 0.1.0 runs stored their models so
 
 MEANS = {"mean": "score", "mean_acc": "acc"}  # name of the mean -> key of each task
 
@@ -94,7 +94,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         found = json.loads(regular.content(_path(folder, name)))
         decided_by, part = dict(found["decided_by"]), dict(found["finished"])
-        if decided_by.get("dtype") == "auto":  # an earlier version's word for the stored one
+        if decided_by.get("dtype") == "auto":  # written before 0.1.0, for the stored dtype
             decided_by["dtype"] = part.get("measured", {}).get("dtype", STORED)
         return decided_by, part
     except (OSError, ValueError, KeyError, TypeError):
@@ -123,7 +123,7 @@ def has_scores(results: dict[str, Any]) -> bool:
 
 def settings(task: dict[str, Any]) -> dict[str, Any]:
     """The settings of a task's score that must agree for a mean."""
-    return {key: task.get("measured", {}).get(key) for key in SETTINGS}
+    return {key: task["measured"].get(key) for key in SETTINGS}
 
 
 def unlike(tasks: dict[str, dict[str, Any]]) -> list[str]:

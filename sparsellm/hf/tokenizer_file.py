@@ -143,7 +143,7 @@ def settle(tokenizer: Tokenizer) -> list[str]:
 
 
 def settle_file(path: Path) -> None:
-    """`settle` the tokenizer in the tokenizer.json `path`, as of a folder that an earlier version prepared."""
+    """`settle` the tokenizer.json `path` in place, for tokens prepared before 0.1.0."""
     content = json.loads(path.read_text(encoding="utf-8"))
     post = content.get("post_processor")
     if content["model"].get("dropout") or (post is not None and _open(post) != post):

@@ -312,7 +312,6 @@ class History(NamedTuple):
 
     rows: list[dict[str, Any]]  # those that can be read, in the order of their steps
     problems: list[str]  # everything else, each with its line; not a last line that a kill cut short
-    before_damage: int  # how many rows come before the first problem
 
     def report(self, path: Path) -> str:
         """One sentence about the problems in the file `path`."""
@@ -354,7 +353,8 @@ ALWAYS = ("step",)
 # What a summary and the curves of a run look up in every row.
 NEVER_NULL = ("step", "tokens", "tokens_per_s", "l1_coefficient", "skipped_steps")
 IN_EVERY_ROW = (
-    *NEVER_NULL, "loss", "ce", "val_ce", "nnz_mean", "nnz_per_layer", "dead_per_layer", "reinitialized_per_layer",
+    *NEVER_NULL, "loss", "ce", "val_ce", "val_tokens", "evaluation", "nnz_mean", "nnz_per_layer", "dead_per_layer",
+    "reinitialized_per_layer",
 )  # fmt: skip
 
 
@@ -369,12 +369,11 @@ def history(
     try:
         content = regular.content(path, sys.maxsize)
     except FileNotFoundError:
-        return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"], 0)
+        return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"])
     except OSError as error:
-        return History([], [f"it cannot be read ({error.strerror})"], 0)
+        return History([], [f"it cannot be read ({error.strerror})"])
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    before_damage: int | None = None
     # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -384,13 +383,12 @@ def history(
             rows.append(row)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
-            before_damage = len(rows) if before_damage is None else before_damage
     if saved is not None and xxhash.xxh3_64_hexdigest(content[: saved.bytes]) != saved.xxh3:
         if len(content) < saved.bytes:
             problems.append(f"it has {len(content):,} bytes, and {saved.bytes:,} were saved")
         elif not problems:
             problems.append(f"its first {saved.bytes:,} bytes are not those that were saved: a value has changed")
-    return History(rows, problems, len(rows) if before_damage is None else before_damage)
+    return History(rows, problems)
 
 
 def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
@@ -419,7 +417,7 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
 def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of `rows`, in order, those that a model card looks at: the last one, the last validated, the last evaluated one.
 
-    Rows of earlier versions, which have not all keys, are left out.
+    Rows that lack keys, which run.skip_damaged keeps, are left out.
     """
     last: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -427,7 +425,7 @@ def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             last["row"] = row
             if row["val_ce"] is not None:
                 last["val_ce"] = row
-            if row.get("evaluation"):
+            if row["evaluation"]:
                 last["evaluation"] = row
     return sorted({row["step"]: row for row in last.values()}.values(), key=lambda row: row["step"])
 
@@ -448,7 +446,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
-        """`saved`: what the checkpoint knows of the file; None for checkpoints of earlier versions.
+        """`saved`: what the checkpoint of `last_step` knows of the file; None without a checkpoint.
 
         Raises MetricsError if rows up to `last_step` are damaged or gone. With `skip_damaged` those that can be read
         are kept, and the damaged file beside them as metrics.jsonl.damaged, which is said.
@@ -456,9 +454,9 @@ class MetricsFile:
         self.path = path
         found = history(path, saved)
         kept = [row for row in found.rows if row["step"] <= last_step]
-        content = _content(path, kept, last_step, saved, found)
+        content = _content(path, saved)
         if content is None:
-            what = found.report(path) if found.problems else f"{path} has no rows up to step {last_step:,}"
+            what = found.report(path)
             if not skip_damaged:
                 raise MetricsError(
                     f"{what}. The checkpoint that the run goes on from is whole: bring the file back, or go on with the"
@@ -528,17 +526,9 @@ def _line(row: dict[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
-def _content(
-    path: Path, kept: list[dict[str, Any]], last_step: int, saved: Saved | None, found: History
-) -> bytes | None:
-    """The file up to `last_step`, the step of a checkpoint, in bytes; None if some of that is damaged or gone."""
-    if last_step == 0:
+def _content(path: Path, saved: Saved | None) -> bytes | None:
+    """The bytes of the file when a checkpoint was saved; None if they are damaged or missing."""
+    if saved is None:
         return b""
-    if saved is not None:
-        content = regular.content(path, sys.maxsize)[: saved.bytes] if path.exists() else b""
-        return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None
-    # A checkpoint of an earlier version. Damage after its step does not count: that part is cut off.
-    until_damage = found.rows[: found.before_damage]
-    if found.problems and not (until_damage and until_damage[-1]["step"] >= last_step):
-        return None
-    return b"".join(map(_line, kept)) or None  # every run has a row of its first step
+    content = regular.content(path, sys.maxsize)[: saved.bytes] if path.exists() else b""
+    return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None

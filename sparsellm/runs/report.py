@@ -84,15 +84,14 @@ def summary(
         return " -> ".join("not finite" if row[key] is None else f"{row[key]:,.3f}" for row in (first, last))
 
     lines = {"loss": f"{change('loss')}  (first -> last step)", "cross entropy": change("ce")}
-    # Rows of earlier versions have no `val_tokens` and no `evaluation`.
-    validated = [(row["val_ce"], row.get("val_tokens")) for row in rows if row["val_ce"] is not None]
+    validated = [row for row in rows if None not in (row["val_ce"], row["val_tokens"])]
     if validated:
-        ce, tokens = validated[-1]
-        lines["held-out"] = f"{ce:,.3f}" + ("" if tokens is None else f"  (cross entropy of {tokens:,} tokens)")
+        ce, tokens = validated[-1]["val_ce"], validated[-1]["val_tokens"]
+        lines["held-out"] = f"{ce:,.3f}  (cross entropy of {tokens:,} tokens)"
         for name in sources:
             each = [row[f"{NAMED}{name}"] for row in rows if row.get(f"{NAMED}{name}") is not None]
             lines[f"held-out {name}"] = f"{each[-1]:,.3f}"
-    scores = last.get("evaluation")
+    scores = last["evaluation"]
     if scores is not None and scores["mean"] is not None:
         of = len(scores) - 1
         lines["accuracy"] = f"{scores['mean']:.4f}  (mean of {of} task{'s' * (of > 1)})"
@@ -155,7 +154,7 @@ def saved_rows(checkpoint: Path) -> Saved | None:
     """How much of metrics.jsonl there was when `checkpoint` was saved; None: the checkpoint does not say."""
     try:
         saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, is of an earlier version, or is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
         return None
     return saved if isinstance(saved.bytes, int) else None
 

@@ -337,7 +337,7 @@ def record_id(folder: Path) -> str:
     """One for each run folder, through all its starts: names of runs may repeat on other machines."""
     path = folder / FOLDER / "id"
     found, *check = _content(path).split() or [""]
-    if re.fullmatch("[0-9a-f]{16}", found) and check in ([], [_check(found)]):
+    if re.fullmatch("[0-9a-f]{16}", found) and check == [_check(found)]:
         return found
     damaged = f"{path}, which names the run's record in Weights & Biases, is damaged: " if path.exists() else None
     known = {part.name.rpartition("-")[2] for part in path.parent.glob("*run-*-*")}  # wandb's folders end in the id
@@ -362,7 +362,7 @@ def _content(path: Path) -> str:
 
 
 def _check(record: str) -> str:
-    """What stands beside an id in its file, so that a changed one is noticed; earlier versions wrote the id alone."""
+    """A check value stored with the id, to detect a changed id."""
     return xxhash.xxh3_64_hexdigest(record.encode())
 
 

@@ -419,13 +419,18 @@ class Trainer:
         self.resumed, rank_values, rng = self.checkpoints.load(step, self._tensors(self.silent.tokens))
         values = self.resumed
         self.step, self.data_state = values["step"], rank_values["data"]
-        self.row = values.get(WAITING_ROW)  # older ones have none, as theirs was written before them
-        if self.plans is not None and values.get("plans") is not None:  # older checkpoints have none
+        if lacking := {"plans", "micro_batch", "teacher", "other_ends", "metrics"} - values.keys():
+            raise CheckpointError(
+                f"the checkpoint of step {step:,} lacks {', '.join(sorted(lacking))}: a version older than 0.1.0 saved"
+                " it, and it cannot be resumed; start over with run.restart=true"
+            )
+        self.row = values.get(WAITING_ROW)  # missing if saved before 0.1.0, when rows were scored before the save
+        if self.plans is not None and values["plans"] is not None:  # None: trained in PyTorch so far
             self.plans.restore(values["plans"])
         if self.gradual is not None:
             self.gradual.at(self.tokens)  # the micro-batch is decided by the blocks that the last step had
-        self.micro_batch.restore(values.get("micro_batch"))
-        self.other_ends = values.get("other_ends", [])
+        self.micro_batch.restore(values["micro_batch"])
+        self.other_ends = values["other_ends"]
         torch.set_rng_state(rng["cpu"])
         if self.ranks.device.type == "cuda" and "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"], self.ranks.device)
@@ -455,7 +460,7 @@ class Trainer:
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
             self.ranks.world_size, self.ranks.device,
         )  # fmt: skip
-        saved = None if self.resumed.get("metrics") is None else Saved(**self.resumed["metrics"])
+        saved = Saved(**self.resumed["metrics"]) if self.resumed else None
         written = self.step if self.row is None else self.step - 1
         metrics = MetricsFile(self.folder / METRICS, written, saved, config.run.skip_damaged)
         wandb = WandbRun(config, self.folder)

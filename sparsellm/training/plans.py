@@ -161,7 +161,7 @@ class Plans:
         Collective."""
         for tensor, (engine, room) in zip(self.tensors, state["plans"], strict=True):
             tensor.copy_(Plan(Engine(engine), room).tensor())
-        costs = state["costs"]
+        costs = state["costs"]  # None: the package's constants
         if costs is None or costs["kernels"] == backend.loaded():
             self._choose_by(costs)
             self.resumed = costs is not None or not is_shipped(self.policy.kernels, *self.layer)

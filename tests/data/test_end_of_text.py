@@ -21,7 +21,6 @@ from sparsellm.data import DataError, Request, corpus, mix, tokenizer
 from sparsellm.data.manifest import read
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import hub
-from sparsellm.system.files import read_sealed, write_sealed
 
 ADDED = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
 SPELLED = "the <s> gate</s> opens <|begin_of_text|> <|end_of_text|>\n\n  日本"
@@ -185,46 +184,6 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     assert folder.parent == streamed.tokenizer_folder.parent
     assert tokenizer.load(str(folder)).end_of_text == "<|eot_id|>"
     assert tokenizer.load(str(streamed.tokenizer_folder)).end_of_text == "<|end_of_text|>"
-
-
-def test_what_an_earlier_version_prepared_has_no_beginnings_is_told_apart_and_stays_so(
-    made, make_config: Callable[..., Config], parquet: list[str], tmp_path: Path, monkeypatch
-):
-    source = str(small_tokenizers.write(made["llama3"], tmp_path / "source", "<|end_of_text|>"))
-    config = make_config(parquet, tokenizer=source, path=str(tmp_path / "earlier"), max_tokens=2000)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(
-            tokenizer, "load", lambda *given, load=tokenizer.load: replace(load(*given), begin_of_text=None)
-        )
-        before = prepare(config)
-        with process_group("cpu") as ranks:
-            stream = open_data(replace(config, data=replace(config.data, streaming=True)), ranks)
-        _, state = next(stream.batches(None))
-    del state["begin_of_text"]
-    path = config.data.folder / "manifest.json"
-    values = read_sealed(path, DataError, "")
-    del values["begin_of_text_id"]
-    write_sealed(path, values)
-    assert tokenizer.load(str(config.data.folder / "tokenizer")).begin_of_text is None
-    assert mistakes(config) == []
-
-    more = replace(config, data=replace(config.data, max_tokens=4000))
-    after = prepare(more)
-    assert after.train.tokens > before.train.tokens
-    assert (after.begin_of_text_id, after.tokenizer_hash) == (None, before.tokenizer_hash)
-    assert 0 not in np.fromfile(config.data.folder / "train.tokens", "<u2")
-    assert mistakes(more) == []
-    with process_group("cpu") as ranks:
-        assert open_data(more, ranks).begin_of_text_id is None
-        resumed = open_data(replace(config, data=replace(config.data, streaming=True)), ranks)
-        with pytest.raises(DataError, match=r"saved with begin_of_text None and begin_of_text is <\|begin_of_text\|>"):
-            next(resumed.batches(state))
-
-    new = replace(config, data=replace(config.data, path=str(tmp_path / "new")))
-    assert prepare(new).begin_of_text_id == 0
-    mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, new)]
-    found = mix.mistakes(Request.of(replace(config, data=replace(config.data, mix=mixed, max_tokens=None))))
-    assert "different tokenizers" in found[0]
 
 
 def unigram() -> Tokenizer:

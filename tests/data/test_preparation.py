@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from whole_config import mistakes, prepare
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, Source, TrainingConfig
 from sparsellm.data import DataError, corpus, preparation, tokenizer
-from sparsellm.data.manifest import read, verify
+from sparsellm.data.manifest import read, verify, write
 
 MakeConfig = Callable[..., Config]
 
@@ -436,3 +437,14 @@ def test_a_full_disk_is_one_sentence_and_the_same_call_goes_on(
     assert not list(tmp_path.rglob("*.partial"))
     assert prepare(config) == expected
     assert contents(Path(config.data.path)) == contents(tmp_path / "straight")
+
+
+def test_tokens_that_do_not_record_which_document_comes_next_serve_and_are_not_extended(
+    make_config: MakeConfig, parquet: list[str]
+) -> None:
+    config = make_config(parquet, max_tokens=1_000)
+    write(replace(prepare(config), position=None), Path(config.data.path), "manifest.json")
+    assert mistakes(config) == []
+    config.data.max_tokens = 2_000
+    with pytest.raises(DataError, match="does not record which document comes next"):
+        prepare(config)

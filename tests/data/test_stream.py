@@ -127,7 +127,7 @@ def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_nam
     more = {"files": {**stream.files, "later.parquet": 1}, "ends": {**stream.ends, "later.parquet": "0"}}
     with pytest.raises(DataError, match=r"saved with files .* \(later\.parquet came later\)"):
         take(replace(stream, **more, world_size=2), 1, state)
-    del state["ends"], state["sizes"]  # as of hub files, which the digest alone tells
+    state["ends"], state["sizes"] = {}, {}  # like those of hub files, which only the digest can tell
     with pytest.raises(DataError, match="saved with files"):
         take(replace(stream, files=dict(list(stream.files.items())[1:]), world_size=2), 1, state)
 
@@ -138,8 +138,6 @@ def test_another_tokenizer_is_refused_by_name(stream: TokenStream, texts: list[s
     other = replace(stream, tokenizer_folder=tmp_path / "other")
     with pytest.raises(DataError, match=r"the data position was saved with tokenizer [0-9a-f]{16} and tokenizer is"):
         take(other, 1, state)
-    del state["tokenizer"]  # as an earlier version saved it
-    assert len(take(stream, 1, state)) == 1
 
 
 def changed(stream: TokenStream, name: str) -> TokenStream:
@@ -172,7 +170,7 @@ def test_a_file_that_was_read_to_its_end_may_not_change_or_go(stream: TokenStrea
     for other in (without(stream, first), changed(stream, first)):
         with pytest.raises(DataError, match=f"{Path(first).name}: of another content, or gone, since the run has read"):
             take(other, 1, state)
-    del state["ends"], state["sizes"]  # as an early version saved it, with the digest alone
+    del state["sizes"]  # like a state saved before 0.1.0
     assert take(stream, 1, state)
 
 

@@ -205,6 +205,6 @@ def test_the_few_rows_that_a_run_keeps_for_its_cards_give_the_cards_of_all_rows(
         file.write(rows[-1])
         if step == 20:  # a resume
             file.close()
-            file = MetricsFile(tmp_path / METRICS, last_step=20)
+            file = MetricsFile(tmp_path / METRICS, last_step=20, saved=file.saved())
         assert len(file.telling) <= 3
         assert card.text(config, step, file.telling) == card.text(config, step, rows)

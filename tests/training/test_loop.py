@@ -517,7 +517,7 @@ def test_a_validation_that_a_resume_goes_without_leaves_its_row_without(tmp_path
 
 
 @pytest.mark.usefixtures("quick_ending")
-def test_a_checkpoint_of_an_earlier_version_whose_row_was_written_before_it_goes_on(tmp_path):
+def test_a_checkpoint_that_was_saved_after_its_row_as_before_0_1_0_goes_on(tmp_path):
     with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
         assert trainer.fit() == 0
     with small_trainer(tmp_path / "run", *SAVED_AND_SCORED) as trainer:
@@ -536,6 +536,16 @@ def test_a_checkpoint_of_an_earlier_version_whose_row_was_written_before_it_goes
     with small_trainer(tmp_path / "run", *SAVED_AND_SCORED) as trainer:
         assert trainer.fit() == 0
     assert without_timing(tmp_path / "run" / METRICS) == without_timing(tmp_path / "straight" / METRICS)
+
+
+def test_a_checkpoint_that_lacks_values_is_refused_by_what_it_lacks(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        save = trainer.checkpoints.save
+        trainer.checkpoints.save = lambda step, saved, values, *others: save(step, saved, {"step": step}, *others)
+        trainer.checkpoints.export = trainer._export
+        trainer.fit()
+    with small_trainer(tmp_path / "run") as trainer, pytest.raises(CheckpointError, match="lacks metrics, micro_batch"):
+        trainer.fit()
 
 
 def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_path, capsys):
